@@ -251,7 +251,7 @@ def test_a_full_place_is_told_once_and_the_rest_stays(caplog):
             assert (totals.stored_bytes, totals.resident_bytes) == (BLOCK, BLOCK)
             assert torch.equal(x.grad, x.detach().exp().exp() * x.detach().exp())
     (record,) = caplog.records
-    assert "host memory has no more room (train.offload_limit_gib): some activations stay in memory" in record.message
+    assert "host memory has no more space (train.offload_limit_gib): some activations stay in memory" in record.message
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -80,7 +80,7 @@ def test_a_file_that_was_cut_ends_the_run(tmp_path):
     assert torch.equal(_back(tier, stored[0], first), first)
     with pytest.raises(
         RunError,
-        match=f"train.offload_dir='.*': the file of what was offloaded was cut: it ends before byte {4096 + 11}",
+        match=f"train.offload_dir='.*': the offload file was truncated: it ends before byte {4096 + 11}",
     ):
         _back(tier, stored[1], second)
 
@@ -90,7 +90,7 @@ def test_a_changed_byte_ends_the_run(tmp_path, place):
     tier, data = _file(tmp_path), _bytes(10_000)
     stored = tier.store(data, None)
     os.pwrite(tier._file.fileno(), bytes([int(data[place]) ^ 16]), place)
-    with pytest.raises(RunError, match="what was offloaded is not what was written"):
+    with pytest.raises(RunError, match="the offloaded bytes differ from what was written"):
         _back(tier, stored, data)
 
 

@@ -73,7 +73,7 @@ def test_a_disk_without_room_is_named_before_training(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        with pytest.raises(ConfigError, match=r"train\.offload_optimizer='ssd' finds no room for 4 MiB more in "):
+        with pytest.raises(ConfigError, match=r"train\.offload_optimizer='ssd' cannot allocate 4 MiB more in "):
             MmapStore(CopyEngine(CPU), tmp_path, 0).zeros(torch.zeros(MIB), torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

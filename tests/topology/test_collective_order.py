@@ -126,8 +126,8 @@ def test_ranks_begin_what_was_said_before_they_started(pool):
     assert all(log == logs[0] for log in logs)
     assert [word for word in logs[0] if " of " in word] == [
         "forward of micro-batch 0",
-        "backward of micro-batch 0 beside the forward of 1",
-        "backward of micro-batch 1 beside the forward of 2",
+        "backward of micro-batch 0 overlapped with the forward of 1",
+        "backward of micro-batch 1 overlapped with the forward of 2",
         "backward of the last micro-batch",
     ]
     expected = [word.split("over ")[1] for word in _words(cfg)]

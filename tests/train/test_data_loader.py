@@ -94,7 +94,7 @@ def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, 
     assert f"checkpoint.resume={str(saved)!r} to continue with the new data from its start" in error
     named = replace(other, checkpoint=replace(other.checkpoint, resume=str(saved)))
     ((said, _),) = pool.run(1, _train_and_listen, named)
-    assert f"the data begins anew, at sample 0: path '{tmp_path}/tokens' there, '{tmp_path}/other' here" in said
+    assert f"the data restarts at sample 0: path '{tmp_path}/tokens' there, '{tmp_path}/other' here" in said
     assert read_meta(tmp_path / "run" / "checkpoints" / "step-000004").samples == 2 * 4
     ((said, _),) = pool.run(
         1, _train_and_listen, replace(named, run=replace(named.run, steps=5), checkpoint=other.checkpoint)

@@ -72,8 +72,8 @@ def _checked(run_dir: Path, **parallel: object) -> Config:
     [
         (_draw, "the random number generators", "stage"),
         (_step_a_router, "the random number generators", "stage"),
-        (_take_other_samples, "the place in the data", "world"),
-        (_lose_a_file, "the place in the data", "world"),
+        (_take_other_samples, "the data position", "world"),
+        (_lose_a_file, "the data position", "world"),
     ],
 )
 def test_a_rank_that_draws_or_reads_elsewhere_is_named(pool, tmp_path, harm, what, axis):
@@ -92,7 +92,7 @@ def test_a_rank_elsewhere_in_a_stream_is_named(pool, tmp_path):
     data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
     cfg = replace(cfg, data=data, model=replace(cfg.model, vocab_size=256, num_query_groups=4))
     found = pool.run(4, _message, cfg, _move_in_the_stream, 2)
-    assert "the place in the stream on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]
+    assert "the stream position on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]
     assert pool.run(4, _message, cfg, _nothing, 2) == [""] * 4
 
 

@@ -148,7 +148,7 @@ def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path)
     assert "step 4: the loss is nan and" in message
     assert "the loss on rank 1 (" in message
     assert "the reduced gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
-    assert "; so again when computed anew; " in message
+    assert "; not finite in a rerun of the step either; " in message
     assert "samples 12 to 15 of the run, of which these ranks read 2: row 14 (" in message
     assert f"{data}, token {POISONED_ROW * SEQ_LEN}" in message
     assert f"{str(tmp_path / 'run' / 'checkpoints' / 'step-000002')!r}, is intact" in message
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_damaged_is_not_called_intact(pool, tmp_path, sound
     assert "step 6: the loss is nan" in messages[0]
     if sound:
         assert "the last sound checkpoint, " in messages[0]
-        assert "step-000002', is intact as far as sizes of files tell (step-000004 is damaged: " in messages[0]
+        assert "step-000002', is intact as far as file sizes show (step-000004 is damaged: " in messages[0]
     else:
         assert "no checkpoint is intact (step-000004 is damaged: " in messages[0]
 
@@ -232,7 +232,7 @@ def test_the_replica_whose_gradient_is_not_finite_is_named_before_the_sum_hides_
     cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2, zero=zero)
     message, _ = pool.run(2, train, cfg, poison_gradient)
     assert "step 1: the gradient norm is nan; not finite: the gradients that rank 1 (" in message
-    assert "; so again when computed anew; " in message
+    assert "; not finite in a rerun of the step either; " in message
     assert "samples 0 to 3 of the run, of which these ranks read 2: row 2 (" in message
 
 

@@ -121,7 +121,7 @@ def test_an_old_checkpoint_remembers_nothing_and_a_broken_one_is_refused():
     judge.restore(None)
     assert judge.state() == guard().state()
     for broken in ({}, [], "x", {**guard().state(), "left_out": [3]}, {**guard().state(), "num_skipped": None}):
-        with pytest.raises(ConfigError, match="memory of faults is broken"):
+        with pytest.raises(ConfigError, match="fault history is broken"):
             judge.restore(broken)
 
 

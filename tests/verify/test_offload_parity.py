@@ -191,7 +191,7 @@ def test_a_changed_byte_is_noticed(pool, tmp_path):
     """By the sum of each extent; and, without it, by the comparison, so what is compared did come from the disk."""
     cfg = tiny(model=MODEL, train=TRAIN)
     offloading = _offloading(cfg, LAYER, tmp_path)
-    with pytest.raises(RuntimeError, match="what was offloaded is not what was written"):
+    with pytest.raises(RuntimeError, match="the offloaded bytes differ from what was written"):
         pool.run(1, _run_with_a_changed_byte, offloading)
     with pytest.raises(AssertionError, match="gradients"):
         assert_equal_bits(

@@ -1,13 +1,14 @@
-"""Exchanges that run while the rank computes something else, forward and backward.
+"""Asynchronous collectives that overlap with computation, in the forward and the backward pass.
 
-An exchange is two nodes of the autograd graph: one begins it, the other waits for it. What is computed between the two
-hides it. Backward the second node begins the exchange of the gradients and the first one waits, and because autograd
-takes the later-made of two ready nodes first, the gradients of what was computed between hide that one too.
+A collective is two nodes of the autograd graph: a launch node and a wait node. What is computed between the two hides
+the collective. In the backward pass the wait node launches the collective of the gradients and the launch node waits
+for it. Autograd runs the later-created of two ready nodes first, so the gradients of what was computed in between hide
+that collective too.
 
-Where another micro-batch has a forward pass to be done (`comm/resumable.py`), it goes on between the two as well: a
-forward pass pauses there, and a backward pass lets it go on before it waits.
+The forward pass of another micro-batch (`comm/resumable.py`) may run in between as well: it yields at each collective,
+and a backward pass resumes it before waiting.
 
-A rank must begin and await its exchanges in the same order as the other members.
+A rank must launch and await its collectives in the same order as the other members.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,19 +24,19 @@ from moefold.comm.groups import Group
 from moefold.comm.resumable import Resumable
 
 CollectiveLauncher = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
-"""Begins an exchange of a tensor; returns what will hold the result, and what to wait for."""
+"""Launches a collective on a tensor; returns the output buffer and the work to wait for."""
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """What rows are on their way, where not what they were before. Their gradients travel as they are."""
+    """Encoding of rows for communication, such as FP8. Gradients are sent unencoded."""
 
     pack: Callable[[Tensor], Tensor]
-    """Makes what is sent of the rows; may copy them."""
+    """Encodes the rows to send; may copy them."""
     unpack: Callable[[Tensor], Tensor]
-    """Makes rows of what arrives."""
+    """Decodes the received rows."""
     adjoint: Callable[[Tensor], Tensor] = lambda grad: grad
-    """Makes the gradient of the rows of those of what was sent, which are as wide as the rows."""
+    """Gradient of the rows from the gradient of the sent rows, which are as wide as the rows."""
 
 
 IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
@@ -43,7 +44,7 @@ IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
 
 @dataclass
 class _AsyncCollective:
-    """Both directions of one exchange, and what is under way of them."""
+    """One collective with its adjoint, and the pending result of either."""
 
     group: Group
     forward: CollectiveLauncher
@@ -52,8 +53,8 @@ class _AsyncCollective:
     pending: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:
-        """What was exchanged, which is forgotten here."""
-        assert self.pending is not None, "begun before it is awaited, and awaited once"
+        """Wait for the pending collective and return its output, dropping the reference to it."""
+        assert self.pending is not None, "launched before the wait, and awaited once"
         buffer, work = self.pending
         self.pending = None
         if work is not None:
@@ -64,22 +65,22 @@ class _AsyncCollective:
 
 @dataclass(frozen=True)
 class AsyncResult:
-    """An exchange under way."""
+    """Handle of a collective in flight."""
 
     _dependency: Tensor
     _collective: _AsyncCollective | None
     _postprocess: Callable[[Tensor], Tensor] | None = None
-    """What is to be done with what arrives."""
+    """Applied to the received tensor."""
 
     def wait(self) -> Tensor:
-        """The result; to be asked for once."""
+        """Wait for the result; call it once."""
         if self._collective is None:
             return self._dependency
         received: Tensor = _WaitCollective.apply(self._dependency, self._collective)
         return received if self._postprocess is None else self._postprocess(received)
 
     def wait_resumable(self) -> Resumable[Tensor]:
-        """The result, after a pause; none in a group of one, where nothing is under way."""
+        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one."""
         if self._collective is not None:
             yield
         return self.wait()
@@ -92,16 +93,17 @@ def async_all_to_all(
     output_splits: Sequence[int],
     wire_format: WireFormat = IDENTITY,
 ) -> AsyncResult:
-    """Begin `collectives.all_to_all`; `x` must not change before the wait.
+    """Launch `collectives.all_to_all`; `x` must not change before the wait.
 
     Args:
-        x: rows to send; with a form, the rows to make them of.
+        x: rows to send, before encoding by `wire_format`.
         group: the members.
-        input_splits: of the rows that are sent, one count for each member.
-        output_splits: one count for each member.
-        wire_format: of the rows on their way; not used in a group of one.
+        input_splits: encoded rows for each member.
+        output_splits: encoded rows from each member.
+        wire_format: encoding of the rows; not used in a group of one.
     """
-    sent, received = list(input_splits), list(output_splits)
+    sent = list(input_splits)
+    received = list(output_splits)
     return _launch(
         x,
         group,
@@ -112,7 +114,7 @@ def async_all_to_all(
 
 
 def async_all_gather(x: Tensor, group: Group, wire_format: WireFormat = IDENTITY) -> AsyncResult:
-    """Begin `collectives.all_gather`; `x` must not change before the wait."""
+    """Launch `collectives.all_gather`; `x` must not change before the wait."""
     return _launch(
         x,
         group,
@@ -123,16 +125,17 @@ def async_all_gather(x: Tensor, group: Group, wire_format: WireFormat = IDENTITY
 
 
 def async_reduce_scatter(x: Tensor, group: Group) -> AsyncResult:
-    """Begin `collectives.reduce_scatter`; `x` must not change before the wait."""
+    """Launch `collectives.reduce_scatter`; `x` must not change before the wait."""
     return _launch(x, group, lambda rows: begin_reduce_scatter(rows, group), lambda grad: begin_all_gather(grad, group))
 
 
 def async_all_gather_uneven(
     x: Tensor, group: Group, split_sizes: Sequence[int], wire_format: WireFormat = IDENTITY
 ) -> AsyncResult:
-    """Begin `collectives.all_gather_rows`; `x` must not change before the wait."""
-    # Not x itself: the graph has the form, and would keep it.
-    num_rows, repeats = x.shape[0], (group.size, *[1] * (x.dim() - 1))
+    """Launch `collectives.all_gather_uneven`; `x` must not change before the wait."""
+    # Do not capture x itself: the autograd graph holds the wire format and would keep x alive.
+    num_rows = x.shape[0]
+    repeats = (group.size, *[1] * (x.dim() - 1))
     to_all = WireFormat(
         lambda rows: wire_format.pack(rows).repeat(repeats),
         wire_format.unpack,
@@ -142,12 +145,12 @@ def async_all_gather_uneven(
 
 
 def async_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> AsyncResult:
-    """Begin `collectives.reduce_scatter_rows`; `x` must not change before the wait."""
+    """Launch `collectives.reduce_scatter_uneven`; `x` must not change before the wait."""
     if group.size == 1:
         return AsyncResult(x, None)
-    mine = split_sizes[group.rank]
-    in_flight = async_all_to_all(x, group, split_sizes, [mine] * group.size)
-    return replace(in_flight, _postprocess=lambda parts: parts.view(group.size, mine, *parts.shape[1:]).sum(0))
+    num_rows = split_sizes[group.rank]
+    result = async_all_to_all(x, group, split_sizes, [num_rows] * group.size)
+    return replace(result, _postprocess=lambda parts: parts.view(group.size, num_rows, *parts.shape[1:]).sum(0))
 
 
 def _launch(
@@ -159,12 +162,12 @@ def _launch(
 ) -> AsyncResult:
     if group.size == 1:
         return AsyncResult(x, None)
-    exchange = _AsyncCollective(group, forward, backward, wire_format)
-    return AsyncResult(_LaunchCollective.apply(x, exchange), exchange)
+    collective = _AsyncCollective(group, forward, backward, wire_format)
+    return AsyncResult(_LaunchCollective.apply(x, collective), collective)
 
 
 class _LaunchCollective(Function):
-    """Gives an empty tensor, the ticket, which ties the two nodes together: the gradient has another shape."""
+    """Launch node: returns an empty tensor that links it to the wait node, as the gradients have different shapes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: _AsyncCollective) -> Tensor:

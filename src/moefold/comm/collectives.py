@@ -1,4 +1,4 @@
-"""Collectives on local tensors, with gradients. A group of one rank costs nothing.
+"""Differentiable collectives on local tensors; no-ops in a group of one rank.
 
 Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
 its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
@@ -26,23 +26,23 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum the tensors of the members and keep my part along dim 0, which group.size divides. Adjoint: all_gather."""
+    """Sum over the members; return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-    """Send the first send_rows[0] rows to member 0 and so on; receive receive_rows[i] rows from member i.
+    """Send input_splits[0] rows to member 0 and so on; receive output_splits[i] rows from member i.
 
-    Adjoint: the same with the counts exchanged. Counts may be zero; both ends must agree on them.
+    Adjoint: the same with the splits swapped. Splits may be zero; sender and receiver must agree on them.
 
     Args:
-        x: rows to send, in the order of their destinations, [sum(send_rows), ...].
+        x: rows to send, in the order of their destinations, [sum(input_splits), ...].
         group: the members.
-        input_splits: one count for each member.
-        output_splits: one count for each member.
+        input_splits: rows for each member.
+        output_splits: rows from each member.
 
     Returns:
-        The received rows in the order of their sources, [sum(receive_rows), ...].
+        The received rows in the order of their sources, [sum(output_splits), ...].
     """
     if group.size == 1:
         return x
@@ -50,23 +50,23 @@ def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_spli
 
 
 def all_gather_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
-    """Concatenate tensors of different lengths: member i brings rows[i] rows. Adjoint: reduce_scatter_rows."""
+    """Concatenate tensors of different lengths: member i has split_sizes[i] rows. Adjoint: reduce_scatter_uneven."""
     return x if group.size == 1 else _AllGatherUneven.apply(x, group, list(split_sizes))
 
 
 def reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
-    """Sum [sum(rows), ...] over the members; member i keeps its rows[i] rows. Adjoint: all_gather_rows."""
+    """Sum [sum(split_sizes), ...] over the members; member i gets split_sizes[i] rows. Adjoint: all_gather_uneven."""
     return x if group.size == 1 else _ReduceScatterUneven.apply(x, group, list(split_sizes))
 
 
 def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    """All-to-all that cuts `split_dim` over the members and concatenates `concat_dim` (Ulysses, arXiv:2309.14509).
+    """Split `split_dim` over the members and concatenate `concat_dim`, by all-to-all (Ulysses, arXiv:2309.14509).
 
     Args:
         x: local tensor; group.size divides its size along split_dim.
         group: the members.
         split_dim: the dim that becomes local.
-        concat_dim: the dim that becomes whole, in group order.
+        concat_dim: the dim that becomes full, in group order.
     """
     if group.size == 1:
         return x
@@ -74,12 +74,12 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
+    """Sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
     return x if group.size == 1 else _AllReduce.apply(x, group)
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """The sum over the members, without a gradient; `x` is left as it is."""
+    """Sum over the members without a gradient; `x` is unchanged."""
     total = x.detach().clone()
     if group.size > 1:
         all_reduce_sum_(total, group)
@@ -87,31 +87,31 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_sum_(x: Tensor, group: Group) -> None:
-    """Replace `x` by the sum over the members; without a gradient, and without a copy."""
+    """Replace `x` by the sum over the members; no gradient, no copy."""
     group.record_collective("all_reduce", x)
     with group.comm_timer.waiting():
         dist.all_reduce(x, group=group.handle)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    """The maximum over the members, without a gradient; `x` is left as it is."""
-    top = x.detach().clone()
+    """Return the element-wise maximum over the members without a gradient; `x` is unchanged."""
+    maximum = x.detach().clone()
     if group.size > 1:
         group.record_collective("all_reduce", x)
         with group.comm_timer.waiting():
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
-    return top
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.handle)
+    return maximum
 
 
 def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Concatenate what the members of a process group have along dim 0 into `out`. No gradient."""
+    """Concatenate the tensors of the members of a process group along dim 0 into `out`. No gradient."""
     return _all_gather(out, x, group=handle, async_op=async_op)
 
 
 def reduce_scatter_into(
     out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Reduce `x` over the members of a process group and write my part of it into `out`. No gradient."""
+    """Reduce `x` over the members of a process group and write this rank's part to `out`. No gradient."""
     return _reduce_scatter(out, x, op=op, group=handle, async_op=async_op)
 
 
@@ -130,7 +130,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
 
 
 def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
-    """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
+    """Return the tensor of member `source` on every member; elsewhere `x` gives shape and dtype. No gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
         group.record_collective("broadcast", x)
@@ -139,30 +139,30 @@ def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
 
 
 def broadcast_object(value: T, group: Group, source: int) -> T:
-    """What member `source` gives, on every member; anything that can be pickled."""
-    held = [value]
+    """Return the picklable object of member `source` on every member."""
+    values = [value]
     if group.size > 1:
         group.recorder.record_collective("broadcast of an object", group.group_id, ())
-        dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
-    return held[0]
+        dist.broadcast_object_list(values, src=group.ranks[source], group=group.handle)
+    return values[0]
 
 
 def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
-    """Begin to send a tensor to a member; leave it alone until the work is done. None where there is nothing in it."""
+    """Start sending a tensor, which must not change until the work is done; return None if the tensor is empty."""
     return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
 
 
 def recv(x: Tensor, group: Group, member: int) -> Tensor:
-    """Fill a tensor with what a member sends; waits for it. Without elements nothing is sent."""
+    """Receive a tensor from a member into `x`, blocking; an empty tensor is not sent."""
     if x.numel():
         dist.recv(x, group.ranks[member], group=group.handle)
     return x
 
 
 def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-    """Concatenate equal-shaped tensors along dim 0; if asynchronous, the result is there once the work is done.
+    """Start to concatenate equal-shaped tensors along dim 0; with async_op, the result is valid once the work is done.
 
-    Like the other `begin_*` without a gradient.
+    No gradient, like all `begin_*` functions.
     """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     group.record_collective("all_gather", x)
@@ -170,7 +170,7 @@ def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-    """Sum tensors, of which I keep my part along dim 0."""
+    """Start to sum tensors, of which this rank gets its part along dim 0."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record_collective("reduce_scatter", x)
@@ -180,11 +180,11 @@ def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> t
 def begin_all_to_all(
     x: Tensor, group: Group, input_splits: list[int], output_splits: list[int], *, async_op: bool = True
 ) -> tuple[Tensor, dist.Work | None]:
-    """All-to-all of rows."""
+    """Start an all-to-all of rows."""
     out = x.new_empty((sum(output_splits), *x.shape[1:]))
-    counts = output_splits, input_splits
+    splits = output_splits, input_splits
     group.record_collective("all_to_all", x)
-    return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=async_op)
+    return out, dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=async_op)
 
 
 def _sync_all_gather(x: Tensor, group: Group) -> Tensor:
@@ -203,15 +203,15 @@ def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_sp
 
 
 def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-    # An all-to-all in which everybody sends all it has: exact lengths, no padding to the longest.
+    # An all-to-all in which every member sends all its rows: exact lengths, no padding to the longest.
     sent = x.repeat(group.size, *[1] * (x.dim() - 1))
     return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
 
 
 def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-    mine = split_sizes[group.rank]
-    parts = _sync_all_to_all(x, group, split_sizes, [mine] * group.size)
-    return parts.view(group.size, mine, *x.shape[1:]).sum(0)
+    num_rows = split_sizes[group.rank]
+    parts = _sync_all_to_all(x, group, split_sizes, [num_rows] * group.size)
+    return parts.view(group.size, num_rows, *x.shape[1:]).sum(0)
 
 
 def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
@@ -264,8 +264,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, send_rows, receive_rows = ctx.args
-        return _sync_all_to_all(grad, group, receive_rows, send_rows), None, None, None
+        group, input_splits, output_splits = ctx.args
+        return _sync_all_to_all(grad, group, output_splits, input_splits), None, None, None
 
 
 class _AllGatherUneven(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""How long a rank waits for others: the time in collectives, on the host's clock or, on CUDA, on the device's.
+"""Communication timer: time in collectives, by the host clock or, on CUDA, by device events.
 
-A rank that is slow makes all others wait in the collectives that they share, so the time of a step is the same on all
-of them. What is left of it without the time in collectives is a rank's own, and there the slow one stands out
-(C4, arXiv:2406.04594, finds stragglers in the same way).
+A slow rank makes all others wait in shared collectives, so the step time is the same on all ranks. The step time minus
+the time in collectives is the rank's compute time, which identifies the slow rank (C4, arXiv:2406.04594, finds
+stragglers in the same way).
 """
 
 import time
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import torch
 
 Timestamp = float | torch.cuda.Event
-"""A moment: seconds of the host's clock, or an event of the current stream."""
+"""A point in time: seconds of the host clock, or an event on the current stream."""
 
 
 @dataclass
 class CommTimer:
-    """One for all groups of a rank. Between `start` and `read` it adds up what is spent in `waiting`.
+    """Timer of all groups of a rank. Adds up the time in `waiting` between `start` and `read`.
 
-    `working` inside of `waiting` is a rank's own time again: a pipeline schedule waits wherever it does not compute.
+    `working` inside `waiting` is compute time again: a pipeline schedule waits whenever it does not compute.
 
-    On CPU numbers are those of the present span. On CUDA events are read once the device has passed them anyway, so
-    that nothing waits for it: `read` tells of the span before.
+    On the CPU, `read` reports the current interval. On CUDA it reports the previous one, whose events the device has
+    passed, so that no synchronisation is needed.
     """
 
     is_on: bool = False
@@ -35,7 +35,7 @@ class CommTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the rank waits for others."""
+        """Count the time inside this context as waiting for other ranks."""
         before = self.enter(is_waiting=True)
         try:
             yield
@@ -44,7 +44,7 @@ class CommTimer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, the rank computes."""
+        """Count the time inside this context as computing."""
         before = self.enter(is_waiting=False)
         try:
             yield
@@ -52,26 +52,26 @@ class CommTimer:
             self.leave(before)
 
     def enter(self, *, is_waiting: bool) -> Timestamp | None:
-        """Begin to wait or to work; returns what `leave` wants."""
+        """Switch to waiting or computing; return the token for `leave`."""
         if not self.is_on or self.is_waiting == is_waiting:
             return None
         self.is_waiting = is_waiting
         return self._now()
 
     def leave(self, entered_at: Timestamp | None) -> None:
-        """Do again what was done before the `enter` that gave `entered_at`."""
+        """Undo the `enter` that returned `entered_at`."""
         if entered_at is not None:
             self._spans.append((1 if self.is_waiting else -1, entered_at, self._now()))
             self.is_waiting = not self.is_waiting
 
     def start(self) -> None:
-        """Begin a span; one that has begun goes on."""
+        """Start an interval, unless one is running."""
         if self.is_on and self._span_start is None:
             self._spans.clear()
             self._span_start = self._now()
 
     def read(self) -> tuple[float, float]:
-        """End the span; returns its whole time and that spent waiting, in seconds; zeros where none is known yet."""
+        """End the interval; return its duration and its waiting time in seconds, zeros if none is known yet."""
         if self._span_start is None:
             return 0.0, 0.0
         ended = (list(self._spans), self._span_start, self._now())

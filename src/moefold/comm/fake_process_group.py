@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in one process: its sharded model on the meta device. Nothing is sent."""
+"""Fake process group: one rank of a world of any size in one process, with its sharded model on the meta device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from moefold.topology.layout import fold
 
 @contextmanager
 def fake_rank(cfg: Config, rank: int) -> Iterator[ParallelGroups]:
-    """The groups of one rank of a recipe, whose device is meta; inside, no other process group may exist.
+    """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
 
-    Collectives return at once and bring nothing.
+    Collectives return at once and transfer nothing.
     """
     p = cfg.parallel
     layout = fold(
@@ -27,23 +27,24 @@ def fake_rank(cfg: Config, rank: int) -> Iterator[ParallelGroups]:
     )
     dist.init_process_group("fake", rank=rank, world_size=p.world_size, store=FakeStore())
     try:
-        # Meshes know no meta device; what is cut along them may be there all the same.
+        # Device meshes do not support the meta device, but tensors sharded along them may be on it.
         yield replace(ParallelGroups.create(layout, torch.device("cpu")), device=torch.device("meta"))
     finally:
         dist.destroy_process_group()
 
 
 def sharded_bytes(stages: Sequence[nn.Module]) -> tuple[int, int]:
-    """Bytes of the shards of FSDP with their padding, and of all weights when they are gathered, in their types."""
+    """Return the bytes of the padded FSDP shards, and of all gathered weights in their compute types."""
     weights = gathered = 0
     for stage in stages:
         for module in stage.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             if group is None:
                 continue
-            for one in group.fsdp_params:
-                one.init_dtype_attrs(group.mp_policy)
-                padded, degree = one.padded_sharded_param_size.numel(), group._all_gather_process_group.size()
-                weights += padded * one.sharded_param.element_size()
-                gathered += padded * degree * (one.param_dtype or one.orig_dtype).itemsize
+            for param in group.fsdp_params:
+                param.init_dtype_attrs(group.mp_policy)
+                padded = param.padded_sharded_param_size.numel()
+                degree = group._all_gather_process_group.size()
+                weights += padded * param.sharded_param.element_size()
+                gathered += padded * degree * (param.param_dtype or param.orig_dtype).itemsize
     return weights, gathered

@@ -1,7 +1,7 @@
-"""What this rank is doing right now, kept so cheaply that it can always be kept: for the one who asks why a job stands.
+"""Flight recorder: the current phase and collective of this rank, cheap enough to be always on. Torch-free.
 
-A rank that is dead, stopped or deep inside the kernel cannot tell. Its record can: other threads of the process read
-it, and with a file behind it other processes can, even when this one is gone. Torch-free.
+A rank that is dead, stopped or stuck in a kernel cannot report. Other threads of the process can read its recorder, and
+with a file, other processes can too, even after the rank has died.
 """
 
 import json
@@ -22,41 +22,41 @@ _PHASE_BYTES = FILE_BYTES - _EVENT.size
 
 @dataclass(frozen=True)
 class FlightSnapshot:
-    """One look at a record."""
+    """Snapshot of a flight recorder."""
 
     step: int
     """Optimizer step, 1-based; 0 before the first."""
     phase: str
-    """What the step was at: "forward of micro-batch 3", "optimizer", "loading data", ..."""
+    """Phase of the step: "forward of micro-batch 3", "optimizer", "loading data", ..."""
     phase_number: int
     """Phases entered since the step began."""
     collective: str
-    """The last one that was begun, done or not; empty before the first."""
+    """The last collective launched, finished or not; empty before the first."""
     group: str
-    """The axes whose ranks communicate in it, and the ranks."""
+    """The group of that collective: its axes and ranks."""
     shape: tuple[int, ...]
-    """Of what this rank brought."""
+    """Shape of this rank's input to it."""
     moved_s: float
-    """When it began the last phase or collective, as time.time()."""
+    """Start of the last phase or collective, as time.time()."""
     counts: dict[str, int]
-    """Collectives begun so far on each group; members of a group go through the same ones in the same order."""
+    """Collectives launched so far per group; all members of a group launch the same ones in the same order."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the snapshot as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "FlightSnapshot":
-        """Out of `to_json`."""
+        """Build a snapshot from the result of `to_json`."""
         return cls(**{**data, "shape": tuple(data["shape"])})
 
 
 class FlightRecorder:
-    """Written by the thread that trains, read by any other.
+    """Records the state of the training thread; any other thread may read it.
 
     Args:
-        hang_timeout_s: so long a record may stand still before the job counts as stuck; 0: for ever.
-        file: where to keep it as well, for other processes of this machine.
+        hang_timeout_s: time without an event after which the job counts as stuck; 0: no limit.
+        file: memory-mapped copy for other processes of this host.
     """
 
     def __init__(self, hang_timeout_s: float = 0.0, file: Path | None = None) -> None:
@@ -72,39 +72,41 @@ class FlightRecorder:
         self._write_phase()
 
     def add_group(self, axes: str, ranks: Sequence[int]) -> int:
-        """Make a group known; returns its number for `record_collective`."""
+        """Register a group; return its number for `record_collective`."""
         self._groups.append(f"{axes} ({format_ranks(ranks)})")
         self._counts.append(0)
         return len(self._groups) - 1
 
     def begin_step(self, step: int, phase: str) -> None:
-        """All that follows belongs to this optimizer step."""
-        self.step, self._phase_number = step, 0
+        """Start an optimizer step with its first phase."""
+        self.step = step
+        self._phase_number = 0
         self.set_phase(phase)
 
     def set_phase(self, phase: str) -> None:
-        """A phase begins, and the one before is over."""
+        """Start a phase; the previous one ends."""
         self._phase = phase
         self._phase_number += 1
         self._last_event_s = time.monotonic()
         self._write_phase()
 
     def record_collective(self, collective: str, group: int, shape: Sequence[int]) -> None:
-        """A collective begins on a group."""
+        """Record that a collective starts on a group."""
         self._counts[group] += 1
         self._event = collective, group, shape
         self._last_event_s = now_s = time.monotonic()
         if self._mmap is not None:
             sizes = (*shape, -1, -1, -1, -1)[:4]
-            name, axes = collective.encode(), self._groups[group].encode()
+            name = collective.encode()
+            axes = self._groups[group].encode()
             _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
 
     def idle_s(self) -> float:
-        """How long ago the record last changed."""
+        """Return the time since the last event."""
         return time.monotonic() - self._last_event_s
 
     def snapshot(self) -> FlightSnapshot:
-        """What it says now."""
+        """Return the current state."""
         collective, group, shape = self._event
         return FlightSnapshot(
             step=self.step,
@@ -127,7 +129,7 @@ class FlightRecorder:
 
 
 def read_snapshot(file: Path) -> FlightSnapshot | None:
-    """What a rank of this machine, maybe gone, wrote last into the file of its record; None if it wrote nothing."""
+    """Read the last state of a rank of this host, dead or alive, from its recorder file; None if it wrote nothing."""
     try:
         return decode_snapshot(file.read_bytes())
     except OSError:
@@ -135,7 +137,7 @@ def read_snapshot(file: Path) -> FlightSnapshot | None:
 
 
 def decode_snapshot(content: bytes) -> FlightSnapshot | None:
-    """What the file of a record says; None if its rank wrote nothing. Counts are not in it."""
+    """Decode the content of a recorder file, which has no counts; None if nothing was written."""
     try:
         _, name, axes, *sizes, event_s = _EVENT.unpack_from(content)
         step, phase, phase_number, phase_s, offset_s = json.loads(content[_EVENT.size :].rstrip(b"\0"))
@@ -155,12 +157,12 @@ def decode_snapshot(content: bytes) -> FlightSnapshot | None:
 
 
 def group_timeout(hang_timeout_s: float) -> timedelta:
-    """When torch itself gives a collective up: long after this, as its traceback names nobody."""
+    """Return torch's own timeout for collectives: much longer than ours, as its traceback names no rank."""
     return timedelta(seconds=2 * hang_timeout_s + 60)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few words: "ranks 0-3", "ranks 0, 2, 4", "ranks 0, 8 ... 1016"."""
+    """Format ascending ranks: "ranks 0-3", "ranks 0, 2, 4", "ranks 0, 8 ... 1016"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:

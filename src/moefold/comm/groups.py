@@ -1,7 +1,4 @@
-"""The communicators of a layout: the only place that creates process groups and device meshes.
-
-The processes that share a piece of work that is not training: who I am, and agreement among all.
-"""
+"""Process groups and device meshes of a layout, created here only, and the world of a process outside training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +17,9 @@ from moefold.topology.layout import Layout, View
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other, and my place among them. A group of one rank is a real group.
+    """A process group and this rank's index in it. A group of one rank is a real group.
 
-    `ranks` ascend, so member i of the process group is `ranks[i]`. `recorder` is told of collectives, under `group_id`.
+    `ranks` ascend, so member i of the process group is `ranks[i]`. `recorder` logs collectives under `group_id`.
     """
 
     ranks: tuple[int, ...]
@@ -32,13 +29,13 @@ class Group:
     group_id: int = field(compare=False, repr=False)
 
     def record_collective(self, collective: str, x: torch.Tensor) -> None:
-        """Write into the record that a collective begins, to which this rank brings `x`."""
+        """Record in the flight recorder that a collective starts with the local tensor `x`."""
         self.recorder.record_collective(collective, self.group_id, x.shape)
 
     comm_timer: CommTimer = field(default_factory=CommTimer, compare=False, repr=False)
-    """Counts the time that this rank spends in collectives."""
+    """Measures the time that this rank spends in collectives."""
     backward_overlap: BackwardOverlap = field(default_factory=BackwardOverlap, compare=False, repr=False)
-    """What this rank computes while an exchange of a backward pass is under way."""
+    """Forward pass that is resumed while a collective of a backward pass is in flight."""
 
     @property
     def size(self) -> int:
@@ -50,8 +47,8 @@ class Group:
 class AttentionGroups:
     """Groups of the attention view.
 
-    `sequence` is cp x tp: the ranks that hold one micro-batch between them. `stage` is dp x cp x tp: those that hold
-    the same layers.
+    `sequence` is cp x tp: the ranks that share one micro-batch. `stage` is dp x cp x tp: the ranks of one pipeline
+    stage.
     """
 
     tp: Group
@@ -64,7 +61,7 @@ class AttentionGroups:
 
 @dataclass(frozen=True)
 class MoEGroups:
-    """Groups of the MoE view. `experts` is ep x etp: the ranks that hold one copy of all experts between them."""
+    """Groups of the MoE view. `experts` is ep x etp: the ranks that together hold one replica of all experts."""
 
     etp: Group
     ep: Group
@@ -78,8 +75,8 @@ class MoEGroups:
 class ParallelGroups:
     """Every communicator of one rank, and the two device meshes of its pipeline stage.
 
-    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this
-    pipeline stage. `single_rank_group` has one rank: it is the shard axis where data parallelism replicates.
+    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both contain the ranks of this
+    pipeline stage. The axis "one" has one rank: it is the shard axis where data parallelism replicates.
     """
 
     layout: Layout
@@ -92,9 +89,9 @@ class ParallelGroups:
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
     recorder: FlightRecorder
-    """What this rank is doing; all groups write into it."""
+    """Flight recorder of this rank, shared by all groups."""
     backward_overlap: BackwardOverlap
-    """What it computes while exchanges of a backward pass are under way."""
+    """Forward pass that is resumed while collectives of a backward pass are in flight."""
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device, recorder: FlightRecorder | None = None) -> "ParallelGroups":
@@ -104,8 +101,8 @@ class ParallelGroups:
 
         Args:
             layout: the folding.
-            device: of this rank.
-            recorder: what a watchdog reads; None for one that nobody does.
+            device: device of this rank.
+            recorder: flight recorder that a watchdog reads; None for a new one.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -114,19 +111,21 @@ class ParallelGroups:
             raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
         rank = dist.get_rank()
         recorder = recorder or FlightRecorder()
-        recorder.set_phase("making the process groups")
-        made: dict[tuple[int, ...], Group] = {}
-        attention, moe = layout.attention, layout.moe
+        recorder.set_phase("creating the process groups")
+        created: dict[tuple[int, ...], Group] = {}
+        attention = layout.attention
+        moe = layout.moe
         names = _group_names(layout, rank)
-        clock, beside = CommTimer(is_cuda=device.type == "cuda"), BackwardOverlap()
+        clock = CommTimer(is_cuda=device.type == "cuda")
+        backward_overlap = BackwardOverlap()
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
-            if ranks not in made:
+            if ranks not in created:
                 handle = _process_group(ranks, recorder.hang_timeout_s)
                 number = recorder.add_group(names[ranks], ranks)
-                made[ranks] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, beside)
-            return made[ranks]
+                created[ranks] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
+            return created[ranks]
 
         attn_groups = AttentionGroups(
             tp=group(attention, "tp"),
@@ -159,25 +158,26 @@ class ParallelGroups:
             dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
             expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
             recorder=recorder,
-            backward_overlap=beside,
+            backward_overlap=backward_overlap,
         )
 
     def create_background_group(self) -> Group:
-        """All ranks, for work on the CPU that runs beside training in a thread of its own. Collective.
+        """Create a gloo group of all ranks for a thread that communicates concurrently with training; collective.
 
-        Collectives of two threads must not share a group: their order would differ between ranks.
+        Collectives of two threads must not share a group, as their order would differ between ranks.
         """
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.recorder.hang_timeout_s))
-        # A record of its own: the order of the two threads' collectives differs between ranks.
-        record = FlightRecorder()
-        return Group(ranks, self.rank, handle, record, record.add_group("beside training", ranks))
+        # Its own recorder, as the order of the two threads' collectives differs between ranks.
+        recorder = FlightRecorder()
+        return Group(ranks, self.rank, handle, recorder, recorder.add_group("background thread", ranks))
 
 
 def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """The axes along which the ranks of each group differ, in both views: "cp x tp / ep"."""
-    attention, moe = layout.attention, layout.moe
-    wanted: Sequence[tuple[View, tuple[str, ...]]] = (
+    """Return the axes along which the ranks of each group differ, in both views, such as "cp x tp / ep"."""
+    attention = layout.attention
+    moe = layout.moe
+    axes_of_groups: Sequence[tuple[View, tuple[str, ...]]] = (
         (attention, ("pp",)),
         (attention, ("tp",)),
         (attention, ("cp",)),
@@ -191,7 +191,7 @@ def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
         (moe, ("ep", "etp")),
     )
     names: dict[tuple[int, ...], list[str]] = {(rank,): ["one rank"]}
-    for view, axes in wanted:
+    for view, axes in axes_of_groups:
         ranks = tuple(sorted(view.group(rank, *axes)))
         # An axis of degree 1 adds nothing to a product.
         name = " x ".join(axis for axis in axes if len(view.group(rank, axis)) > 1)
@@ -208,7 +208,7 @@ def _process_group(ranks: tuple[int, ...], hang_timeout_s: float) -> dist.Proces
     if len(ranks) == dist.get_world_size():
         handle = dist.group.WORLD
     else:
-        # Only the members meet: other ranks need not enumerate groups that are not theirs.
+        # Only the members synchronise: other ranks need not create groups that they are not in.
         handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(hang_timeout_s))
     assert isinstance(handle, dist.ProcessGroup)
     return handle
@@ -239,18 +239,18 @@ def _expert_mesh(
 
 @dataclass(frozen=True)
 class World:
-    """One process of some; of one, unless a launcher started several and they have joined a process group."""
+    """Rank and world size of this process; rank 0 of 1 if torch.distributed is not initialised."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process does what is done once."""
+        """True on rank 0."""
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What every process says, in rank order; collective. Values are pickled."""
+        """Gather the objects of all processes, in rank order; collective. Values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -259,5 +259,5 @@ class World:
 
 
 def current_world() -> World:
-    """The crew of the process group that this process has joined, or a crew of one."""
+    """Return the world of the default process group, or a world of one rank if there is none."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()

@@ -1,13 +1,11 @@
-"""A computation that can be left for a while: it pauses wherever an exchange is under way that another could hide.
+"""Resumable computations: generators that yield while a collective is in flight, to overlap two micro-batches.
 
-A forward pass is written once, as a generator. Who has nothing to do beside it takes all its steps one after another
-(`run_to_end`); who has, takes them one by one.
+A forward pass is written once, as a generator: `run_to_end` runs it without overlap; `BackwardOverlap` runs it
+concurrently with the backward pass of another micro-batch, so that each hides the other's collectives.
 
-The forward pass of one micro-batch beside the backward pass of another, so that each hides the other's exchanges.
-
-The backward pass is one call of autograd, as ever. At each exchange of an MoE layer it begins the exchange, lets the
-forward pass go on up to its own next exchange, which begins too, and only then waits. One thread does all of it, so the
-order of what a rank begins follows from the two passes alone, which are the same on all ranks of the stage.
+The backward pass is one ordinary autograd call. At each collective of an MoE layer it launches the collective, resumes
+the forward pass up to the launch of its next collective, and only then waits. One thread does all of this, so the order
+in which a rank launches collectives depends on the two passes alone, which are the same on all ranks of the stage.
 """
 
 from collections.abc import Generator, Iterator
@@ -18,11 +16,11 @@ import torch
 
 T = TypeVar("T")
 Resumable = Generator[None, None, T]
-"""Yields at each pause, and returns what was computed. Where it pauses must not depend on data."""
+"""Generator that yields while a collective is in flight, and returns the result. Yields must not depend on data."""
 
 
 def run_to_end(resumable: Resumable[T]) -> T:
-    """Take all steps; what they compute."""
+    """Run a resumable computation to its end, and return its result."""
     while True:
         try:
             next(resumable)
@@ -32,7 +30,7 @@ def run_to_end(resumable: Resumable[T]) -> T:
 
 
 class ResumableTask(Generic[T]):
-    """Steps that somebody has begun to take, and others may go on with."""
+    """A partially executed resumable computation that another caller may resume."""
 
     def __init__(self, resumable: Resumable[T]) -> None:
         self._resumable = resumable
@@ -40,11 +38,11 @@ class ResumableTask(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether no step is left."""
+        """True once the result is computed."""
         return self._value is not None
 
     def resume(self) -> None:
-        """Take the next step, if one is left."""
+        """Run to the next yield, if the computation has not ended."""
         if self._value is None:
             try:
                 next(self._resumable)
@@ -52,11 +50,11 @@ class ResumableTask(Generic[T]):
                 self._value = (end.value,)
 
     def run_to_end(self) -> T:
-        """Take all steps that are left; what was computed."""
+        """Run the rest, and return the result."""
         return run_to_end(self.remaining())
 
     def remaining(self) -> Resumable[T]:
-        """The steps that are left, as steps of somebody else; begins with the pause at which these stand."""
+        """Return the rest as a resumable computation; starts with the yield at which this task stands."""
         while self._value is None:
             yield
             self.resume()
@@ -64,26 +62,27 @@ class ResumableTask(Generic[T]):
 
 
 class BackwardOverlap:
-    """What a rank has to do while an exchange of a backward pass is under way; one for all its groups."""
+    """The forward pass to resume while a collective of a backward pass is in flight; shared by all groups of a rank."""
 
     def __init__(self) -> None:
         self._forward_task: ResumableTask[Any] | None = None
 
     @contextmanager
     def backward(self, forward_task: ResumableTask[Any]) -> Iterator[None]:
-        """Inside, a backward pass runs, beside which `forward_task` goes on; steps may be left over."""
+        """Resume `forward_task` during the backward pass inside this context; the task need not finish there."""
         assert self._forward_task is None, "one forward pass at a time"
         self._forward_task = forward_task
         try:
-            # With threads of its own, autograd would run the exchanges of CUDA tensors there, and forward passes with
-            # them: nodes made in different threads have no common age, by which autograd orders those that are ready.
+            # With its own threads, autograd would run the collectives of CUDA tensors, and with them the forward pass,
+            # in those threads. Nodes created in different threads have no common sequence number to order ready nodes
+            # by.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             self._forward_task = None
 
     def resume(self) -> None:
-        """Take the next step of what is beside; nothing where there is none."""
+        """Resume the forward pass up to its next yield; does nothing without one."""
         if self._forward_task is not None:
             with torch.enable_grad():
                 self._forward_task.resume()

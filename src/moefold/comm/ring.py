@@ -1,4 +1,4 @@
-"""What travels round the ring of a group, a member further at a time, while the caller computes. No gradients."""
+"""Ring communication: pass blocks or partial sums to the next rank while the caller computes. No gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,62 +8,65 @@ from torch import Tensor
 
 from moefold.comm.groups import Group
 
-BLOCK_TAG, SUM_TAG = 0, 1
-"""Tags of messages: blocks that go round, and sums of shares, which may be under way at the same time."""
+BLOCK_TAG = 0
+SUM_TAG = 1
+"""Message tags of blocks and of partial sums, which may be in flight at the same time."""
 
 
 def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source, block) of each member, mine first, then backwards round the ring.
+    """Yield (source, block) of each member, this rank's first, then backwards round the ring.
 
-    While the caller computes with one block, the next is on its way.
+    While the caller computes with one block, the next one is in flight.
 
     Args:
-        block: mine, contiguous; only read.
-        group: the members, whose blocks have one shape.
-        buffers: where the block of each member is to stand, contiguous; mine is not copied there. None: a block is valid
-            until the iterator moves on.
+        block: this rank's block, contiguous; only read.
+        group: the members, whose blocks have equal shapes.
+        buffers: contiguous buffers for the blocks of the other members; this rank's block is not copied there. None: a
+            block is valid until the iterator advances.
     """
-    held, spare = block, None
+    current = block
+    spare = None
     for step in range(group.size - 1):
         source = (group.rank - step) % group.size
         if buffers is not None:
             incoming = buffers[source - 1]
         else:
             incoming = torch.empty_like(block) if spare is None else spare
-        under_way = send_recv(held, incoming, group, BLOCK_TAG)
-        yield source, held
-        wait_all(under_way, group)
-        held, spare = incoming, None if held is block else held
-    yield (group.rank + 1) % group.size, held
+        works = send_recv(current, incoming, group, BLOCK_TAG)
+        yield source, current
+        wait_all(works, group)
+        current, spare = incoming, None if current is block else current
+    yield (group.rank + 1) % group.size, current
 
 
 def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> Tensor:
-    """The sum over the members of the shares that are for me, as a reduce-scatter gives it.
+    """Reduce-scatter in a ring: sum over the members of their partial sums for this rank.
 
-    While the caller computes a share, the sum of the one before is on its way. Sums are rounded to the type of the
-    shares at every member, and added in the order of the ring, from the member behind the one that they are for.
+    While the caller computes a partial sum, the previous sum is in flight. Sums are rounded to the type of the partial
+    sums at every member, and added in ring order, starting with the member after the destination.
 
     Args:
-        partial_sum: makes my share for a member, which is changed; contiguous, all of one shape.
+        partial_sum: computes this rank's partial sum for a member, overwritten here; contiguous, all of one shape.
         group: the members.
     """
     total = partial_sum((group.rank - 1) % group.size)
     for step in range(1, group.size):
         incoming = torch.empty_like(total)
-        under_way = send_recv(total, incoming, group, SUM_TAG)
-        mine = partial_sum((group.rank - 1 - step) % group.size)
-        wait_all(under_way, group)
-        total = mine.add_(incoming)
+        works = send_recv(total, incoming, group, SUM_TAG)
+        own_sum = partial_sum((group.rank - 1 - step) % group.size)
+        wait_all(works, group)
+        total = own_sum.add_(incoming)
     return total
 
 
 def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the one before; leave both tensors alone until then."""
+    """Start sending to the next member and receiving from the previous one; keep both tensors until `wait_all`."""
     if group.size == 1:
         receive.copy_(send)
         return []
     group.record_collective("ring exchange", send)
-    after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[(group.rank - 1) % group.size]
+    after = group.ranks[(group.rank + 1) % group.size]
+    before = group.ranks[(group.rank - 1) % group.size]
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, send, after, group.handle, tag),
@@ -73,7 +76,7 @@ def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dis
 
 
 def wait_all(works: list[dist.Work], group: Group) -> None:
-    """Wait for what was passed on."""
+    """Wait for the sends and receives of `send_recv`."""
     with group.comm_timer.waiting():
         for work in works:
             work.wait()

@@ -1,7 +1,4 @@
-"""Where offloaded bytes go, and how they get there from the device: the interface, and host memory.
-
-How fast one direction carries bytes, measured while it does.
-"""
+"""Offload backends: the interface, host memory, the copy engine between device and host, and bandwidth measurement."""
 
 import errno
 import math
@@ -18,52 +15,52 @@ from torch import Tensor
 
 
 class OffloadBackend(Protocol):
-    """A place for bytes. `store` and `load` run on threads beside training, several at a time."""
+    """Storage for offloaded bytes. `store` and `load` run on I/O threads, several at a time."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
 
     @property
     def copy_engine(self) -> "CopyEngine":
-        """The way between the device and the host."""
+        """Copies between the device and the host."""
         ...
 
     def store(self, data: Tensor, ready: Any) -> Any:
-        """Copy bytes.
+        """Store bytes.
 
         Args:
             data: uint8 [bytes] on the device.
-            ready: what `CopyEngine.mark` gave when the data was made.
+            ready: result of `CopyEngine.record_event` when the data was computed.
 
         Returns:
-            What `load` wants; the room is free again once nobody holds it. None: there is no room.
+            A handle for `load`, whose garbage collection frees the space. None: there is no space.
 
         Raises:
-            OSError: they cannot be stored.
+            OSError: the bytes cannot be stored.
         """
         ...
 
     def load(self, stored: Any, out: Tensor, ready: Any) -> Any:
-        """Bring bytes back.
+        """Load bytes.
 
         Args:
-            stored: what `store` gave.
+            stored: the handle that `store` returned.
             out: uint8 [bytes] on the device, to be filled.
-            ready: what `CopyEngine.mark` gave when `out` was made.
+            ready: result of `CopyEngine.record_event` when `out` was allocated.
 
         Returns:
-            What `CopyEngine.wait` wants before `out` is read.
+            An event for `CopyEngine.wait_event` before `out` is read.
 
         Raises:
-            RunError: they are lost, or not what was stored.
+            RunError: the bytes are lost, or differ from what was stored.
         """
         ...
 
 
 class CopyEngine:
-    """Copies between the memory of a device and that of the host, beside what the device computes.
+    """Copies between device and host memory, concurrently with the computation of the device.
 
-    On CUDA each direction has a stream of its own. On the CPU the two are one memory, and there is nothing to wait for.
+    On CUDA each direction has its own stream. On the CPU both are the same memory, and there is nothing to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,36 +69,36 @@ class CopyEngine:
         self._d2h_stream, self._h2d_stream = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
 
     def init_thread(self) -> None:
-        """Let this thread work for the device: host memory is locked for the current one, which is another at first."""
+        """Set the CUDA device of the current thread, as host memory is pinned for the thread's current device."""
         if self._is_cuda:
             torch.cuda.set_device(self.device)
 
     def record_event(self) -> Any:
-        """Everything that the device was told so far."""
+        """Record an event on the current stream; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
 
     def host_allocation_bytes(self, num_bytes: int) -> int:
-        """What room for so many bytes takes."""
+        """Return the bytes that the host allocator takes for `num_bytes`."""
         return pinned_allocation_bytes(num_bytes) if self._is_cuda else num_bytes
 
     def allocate_host(self, num_bytes: int) -> Tensor:
-        """Uint8 [bytes] of host memory that the device can reach by itself."""
+        """Allocate uint8 [bytes] of host memory, pinned on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def allocate_device(self, num_bytes: int) -> Tensor:
-        """Uint8 [bytes] of device memory; called by the thread that will use it."""
-        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """Allocate uint8 [bytes] of device memory; call it on the thread that uses the memory."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self._h2d_stream is not None:
-            room.record_stream(self._h2d_stream)
-        return room
+            buffer.record_stream(self._h2d_stream)
+        return buffer
 
     def to_host(self, data: Tensor, ready: Any, host: Tensor) -> Tensor:
-        """Fill `host`; returns once it is filled."""
+        """Copy to `host`, blocking."""
         self.synchronize(self.to_host_async(data, ready, host))
         return host
 
     def to_host_async(self, data: Tensor, ready: Any, host: Tensor) -> Any:
-        """Begin to fill `host`; returns what `synchronize` wants. Until then `data` must be held."""
+        """Start a copy to `host`; return an event for `synchronize`. Keep `data` alive until then."""
         if self._d2h_stream is None:
             host.copy_(data)
             return None
@@ -111,12 +108,12 @@ class CopyEngine:
             return self._d2h_stream.record_event()
 
     def synchronize(self, event: Any) -> None:
-        """Returns once what `to_host_async` began is done."""
+        """Block the host until an event is done."""
         if event is not None:
             event.synchronize()
 
     def to_device_async(self, host: Tensor, out: Tensor, ready: Any) -> Any:
-        """Begin to fill `out`; returns what to wait for."""
+        """Start a copy to `out`; return an event for `wait_event`."""
         if self._h2d_stream is None:
             out.copy_(host)
             return None
@@ -126,23 +123,23 @@ class CopyEngine:
             return self._h2d_stream.record_event()
 
     def wait_event(self, event: Any) -> None:
-        """What the device is told from now on finds the copy done."""
+        """Make the current stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def pinned_allocation_bytes(num_bytes: int) -> int:
-    """What torch takes for so many bytes: a power of two (ATen/core/CachingHostAllocator.h, `allocate`)."""
+    """Return the size of torch's pinned allocation: a power of two (ATen/core/CachingHostAllocator.h, `allocate`)."""
     return 1 << (num_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class _PinnedBuffer:
-    """Bytes in host memory, which count until nobody holds this object."""
+    """Bytes in host memory, which count as used until this object is garbage-collected."""
 
     host: Tensor
     allocated_bytes: int
-    """With what the allocator rounds up."""
+    """Allocated size, rounded up by the allocator."""
     _freed: deque[int]
 
     def __del__(self) -> None:
@@ -150,11 +147,11 @@ class _PinnedBuffer:
 
 
 class HostMemory:
-    """Memory of the host; on CUDA page-locked, in which copies run beside the computation.
+    """Host memory, pinned on CUDA, so that copies overlap with computation.
 
     Args:
-        copy_engine: to the device.
-        limit_bytes: most that is held at a time, with what the allocator rounds up.
+        copy_engine: copies to and from the device.
+        limit_bytes: maximum held at a time, with the allocator's rounding.
     """
 
     name = "host memory"
@@ -167,7 +164,7 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def store(self, data: Tensor, ready: Any) -> _PinnedBuffer | None:
-        """See `OffloadBackend.store`."""
+        """See base class."""
         num_taken = self.copy_engine.host_allocation_bytes(data.numel())
         with self._lock:
             while self._freed:
@@ -184,18 +181,18 @@ class HostMemory:
         return buffer
 
     def load(self, stored: _PinnedBuffer, out: Tensor, ready: Any) -> Any:
-        """See `OffloadBackend.load`."""
+        """See base class."""
         return self.copy_engine.to_device_async(stored.host, out, ready)
 
 
 STALE_GROWTH_FACTOR = 1.5
-"""In a step that carried nothing an old measurement is believed less by this factor, so that it is tried again."""
+"""Factor by which a bandwidth estimate grows in a step without transfers, so that offload is tried again."""
 
 
 class BandwidthMeter:
-    """Bytes and busy time of one direction; for any number of threads.
+    """Bytes and busy time of one direction; thread-safe.
 
-    Several jobs at once share what the direction carries, so what counts is the time in which at least one ran.
+    Concurrent transfers share the bandwidth, so the busy time is the time in which at least one of them runs.
     """
 
     def __init__(self) -> None:
@@ -208,35 +205,36 @@ class BandwidthMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of this step, or, as long as it has carried nothing, of those before; infinite where nothing is known."""
+        """Bandwidth of this step, or of earlier ones if it has no transfer yet; infinite if unknown."""
         with self._lock:
             return self._bytes / self._busy_s if self._bytes and self._busy_s else self._bytes_per_s
 
     @contextmanager
     def measure_transfer(self, num_bytes: int) -> Iterator[None]:
-        """Inside, one job carries so many bytes; they do not count if it fails."""
+        """Measure a transfer of `num_bytes` inside this context; the bytes do not count if it fails."""
         with self._lock:
             if self._num_running == 0:
                 self._busy_since_s = time.perf_counter()
             self._num_running += 1
-        carried = 0
+        num_transferred = 0
         try:
             yield
-            carried = num_bytes
+            num_transferred = num_bytes
         finally:
             with self._lock:
                 self._num_running -= 1
-                self._bytes += carried
+                self._bytes += num_transferred
                 if self._num_running == 0:
                     self._busy_s += time.perf_counter() - self._busy_since_s
 
     def end_step(self) -> tuple[int, float]:
-        """Bytes and busy seconds since the last call; what follows belongs to the next step."""
+        """Return bytes and busy seconds since the last call, and start the next step."""
         with self._lock:
             measured = self._bytes, self._busy_s
             if self._bytes and self._busy_s:
                 self._bytes_per_s = self._bytes / self._busy_s
             else:
                 self._bytes_per_s *= STALE_GROWTH_FACTOR
-            self._bytes, self._busy_s = 0, 0.0
+            self._bytes = 0
+            self._busy_s = 0.0
             return measured

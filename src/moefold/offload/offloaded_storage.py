@@ -1,4 +1,4 @@
-"""One storage that a forward pass keeps for the backward pass: in memory, on its way out, away, or on its way back."""
+"""Storage of saved tensors under activation offload: resident, being stored, offloaded, or being loaded."""
 
 import threading
 import time
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class OffloadedStorage:
-    """The memory behind some saved tensors; training calls it from one thread, and one I/O thread at a time stores it.
+    """The storage of some saved tensors; used by the training thread, and stored by one I/O thread at a time.
 
-    It lives as long as the graph of autograd holds one of these tensors. What is brought back stays until then.
+    It exists as long as the autograd graph references one of these tensors; a loaded storage stays until then.
 
     Args:
-        tensor: one of them.
+        tensor: one of the saved tensors.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        # Keeps the address from being given to another storage, by which a record is found.
+        # Keeps the address from being reused by another storage, as offloaded storages are looked up by address.
         self._address = StorageWeakRef(storage)
         self.num_bytes = storage.nbytes()
         self.version = tensor._version
         self.part_run: PartRun | None = None
-        """The run of a part that gives it away, once anything keeps it; None for what stays."""
+        """The part run that offloads it; None for a storage that stays on the device."""
         self.is_assigned = False
         self._alias: Tensor | None = tensor.detach()
         self._data: Tensor | None = bytes_of(tensor)
@@ -43,23 +43,25 @@ class OffloadedStorage:
         self._load_future: Future[tuple[Tensor, Any]] | None = None
 
     def begin_store(self) -> Tensor | None:
-        """Its bytes, to be stored; None if they are needed already. On an I/O thread."""
+        """Return the bytes to store, or None if they are needed already. Runs on an I/O thread."""
         with self._lock:
             return None if self._must_stay else self._data
 
     def end_store(self, stored: Any) -> bool:
-        """Let go of the memory, unless it was asked for meanwhile or has changed; whether it did. On an I/O thread."""
+        """Free the memory unless it was needed or changed meanwhile; return whether it was. Runs on an I/O thread."""
         with self._lock:
             if self._must_stay or self._alias is None or self._alias._version != self.version:
                 return False
-            self._stored, self._data, self._alias = stored, None, None
+            self._stored = stored
+            self._data = None
+            self._alias = None
             return True
 
     def keep_resident(self) -> bool:
-        """Keep the memory if it is still here, and store it no more; returns whether it is here.
+        """Cancel storing and keep the memory if it is still resident; return whether it is.
 
         Raises:
-            Exception: storing it failed in a way that nobody expected.
+            Exception: storing failed unexpectedly.
         """
         with self._lock:
             self._must_stay = True
@@ -70,18 +72,18 @@ class OffloadedStorage:
         return True
 
     def begin_load(self, load: Any, backend: OffloadBackend) -> None:
-        """Let an I/O thread bring it back; once.
+        """Start loading on an I/O thread, unless already started.
 
         Args:
             load: submits a function with its arguments.
-            backend: where it is.
+            backend: backend that holds the bytes.
         """
         if self._load_future is None:
             out = backend.copy_engine.allocate_device(self.num_bytes)
             self._load_future = load(_load, backend, self._stored, out, backend.copy_engine.record_event())
 
     def end_load(self, backend: OffloadBackend) -> None:
-        """Wait until it is back.
+        """Wait until the storage is loaded.
 
         Raises:
             RunError: it is lost.
@@ -89,10 +91,11 @@ class OffloadedStorage:
         assert self._load_future is not None
         self._data, event = self._load_future.result()
         backend.copy_engine.wait_event(event)
-        self._load_future, self._stored = None, None
+        self._load_future = None
+        self._stored = None
 
     def rebuild_tensor(self, ref: "SavedTensorRef") -> Tensor:
-        """A saved tensor as it was; its memory is here.
+        """Rebuild a saved tensor from the resident storage.
 
         Raises:
             RuntimeError: it was modified in place after it was saved.
@@ -108,7 +111,7 @@ class OffloadedStorage:
 
 
 class SavedTensorRef:
-    """One saved tensor: its place in the memory of a record. What autograd holds instead of the tensor."""
+    """Reference to one saved tensor in an offloaded storage, held by autograd in place of the tensor."""
 
     __slots__ = ("dtype", "offset", "storage", "size", "stride")
 
@@ -121,7 +124,7 @@ class SavedTensorRef:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All memory behind a tensor, uint8 [bytes], without a copy."""
+    """Return all bytes of a tensor's storage, uint8 [bytes], without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -130,7 +133,7 @@ def _load(backend: OffloadBackend, stored: Any, out: Tensor, ready: Any) -> tupl
 
 
 class PartRun:
-    """One run of a part, whose storages go and come together."""
+    """One run of a model part, whose storages are offloaded and loaded together."""
 
     def __init__(self, number: int, micro_batch: "MicroBatch") -> None:
         self.number = number
@@ -140,18 +143,19 @@ class PartRun:
         self._storages: list[weakref.ref[OffloadedStorage]] = []
 
     def add(self, storage: OffloadedStorage) -> None:
-        """A storage that it gives away."""
-        storage.part_run, storage.is_assigned = self, True
+        """Add a storage that this run offloads."""
+        storage.part_run = self
+        storage.is_assigned = True
         self._storages.append(weakref.ref(storage))
 
     def live_storages(self) -> list[OffloadedStorage]:
-        """Those that are still wanted, last first, as the backward pass asks for them."""
+        """Return the storages that are still referenced, last first, in the order of the backward pass."""
         found = [reference() for reference in reversed(self._storages)]
-        return [record for record in found if record is not None]
+        return [storage for storage in found if storage is not None]
 
 
 class MicroBatch:
-    """One forward pass of a stage, by its place among those of the step."""
+    """One forward pass of a stage, by its index in the step."""
 
     def __init__(self, index: int, long_lived_storages: frozenset[int]) -> None:
         self.index = index
@@ -159,4 +163,4 @@ class MicroBatch:
         """Storages that outlive the pass anyway."""
         self.part_runs: list[PartRun] = []
         self.num_waited = 0
-        """Calls whose copies were waited for."""
+        """Number of part runs whose copies have been waited for."""

@@ -1,7 +1,4 @@
-"""A file on a local disk for bytes that memory is too small for; nothing is left of it when the process ends.
-
-Which bytes of a file are in use: the room for what is offloaded, handed out and taken back. Without torch.
-"""
+"""SSD backend: offloaded bytes in an unnamed file on a local disk, with an allocator of its extents."""
 
 import math
 import os
@@ -20,13 +17,13 @@ from moefold.errors import ConfigError, RunError
 from moefold.offload.backend import CopyEngine
 
 ALIGNMENT_BYTES = 4096
-"""Of the start of every extent: the block of file systems and the page of memory."""
+"""Alignment of every extent: the block size of file systems and the page size of memory."""
 
 ByteRange = tuple[int, int]
 
 
 class Extent:
-    """Bytes [start, stop) of the file, which are free again once nobody holds this object."""
+    """Bytes [start, stop) of the file, which are freed when this object is garbage-collected."""
 
     __slots__ = ("_freed", "start", "stop")
 
@@ -36,15 +33,15 @@ class Extent:
         self._freed = freed
 
     def __del__(self) -> None:
-        # Wherever the collector finds it, in a thread that holds the lock too: a deque takes it without one.
+        # May run in any thread, even one that holds the lock; deque.append needs no lock.
         self._freed.append((self.start, self.stop))
 
 
 class FileAllocator:
-    """Hands out extents, the smallest hole first that is large enough; for any number of threads.
+    """Best-fit allocator of extents of a file; thread-safe.
 
     Args:
-        limit_bytes: no extent ends beyond.
+        limit_bytes: end of the last possible extent.
     """
 
     def __init__(self, limit_bytes: float = math.inf) -> None:
@@ -56,13 +53,13 @@ class FileAllocator:
 
     @property
     def end(self) -> int:
-        """Where the last extent ends."""
+        """End of the last extent."""
         with self._lock:
             self._reclaim()
             return self._end
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """An extent of at least so many bytes, of which there is one or more, or None if there is no room."""
+        """Allocate an extent of at least `num_bytes` >= 1 bytes; None if there is not enough space."""
         num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._lock:
             self._reclaim()
@@ -80,7 +77,7 @@ class FileAllocator:
             return Extent(start, start + num_bytes, self._freed)
 
     def limit_to(self, offset: int) -> None:
-        """From now on no extent ends beyond `offset`: the file holds no more."""
+        """Allocate no extent beyond `offset` from now on, as the file cannot grow further."""
         with self._lock:
             self._limit_bytes = min(self._limit_bytes, offset)
 
@@ -99,7 +96,7 @@ class FileAllocator:
 
 @dataclass(frozen=True)
 class _StoredExtent:
-    """Bytes in the file."""
+    """An extent that holds stored bytes, with their checksum."""
 
     extent: Extent
     num_bytes: int
@@ -107,19 +104,19 @@ class _StoredExtent:
 
 
 class SsdFile:
-    """One file without a name, in which extents are written and read where they lie.
+    """Backend in one unnamed file, whose extents are written and read in place.
 
-    It never has a name where the file system can do without (O_TMPFILE), else a random one that is removed at once: it
-    is the owner's alone, and gone with the process, however that ends. Every extent has a checksum, so that a file that
-    was cut or a disk that forgets ends the run instead of making a gradient.
+    If the file system supports it (O_TMPFILE), the file never has a name; else it has a random one that is removed at
+    once. It is accessible to its owner only, and gone with the process, however that ends. Every extent has a checksum,
+    so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
 
     Args:
-        copy_engine: to the device.
-        folder: on the disk; made if there is none.
+        copy_engine: copies to and from the device.
+        folder: folder on the disk; created if needed.
         limit_bytes: largest size of the file.
 
     Raises:
-        ConfigError: there can be no file in that folder.
+        ConfigError: the file cannot be created in that folder.
     """
 
     def __init__(self, copy_engine: CopyEngine, folder: Path, limit_bytes: float = math.inf) -> None:
@@ -133,7 +130,7 @@ class SsdFile:
             raise ConfigError(f"{self.name} cannot be written: {error.strerror}; choose another") from None
 
     def store(self, data: Tensor, ready: Any) -> _StoredExtent | None:
-        """See `Tier.store`."""
+        """See base class."""
         extent = self._allocator.allocate(data.numel())
         if extent is None:
             return None
@@ -148,19 +145,22 @@ class SsdFile:
         return _StoredExtent(extent, data.numel(), checksum(host))
 
     def load(self, stored: _StoredExtent, out: Tensor, ready: Any) -> Any:
-        """See `Tier.load`."""
+        """See base class."""
         is_cpu = self.copy_engine.device.type == "cpu"
         host = out if is_cpu else self.copy_engine.allocate_host(stored.num_bytes)
         self._read(host, stored.extent.start)
         if checksum(host) != stored.checksum:
-            raise RunError(f"{self.name}: what was offloaded is not what was written; the disk or the file is damaged")
+            raise RunError(
+                f"{self.name}: the offloaded bytes differ from what was written; the disk or the file is damaged"
+            )
         return None if is_cpu else self.copy_engine.to_device_async(host, out, ready)
 
     def _write(self, host: Tensor, offset: int) -> None:
         rest = host.numpy().data
         while rest:
             count = os.pwrite(self._file.fileno(), rest, offset)
-            rest, offset = rest[count:], offset + count
+            rest = rest[count:]
+            offset = offset + count
 
     def _read(self, host: Tensor, offset: int) -> None:
         rest = host.numpy().data
@@ -168,14 +168,16 @@ class SsdFile:
             try:
                 count = os.preadv(self._file.fileno(), [rest], offset)
             except OSError as error:
-                raise RunError(f"{self.name}: what was offloaded cannot be read back: {error.strerror}") from error
+                raise RunError(f"{self.name}: the offloaded bytes cannot be read back: {error.strerror}") from error
             if count == 0:
-                raise RunError(f"{self.name}: the file of what was offloaded was cut: it ends before byte {offset + 1}")
-            rest, offset = rest[count:], offset + count
+                raise RunError(f"{self.name}: the offload file was truncated: it ends before byte {offset + 1}")
+            rest = rest[count:]
+            offset = offset + count
 
 
 def checksum(host: Tensor) -> int:
-    """Sum of 64-bit words modulo 2**64, as fast as memory: for bytes that are lost or zeroed, not for an adversary."""
+    """Return the sum of 64-bit words modulo 2**64, at memory speed: detects lost or zeroed bytes, not an adversary."""
     num_words = host.numel() // 8
-    words, rest = host.numpy()[: 8 * num_words].view(np.uint64), host.numpy()[8 * num_words :]
+    words = host.numpy()[: 8 * num_words].view(np.uint64)
+    rest = host.numpy()[8 * num_words :]
     return (int(np.add.reduce(words, dtype=np.uint64)) + int(rest.astype(np.uint64).sum())) % 2**64

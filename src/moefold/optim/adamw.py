@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) over the shards of a rank: all at once, or one by one with moments that rest elsewhere."""
+"""AdamW (arXiv:1711.05101) over local shards: fused over all parameters, or one by one with offloaded moments."""
 
 from typing import Any
 
@@ -13,10 +13,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LocalShardAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW over the local shards: to that optimizer a DTensor, and of one mesh with all of its group.
+    """torch.optim.AdamW over the local shards instead of DTensors.
 
-    An update takes no notice of its neighbours, so the numbers are the same, and a step asks nobody how the operands
-    of one operation over all parameters are placed.
+    AdamW is element-wise, so the numbers are the same, and a step has no DTensor dispatch overhead.
     """
 
     @torch.no_grad()
@@ -33,16 +32,17 @@ class LocalShardAdamW(torch.optim.AdamW):
 
 
 class OffloadableAdamW(torch.optim.Optimizer):
-    """As torch.optim.AdamW, one parameter after the other, with moments of any type in any place.
+    """AdamW, one parameter after the other, with low-precision or offloaded moments.
 
-    In the type of the weights it is that optimizer, bit for bit. With narrower moments a step widens them, updates
-    them, moves the weights by them, and rounds them for the next step. bfloat16 keeps 8 bits: with a decay beyond 0.98
-    a step would add less than a moment can hold, so the recipe is refused.
+    With moments in the type of the weights it equals torch.optim.AdamW bit for bit. With moments in lower precision a
+    step upcasts and updates them, updates the weights with them, and rounds them for the next step. bfloat16 has 8
+    significant bits: with a beta beyond 0.98 a step would add less than a moment can represent, so such a recipe is
+    rejected.
 
     Args:
         groups: as of torch.optim.AdamW, each with lr, weight_decay, betas and eps.
-        moment_dtype: of the moments; None: as each parameter.
-        state_store: where they live.
+        moment_dtype: type of the moments; None: that of each parameter.
+        state_store: store of the moments.
     """
 
     def __init__(self, groups: list[dict[str, Any]], moment_dtype: torch.dtype | None, state_store: StateStore) -> None:
@@ -62,9 +62,10 @@ class OffloadableAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient; local."""
         assert closure is None
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        visited = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
-        for (parameter, group), moments in zip(pairs, visited, strict=True):
-            weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+        prefetched = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
+        for (parameter, group), moments in zip(pairs, prefetched, strict=True):
+            weight = local_tensor(parameter)
+            grad = local_tensor(parameter.grad)
             update = _update if moments[0].dtype == weight.dtype else _update_low_precision
             update(weight, grad, moments, self.state[parameter]["step"], group)
 
@@ -102,7 +103,7 @@ def _fused_adamw(
 
 
 def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:
-    """Whether a kernel that reads memory as it lies meets the values of one place in both."""
+    """Return whether weight and gradient have the same memory layout, as the fused kernel assumes."""
     strides = zip(weight.shape, weight.stride(), grad.stride(), strict=True)
     return all(size < 2 or of_weight == of_grad for size, of_weight, of_grad in strides)
 
@@ -115,8 +116,8 @@ def _update_low_precision(
     beta1, beta2 = group["betas"]
     first = moments[0].to(weight.dtype, copy=True).mul_(beta1).add_(grad, alpha=1 - beta1)
     second = moments[1].to(weight.dtype, copy=True).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    for moment, wide in zip(moments, (first, second), strict=True):
-        moment.copy_(wide)
+    for moment, updated in zip(moments, (first, second), strict=True):
+        moment.copy_(updated)
     steps = float(count)
-    spread = second.div_(1 - beta2**steps).sqrt_().add_(eps)
-    weight.mul_(1 - rate * decay).addcdiv_(first, spread, value=-rate / (1 - beta1**steps))
+    denominator = second.div_(1 - beta2**steps).sqrt_().add_(eps)
+    weight.mul_(1 - rate * decay).addcdiv_(first, denominator, value=-rate / (1 - beta1**steps))

@@ -1,4 +1,4 @@
-"""AdamW over the shards of all parameters, and its state by parameter name."""
+"""Construction of AdamW over the shards of all parameters, and its state by parameter name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,38 +12,38 @@ from moefold.optim.state_offload import StateStore
 
 EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 MOMENTUM = "momentum"
-"""Of Muon."""
+"""State key of Muon's momentum."""
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, state_store: StateStore | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW of two groups: weight decay skips norms, sinks and biases.
+    """Build AdamW with two param groups: weight decay skips norms, sinks and biases.
 
-    The moments exist from the start, so that a checkpoint can be read into them.
+    The moments are allocated here, so that a checkpoint can be loaded into them.
 
     Args:
-        parameters: of this rank, by name.
-        cfg: the recipe's.
-        state_store: where the moments live; None: beside the weights.
+        parameters: parameters of this rank, by name.
+        cfg: training section of the recipe.
+        state_store: store of the moments; None: on the device.
 
     Raises:
-        ConfigError: there is no room for them.
+        ConfigError: there is not enough memory or disk space for the moments.
     """
     groups: dict[bool, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        # The biases of experts have two dims: one row for each expert.
+        # Biases of experts have two dims: one row per expert.
         decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
         groups.setdefault(decays, []).append(parameter)
     options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
-    described: list[dict[str, Any]] = [
+    param_groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
         for decays, params in groups.items()
     ]
     dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else None
     if dtype or state_store:
-        return OffloadableAdamW(described, dtype, state_store or StateStore())
-    optimizer = LocalShardAdamW(described)
+        return OffloadableAdamW(param_groups, dtype, state_store or StateStore())
+    optimizer = LocalShardAdamW(param_groups)
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -53,13 +53,13 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` in the next step."""
+    """Set the learning rate of all param groups for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`; Muon's as `<parameter>.momentum`."""
+    """Return the moments by name: `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`; Muon's `<parameter>.momentum`."""
     return {
         f"{name}.{moment}": value
         for name, parameter in parameters.items()
@@ -69,7 +69,7 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Say how many steps the moments have seen, for the bias correction after a resume."""
+    """Set the step count of the moments, for the bias correction after a resume."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(step)

@@ -1,4 +1,4 @@
-"""The learning rate of each step: warm-up, then cosine, linear, WSD or constant. Pure and torch-free."""
+"""Learning-rate schedules: warm-up, then cosine, linear, WSD or constant. Pure and torch-free."""
 
 import math
 
@@ -6,18 +6,17 @@ from moefold.config.schema import TrainConfig
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
-    """Return the learning rate that optimizer step `step` of a run of `steps` uses.
+    """Return the learning rate of optimizer step `step` of a run of `steps`.
 
     The warm-up is linear from 0: step i of it uses lr * i / warmup_steps, so its last step uses lr itself (without a
-    warm-up, step 1 does). From there:
+    warm-up, step 1 does). After it:
 
     * cosine, linear: fall to min_lr, which the last step uses exactly.
     * wsd: stays at lr, then falls linearly over the last decay_steps (0: a tenth of the run, at least one) to min_lr,
-      which the last step uses exactly. A decay that is longer than what the warm-up leaves starts when that ends.
+      which the last step uses exactly. If the decay overlaps the warm-up, it starts after the warm-up.
     * constant: stays at lr.
 
-    A warm-up as long as the run, or longer, leaves no room to fall: such a run only warms up. Steps past the last one
-    keep the rate of the last.
+    A run no longer than its warm-up has no decay. Steps after the last one use the rate of the last.
 
     Args:
         train: lr, min_lr, warmup_steps, lr_schedule and decay_steps are read.
@@ -46,10 +45,10 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
 
 
 def _progress(step: int, first: int, last: int) -> float:
-    """Part of the way from step `first` to step `last`, 0 up to `first`."""
+    """Return the fraction of the way from step `first` to step `last`, 0 up to `first`."""
     return (step - first) / (last - first) if step > first else 0.0
 
 
 def _interpolate(train: TrainConfig, fraction: float) -> float:
-    """min_lr at height 0 and lr at height 1, both exactly."""
+    """Interpolate from min_lr (fraction 0) to lr (fraction 1), both exactly."""
     return train.lr if fraction == 1 else train.min_lr + (train.lr - train.min_lr) * fraction

@@ -1,7 +1,7 @@
-"""Whole matrices for those who must see them whole: each comes together on one rank, and goes back in its parts.
+"""Redistribution of sharded matrices for Muon: gather each on one rank, compute there, scatter the result.
 
-The ranks of a pipeline stage hold all its parameters between them, whatever tp, ep, etp and FSDP cut. So one group is
-enough for both views, and nothing needs to know which axis cut what: each rank says which box of each tensor it holds.
+The ranks of a pipeline stage together hold all its parameters, whatever tp, ep, etp and FSDP shard. So one group is
+enough for both views, independent of the axes: each rank reports the slice of each tensor that it holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from moefold.comm.groups import Group
 from moefold.model.init import local_slice
 
 ROUND_ELEMENTS = 1 << 25
-"""A rank has about so many elements of whole matrices in memory at a time, or one matrix."""
+"""Approximate number of elements of full matrices in memory per rank at a time; at least one matrix."""
 
 
 @dataclass(frozen=True, order=True)
 class MatrixKey:
-    """A parameter of two dims, or one matrix of a parameter of three."""
+    """Key of a 2D parameter, or of one matrix of a 3D parameter."""
 
     name: str
     index: int = 0
@@ -30,19 +30,19 @@ class MatrixKey:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """The part of a matrix that a rank holds."""
+    """The slice of a matrix that a rank holds."""
 
     rows: slice
     columns: slice
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Numbers of rows and columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape[0] * self.shape[1]
 
 
@@ -51,45 +51,47 @@ class _Matrix:
     key: MatrixKey
     shape: tuple[int, int]
     shards: dict[int, MatrixShard]
-    """What each member holds of it, if anything."""
+    """The shard of each member that has one."""
     source_members: frozenset[int]
-    """Members that hold it all between them, each element once."""
+    """Members whose shards together cover the matrix, each element once."""
     owner: int
 
 
 _LocalRegion = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where in its tensor what a rank holds starts, and how large it is."""
+"""Start and size of a rank's shard in the full tensor."""
 _UnassignedMatrix = tuple[MatrixKey, tuple[int, int], dict[int, MatrixShard]]
 _Transfer = list[tuple[_Matrix, MatrixShard]]
-"""What goes from one member to another, in order."""
+"""Shards sent from one member to another, in order."""
 
 
 class MatrixRedistributor:
-    """Lets each matrix be worked on whole, by one member of a group, and the work be shared evenly.
+    """Gathers each matrix of a group of ranks on one owner, with the work balanced over the owners.
 
-    A matrix that some member holds whole is worked on there; of the others, the largest first, each goes to the
-    member that has the least to do. So nothing travels that need not.
+    A matrix that some member holds in full is owned by such a member. Of the others, the largest first, each goes to
+    the member with the least work. So only sharded matrices are sent.
 
-    Collective over the group to make, and to use.
+    The constructor and `run` are collective over the group.
 
     Args:
-        group: the ranks that hold the tensors between them: a pipeline stage.
-        tensors: by name, the same names on every rank; of two dims, or matrices along a first third one.
+        group: the ranks that together hold the tensors: a pipeline stage.
+        tensors: tensors by name, the same names on every rank; 2D, or 3D with one matrix per index of the first dim.
         round_elements: see `ROUND_ELEMENTS`.
     """
 
     def __init__(self, group: Group, tensors: Mapping[str, Tensor], round_elements: int = ROUND_ELEMENTS) -> None:
         self._group = group
         regions = {name: local_slice(tensor) for name, tensor in tensors.items()}
-        mine = {name: (start, tuple(values.shape)) for name, (values, start) in regions.items()}
-        of_ranks = [mine] * group.size
+        own_regions = {name: (start, tuple(values.shape)) for name, (values, start) in regions.items()}
+        regions_by_rank = [own_regions] * group.size
         if group.size > 1:
-            of_ranks = [{} for _ in range(group.size)]
-            dist.all_gather_object(of_ranks, mine, group=group.handle)
-        self._first_index = {name: start[0] if len(start) == 3 else 0 for name, (start, _) in mine.items()}
-        found = [m for name in sorted(tensors) for m in _matrices(name, tuple(tensors[name].shape), of_ranks)]
+            regions_by_rank = [{} for _ in range(group.size)]
+            dist.all_gather_object(regions_by_rank, own_regions, group=group.handle)
+        self._first_index = {name: start[0] if len(start) == 3 else 0 for name, (start, _) in own_regions.items()}
+        unassigned = [
+            m for name in sorted(tensors) for m in _matrices(name, tuple(tensors[name].shape), regions_by_rank)
+        ]
         self._empty = next((values.new_empty(0) for values, _ in regions.values()), torch.empty(0))
-        self._rounds = list(batch_by_size(_balance_owners(found, group.size), _numel, round_elements * group.size))
+        self._rounds = list(batch_by_size(_balance_owners(unassigned, group.size), _numel, round_elements * group.size))
 
     def run(
         self,
@@ -97,12 +99,13 @@ class MatrixRedistributor:
         work: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
-        """Have every matrix worked on; collective.
+        """Gather, process and scatter every matrix; collective.
 
         Args:
-            source: gives my part of a matrix, [rows, columns]; the second argument is its place in my local tensor.
-            work: makes of a whole matrix one of the same shape and type.
-            sink: takes my part of that.
+            source: returns this rank's shard of a matrix, [rows, columns], for its key and its index in the local
+                tensor.
+            work: computes the result of a full matrix, of the same shape and type.
+            sink: takes this rank's shard of the result.
         """
         for matrices in self._rounds:
             self._run_round(matrices, source, work, sink)
@@ -114,33 +117,36 @@ class MatrixRedistributor:
         work: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
-        me, members = self._group.rank, range(self._group.size)
-        owned = [matrix for matrix in matrices if matrix.owner == me]
-        of_owner = [[m for m in matrices if m.owner == other and me in m.shards] for other in members]
-        wholes = {matrix.key: self._empty.new_empty(matrix.shape) for matrix in owned}
-        sent = [[(m, m.shards[me]) for m in given if me in m.source_members] for given in of_owner]
-        taken = [[(m, m.shards[other]) for m in owned if other in m.source_members] for other in members]
-        parts = [source(m.key, self._local_index(m.key)) for leg in sent for m, _ in leg]
-        for matrix, box, part in self._all_to_all_parts(parts, sent, taken):
-            wholes[matrix.key][box.rows, box.columns] = part
-        wholes = {key: work(key, whole) for key, whole in wholes.items()}
+        rank = self._group.rank
+        members = range(self._group.size)
+        owned = [matrix for matrix in matrices if matrix.owner == rank]
+        by_owner = [[m for m in matrices if m.owner == other and rank in m.shards] for other in members]
+        full_matrices = {matrix.key: self._empty.new_empty(matrix.shape) for matrix in owned}
+        sent = [[(m, m.shards[rank]) for m in held_matrices if rank in m.source_members] for held_matrices in by_owner]
+        received = [[(m, m.shards[other]) for m in owned if other in m.source_members] for other in members]
+        parts = [source(m.key, self._local_index(m.key)) for transfer in sent for m, _ in transfer]
+        for matrix, shard, part in self._all_to_all_parts(parts, sent, received):
+            full_matrices[matrix.key][shard.rows, shard.columns] = part
+        full_matrices = {key: work(key, full_matrix) for key, full_matrix in full_matrices.items()}
         sent = [[(m, m.shards[other]) for m in owned if other in m.shards] for other in members]
-        taken = [[(m, m.shards[me]) for m in given] for given in of_owner]
-        parts = [wholes[m.key][box.rows, box.columns] for leg in sent for m, box in leg]
-        for matrix, _, part in self._all_to_all_parts(parts, sent, taken):
+        received = [[(m, m.shards[rank]) for m in held_matrices] for held_matrices in by_owner]
+        parts = [full_matrices[m.key][shard.rows, shard.columns] for transfer in sent for m, shard in transfer]
+        for matrix, _, part in self._all_to_all_parts(parts, sent, received):
             sink(matrix.key, self._local_index(matrix.key), part)
 
     def _all_to_all_parts(
         self, parts: Sequence[Tensor], sends: Sequence[_Transfer], receives: Sequence[_Transfer]
     ) -> Iterator[tuple[_Matrix, MatrixShard, Tensor]]:
-        """All-to-all of parts, those for the first member first; gives what arrives, part by part."""
+        """Send the parts by all-to-all, those for the first member first, and yield the received parts."""
         flat = torch.cat([self._empty, *(part.flatten() for part in parts)])
-        counts = [[sum(box.numel for _, box in leg) for leg in legs] for legs in (sends, receives)]
-        arrived = all_to_all(flat, self._group, *counts)
-        pairs = [pair for leg in receives for pair in leg]
-        pieces = arrived.split([box.numel for _, box in pairs])
-        for (matrix, box), piece in zip(pairs, pieces, strict=True):
-            yield matrix, box, piece.view(box.shape)
+        counts = [
+            [sum(shard.numel for _, shard in transfer) for transfer in transfers] for transfers in (sends, receives)
+        ]
+        received = all_to_all(flat, self._group, *counts)
+        pairs = [pair for transfer in receives for pair in transfer]
+        parts_received = received.split([shard.numel for _, shard in pairs])
+        for (matrix, shard), values in zip(pairs, parts_received, strict=True):
+            yield matrix, shard, values.view(shard.shape)
 
     def _local_index(self, key: MatrixKey) -> int:
         return key.index - self._first_index[key.name]
@@ -149,45 +155,45 @@ class MatrixRedistributor:
 def _matrices(
     name: str, shape: tuple[int, ...], regions: Sequence[Mapping[str, _LocalRegion]]
 ) -> Iterator[_UnassignedMatrix]:
-    """The matrices of a tensor, each with what every member holds of it."""
+    """Yield the matrices of a tensor, each with the shards of all members."""
     num_rows, num_columns = shape[-2:]
     for index in range(shape[0] if len(shape) == 3 else 1):
-        boxes = {}
-        for member, of_member in enumerate(regions):
-            start, size = of_member[name]
+        shards = {}
+        for member, member_regions in enumerate(regions):
+            start, size = member_regions[name]
             holds = len(shape) == 2 or start[0] <= index < start[0] + size[0]
             if holds and 0 not in size:
                 rows, columns = (slice(a, a + n) for a, n in zip(start[-2:], size[-2:], strict=True))
-                boxes[member] = MatrixShard(rows, columns)
-        yield MatrixKey(name, index), (num_rows, num_columns), boxes
+                shards[member] = MatrixShard(rows, columns)
+        yield MatrixKey(name, index), (num_rows, num_columns), shards
 
 
 def _balance_owners(matrices: Sequence[_UnassignedMatrix], num_members: int) -> list[_Matrix]:
-    """Give each matrix an owner, so that all have about the same to do; the same result on every rank."""
+    """Assign each matrix an owner, so that the work is balanced; the same result on every rank."""
 
     def cost(entry: _UnassignedMatrix) -> int:
         (_, (rows, columns), _) = entry
         return rows * columns * min(rows, columns)
 
     def holders(entry: _UnassignedMatrix) -> list[int]:
-        _, (rows, columns), boxes = entry
-        return [member for member, box in boxes.items() if box.shape == (rows, columns)]
+        _, (rows, columns), shards = entry
+        return [member for member, shard in shards.items() if shard.shape == (rows, columns)]
 
     work = [0] * num_members
-    dealt = []
-    # Those that are whole somewhere first: of the others, which may go anywhere, some fill what they leave uneven.
+    assigned = []
+    # Matrices held in full by a member come first, as their owners are fixed; the others then even out the load.
     for entry in sorted(matrices, key=lambda entry: (not holders(entry), -cost(entry), entry[0])):
-        key, shape, boxes = entry
+        key, shape, shards = entry
         owner = min(holders(entry) or range(num_members), key=lambda member: (work[member], member))
         work[owner] += cost(entry)
         sources: dict[tuple[int, ...], int] = {}
-        for member in (owner, *boxes):
-            # The owner's own copy, if it has one, need not travel.
-            if member in boxes:
-                box = boxes[member]
-                sources.setdefault((box.rows.start, box.columns.start), member)
-        dealt.append(_Matrix(key, shape, boxes, frozenset(sources.values()), owner))
-    return dealt
+        for member in (owner, *shards):
+            # A shard of the owner itself need not be sent.
+            if member in shards:
+                shard = shards[member]
+                sources.setdefault((shard.rows.start, shard.columns.start), member)
+        assigned.append(_Matrix(key, shape, shards, frozenset(sources.values()), owner))
+    return assigned
 
 
 def _numel(matrix: _Matrix) -> int:

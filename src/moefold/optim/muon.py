@@ -1,4 +1,4 @@
-"""Muon (Keller Jordan, 2024; arXiv:2502.16982): momentum made orthogonal, matrix by matrix, however it is sharded.
+"""Muon (Keller Jordan, 2024; arXiv:2502.16982): orthogonalised momentum of each logical matrix, however sharded.
 
 W <- W * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(g + momentum * M), with the momentum
 M <- momentum * M + g. The factor gives an update the root mean square of AdamW's, about 0.2, so that both share one
@@ -19,7 +19,7 @@ from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
 from moefold.optim.state_offload import StateStore
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration (Keller Jordan): steep at 0, and from 0.7 to 1.2 in the end, not exactly 1."""
+"""Coefficients of the quintic iteration (Keller Jordan): steep at 0, with singular values that end in 0.7 to 1.2."""
 MIN_NORM = 1e-7
 UPDATE_RMS = 0.2
 """Root mean square of AdamW's updates in practice (arXiv:2502.16982 sec. 2.2)."""
@@ -36,16 +36,16 @@ SplitMatrices = Callable[[str, Tensor], Sequence[Tensor]]
 
 
 def uses_muon(name: str, groups: Sequence[str]) -> bool:
-    """Whether a parameter is one of those matrices."""
+    """Return whether Muon updates a parameter, by the patterns of the groups."""
     return any(re.search(GROUP_PATTERNS[group], name) for group in groups)
 
 
 def logical_matrices(model: ModelConfig, name: str, matrix: Tensor) -> list[Tensor]:
-    """What Muon takes for one matrix: views of the rows of a parameter that belong together.
+    """Return the logical matrices of a parameter for Muon, as views of its rows.
 
-    Parameters are logical matrices (wq, wk, wv, w_gate and w_up are not fused; each expert is one), but for two of
-    latent attention: `wkv_down` makes the latent and the shared key, `wkv_up` of the latent the keys and the values of
-    each head.
+    Parameters are logical matrices (wq, wk, wv, w_gate and w_up are not fused; each expert is one), except two of MLA:
+    `wkv_down` computes the latent and the shared key, `wkv_up` computes from the latent the keys and values of each
+    head.
 
     Returns:
         Tensors of two or three dims; the rows of the matrix are all dims but the last.
@@ -59,11 +59,11 @@ def logical_matrices(model: ModelConfig, name: str, matrix: Tensor) -> list[Tens
 
 
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, roughly: its singular values end near 1.
+    """Orthogonalise a matrix approximately by Newton-Schulz iteration: its singular values end near 1.
 
     Args:
-        matrix: of two dims.
-        num_steps: of the Newton-Schulz iteration.
+        matrix: 2D.
+        num_steps: number of Newton-Schulz iterations.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -76,19 +76,18 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for some matrices and another optimizer for all other parameters, under one learning rate.
+    """Muon for some matrices and a fallback optimizer for all other parameters, under one learning rate.
 
-    Every rank of the stage has its part of the momentum, cut as the parameter is. Whole matrices come together on one
-    rank each (`MatrixRedistributor`), so that the update is that of the unsharded parameter and no rank repeats another's
-    work.
+    Every rank of the stage has its shard of the momentum, sharded like the parameter. Each full matrix is gathered on
+    one rank (`MatrixRedistributor`), so the update is that of the unsharded parameter and is computed once.
 
     Args:
-        matrices: the parameters of Muon by name; two dims, or one matrix after the other along the first of three.
+        matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
         fallback: optimizer of all other parameters.
         cfg: momentum, steps and weight decay.
-        split: the logical matrices of a whole one, as views.
-        stage: the ranks that hold the parameters between them; collective over them to make, and to step.
-        state_store: where the momenta live.
+        split: returns the logical matrices of a full one, as views.
+        stage: the ranks that together hold the parameters; constructor and step are collective over them.
+        state_store: store of the momenta.
     """
 
     def __init__(
@@ -100,10 +99,13 @@ class Muon(torch.optim.Optimizer):
         stage: Group,
         state_store: StateStore,
     ) -> None:
-        mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
-        # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
-        super().__init__([mine, *fallback.param_groups], {})
-        self._matrices, self._fallback, self._cfg, self._split = dict(matrices), fallback, cfg, split
+        muon_group = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
+        # The param groups of the fallback optimizer are shared, so setting a learning rate here also sets it there.
+        super().__init__([muon_group, *fallback.param_groups], {})
+        self._matrices = dict(matrices)
+        self._fallback = fallback
+        self._cfg = cfg
+        self._split = split
         self._redistribution = MatrixRedistributor(stage, self._matrices)
         self.state_store = state_store
         self.state.update(fallback.state)
@@ -113,32 +115,32 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; every one of Muon's has a gradient. Collective over the stage."""
+        """Update all parameters; every Muon parameter must have a gradient. Collective over the stage."""
         assert closure is None
         self._fallback.step()
         group = self.param_groups[0]
         weights = {name: local_tensor(p) for name, p in self._matrices.items()}
         gradients = {}
-        visited = self.state_store.prefetch([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
+        prefetched = self.state_store.prefetch([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
         decay = self._cfg.muon_momentum
-        for (name, parameter), (momentum,) in zip(self._matrices.items(), visited, strict=True):
+        for (name, parameter), (momentum,) in zip(self._matrices.items(), prefetched, strict=True):
             assert parameter.grad is not None, name
             gradient = gradients[name] = local_tensor(parameter.grad)
             weights[name].mul_(1 - group["lr"] * group["weight_decay"])
             momentum.copy_(momentum.to(gradient.dtype).mul_(decay).add_(gradient))
-            # What looks ahead takes the place of the gradient, of which nothing else is wanted.
+            # Nesterov: overwrite the gradient in place.
             gradient.add_(momentum, alpha=decay)
 
-        def ahead(key: MatrixKey, place: int) -> Tensor:
-            return _select_matrix(gradients[key.name], place)
+        def nesterov_part(key: MatrixKey, index: int) -> Tensor:
+            return _select_matrix(gradients[key.name], index)
 
-        def apply(key: MatrixKey, place: int, update: Tensor) -> None:
-            _select_matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
+        def apply(key: MatrixKey, index: int, update: Tensor) -> None:
+            _select_matrix(weights[key.name], index).sub_(update, alpha=group["lr"])
 
-        self._redistribution.run(ahead, self._compute_update, apply)
+        self._redistribution.run(nesterov_part, self._compute_update, apply)
 
     def _compute_update(self, key: MatrixKey, full_matrix: Tensor) -> Tensor:
-        """What a learning rate of 1 takes off a whole parameter; overwrites it."""
+        """Compute the update of a full parameter at learning rate 1, in place."""
         for part in self._split(key.name, full_matrix):
             rows = part.flatten(0, -2)
             factor = UPDATE_RMS * max(rows.shape) ** 0.5
@@ -149,22 +151,24 @@ class Muon(torch.optim.Optimizer):
 def build_muon(
     parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, state_store: StateStore | None = None
 ) -> Muon:
-    """The optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
+    """Build the optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
 
     Args:
-        parameters: of this rank, by name.
+        parameters: parameters of this rank, by name.
         cfg: the recipe.
-        stage: the ranks that hold them between them.
-        state_store: where the moments live; None: beside the weights.
+        stage: the ranks that together hold the parameters.
+        state_store: store of the moments; None: on the device.
     """
     groups = cfg.train.muon_groups
     matrices = {name: p for name, p in parameters.items() if uses_muon(name, groups)}
-    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train, state_store)
+    fallback = build_optimizer(
+        {name: p for name, p in parameters.items() if name not in matrices}, cfg.train, state_store
+    )
 
     def split(name: str, matrix: Tensor) -> list[Tensor]:
         return logical_matrices(cfg.model, name, matrix)
 
-    return Muon(matrices, rest, cfg.train, split, stage, state_store or StateStore())
+    return Muon(matrices, fallback, cfg.train, split, stage, state_store or StateStore())
 
 
 def _select_matrix(tensor: Tensor, index: int) -> Tensor:

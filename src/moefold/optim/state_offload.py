@@ -1,7 +1,7 @@
-"""Moments of the optimizer that live outside of the device's memory between steps (`train.offload_optimizer`).
+"""Optimizer-state offload: moments in host memory or on SSD between steps (`train.offload_optimizer`).
 
-A step visits them one parameter after the other: while one is updated, the moments of the next come to the device and
-those of the one before go back, so that the device holds those of three parameters at a time.
+A step processes one parameter after the other. While one is updated, the moments of the next are copied to the device
+and those of the previous one are copied back, so the device holds the moments of three parameters at a time.
 """
 
 import math
@@ -25,31 +25,31 @@ from moefold.terminal import format_bytes
 
 
 class StateStore:
-    """Where moments live, and how a step gets at them. This one: on the device, beside the weights."""
+    """Store of optimizer moments, and the access of a step to them. This base class keeps them on the device."""
 
     def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A moment of a parameter, cut as it is."""
+        """Allocate a moment of a parameter, sharded like the parameter."""
         return torch.zeros_like(like, dtype=dtype)
 
     def is_offloaded(self, moment: Tensor) -> bool:
-        """Whether a moment is outside of the device's memory between steps."""
+        """Return whether a moment is off the device between steps."""
         return False
 
     def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """The moments of one parameter after the other, as local tensors on the device, to be changed in place.
+        """Yield the moments of one parameter after the other as local tensors on the device, to be changed in place.
 
-        What was changed is home when the iteration has come to its end.
+        The changes are written back by the end of the iteration.
         """
-        for of_one in moments:
-            yield [local_tensor(moment) for moment in of_one]
+        for moments_of_param in moments:
+            yield [local_tensor(moment) for moment in moments_of_param]
 
 
 class PinnedStore(StateStore):
-    """In page-locked memory of the host, or wherever `_allocate` puts them.
+    """Store in pinned host memory.
 
     Args:
-        copy_engine: to the device.
-        min_bytes: the moments of a parameter that has less of each on this rank stay on the device.
+        copy_engine: copies to and from the device.
+        min_bytes: moments smaller than this on this rank stay on the device.
     """
 
     def __init__(self, copy_engine: CopyEngine, min_bytes: int) -> None:
@@ -58,38 +58,43 @@ class PinnedStore(StateStore):
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `StateStore.zeros`; raises ConfigError where there is no room."""
-        here = local_tensor(like)
-        num_bytes = here.numel() * dtype.itemsize
+        """Allocate a moment; raises ConfigError if there is not enough memory."""
+        shard = local_tensor(like)
+        num_bytes = shard.numel() * dtype.itemsize
         if num_bytes < max(self._min_bytes, 1):
             return super().zeros(like, dtype)
-        local = self._allocate(num_bytes).view(dtype).view(here.shape)
+        local = self._allocate(num_bytes).view(dtype).view(shard.shape)
         if not isinstance(like, DTensor):
             return local
-        # A DTensor is where its mesh is, so those on the host have a mesh of their own: the same ranks and groups.
-        mesh, whole = self._host_mesh(like.device_mesh), (like.shape, like.stride())
-        return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=whole[0], stride=whole[1])
+        # A DTensor is on the device of its mesh, so offloaded ones need a host mesh with the same ranks and groups.
+        mesh = self._host_mesh(like.device_mesh)
+        layout = (like.shape, like.stride())
+        return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=layout[0], stride=layout[1])
 
     def is_offloaded(self, moment: Tensor) -> bool:
-        """See `StateStore.is_away`."""
+        """See base class."""
         return local_tensor(moment).device.type != self._copy_engine.device.type
 
     def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """See `StateStore.visit`."""
-        ahead = self._fetch_all(moments[0]) if moments else []
-        leaving: list[_PendingWriteback] = []
-        for i, of_one in enumerate(moments):
-            here, ahead = ahead, self._fetch_all(moments[i + 1]) if i + 1 < len(moments) else []
-            for _, arrived in here:
-                self._copy_engine.wait_event(arrived)
-            yield [on_device for on_device, _ in here]
-            # The device has been told of this update: those of the one before had the time of telling to leave.
-            self._finish_write_backs(leaving)
-            leaving = [self._write_back(x, local_tensor(home)) for home, (x, _) in zip(of_one, here, strict=True)]
+        """See base class."""
+        fetched = self._fetch_all(moments[0]) if moments else []
+        pending: list[_PendingWriteback] = []
+        for i, moments_of_param in enumerate(moments):
+            on_device = fetched
+            fetched = self._fetch_all(moments[i + 1]) if i + 1 < len(moments) else []
+            for _, event in on_device:
+                self._copy_engine.wait_event(event)
+            yield [moment for moment, _ in on_device]
+            # The device has this update in its queue, so the write-backs of the previous one have had time to finish.
+            self._finish_write_backs(pending)
+            pending = [
+                self._write_back(x, local_tensor(stored))
+                for stored, (x, _) in zip(moments_of_param, on_device, strict=True)
+            ]
             if self._copy_engine.device.type == "cpu":
-                self._finish_write_backs(leaving)
-                leaving = []
-        self._finish_write_backs(leaving)
+                self._finish_write_backs(pending)
+                pending = []
+        self._finish_write_backs(pending)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         try:
@@ -97,7 +102,7 @@ class PinnedStore(StateStore):
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"train.offload_optimizer='host' finds no room for {format_bytes(num_bytes)} more on the host "
+                f"train.offload_optimizer='host' cannot allocate {format_bytes(num_bytes)} more on the host "
                 f"({reason}); choose 'ssd', or more ranks"
             ) from None
 
@@ -120,8 +125,8 @@ class PinnedStore(StateStore):
         )
 
     def _finish_write_backs(self, pending: list["_PendingWriteback"]) -> None:
-        for one in pending:
-            self._copy_engine.synchronize(one.done_event)
+        for write_back in pending:
+            self._copy_engine.synchronize(write_back.done_event)
 
     def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         if self._copy_engine.device.type == "cpu":
@@ -132,14 +137,14 @@ class PinnedStore(StateStore):
 
 
 class MmapStore(PinnedStore):
-    """In files on a local disk that are mapped into memory; they have no name and go with the process.
+    """Store in memory-mapped, unnamed files on a local disk, which disappear with the process.
 
-    Each is written in full when it is made, so that a disk without room says so then. What a step has changed leaves
-    the memory of the process, and the kernel writes it out and drops it as it needs the memory.
+    Each file is allocated in full when it is created, so a full disk is detected then. Written pages are dropped from
+    the memory of the process; the kernel writes them to disk when it needs the memory.
 
     Args:
-        copy_engine: to the device.
-        folder: on the disk; made if there is none.
+        copy_engine: copies to and from the device.
+        folder: folder on the disk; created if needed.
         min_bytes: see `PinnedStore`.
     """
 
@@ -149,7 +154,7 @@ class MmapStore(PinnedStore):
         self._mmaps: dict[int, mmap.mmap] = {}
 
     def is_offloaded(self, moment: Tensor) -> bool:
-        """See `StateStore.is_away`."""
+        """See base class."""
         return local_tensor(moment).data_ptr() in self._mmaps
 
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -161,44 +166,45 @@ class MmapStore(PinnedStore):
                 mapped = mmap.mmap(file.fileno(), length)
         except OSError as error:
             raise ConfigError(
-                f"train.offload_optimizer='ssd' finds no room for {format_bytes(length)} more in "
+                f"train.offload_optimizer='ssd' cannot allocate {format_bytes(length)} more in "
                 f"train.offload_dir={str(self._folder)!r} ({error.strerror}); choose another folder, or 'none'"
             ) from None
-        room = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
-        self._mmaps[room.data_ptr()] = mapped
-        return room
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
+        self._mmaps[buffer.data_ptr()] = mapped
+        return buffer
 
     def _finish_write_backs(self, pending: list["_PendingWriteback"]) -> None:
         super()._finish_write_backs(pending)
-        for one in pending:
-            if mapped := self._mmaps.get(one.host.data_ptr()):
-                # Of a shared mapping of a file this drops no content, only the pages from the memory of the process.
+        for write_back in pending:
+            if mapped := self._mmaps.get(write_back.host.data_ptr()):
+                # For a shared file mapping this drops only the pages of the process, not the content.
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingWriteback:
-    """A moment on its way home."""
+    """A moment that is being copied back to its store."""
 
     on_device: Tensor
-    """Held until it is there."""
+    """Kept alive until the copy is done."""
     host: Tensor
     done_event: Any
-    """What to wait for."""
+    """Event of the copy."""
 
 
 def states_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an optimizer has in the device's memory between steps."""
-    home = getattr(optimizer, "state_store", StateStore())
-    return (x for state in optimizer.state.values() for x in state.values() if not home.is_offloaded(x))
+    """Return the optimizer state that is on the device between steps."""
+    state_store = getattr(optimizer, "state_store", StateStore())
+    return (x for state in optimizer.state.values() for x in state.values() if not state_store.is_offloaded(x))
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and groups, for tensors that are in memory of the host; makes no group.
+    """Return a mesh of the same ranks and groups for host tensors; creates no group.
 
-    Such tensors are read, written and cut; to send them, bring them to the device first.
+    Such tensors can be read, written and sharded; to communicate them, copy them to the device first.
     """
-    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+    groups = mesh.get_all_groups()
+    names = mesh.mesh_dim_names
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
     return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)

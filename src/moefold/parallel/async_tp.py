@@ -1,9 +1,9 @@
-"""Tensor parallelism whose exchanges run beside its products: the tokens of one rank at a time.
+"""Async tensor parallelism: overlap the collectives of tensor parallelism with its GEMMs, one rank's tokens at a time.
 
-An all-gather before a product becomes a ring: while the tokens of one rank are multiplied, those of the next arrive. A
-reduce-scatter behind a product becomes a ring of sums: while the share of one rank is computed, the sum for another is
-on its way (arXiv:2302.05442, "asynchronous parallel linear operations"). The backward pass of each is the other. The
-bytes are those of the collectives; the products have S/(cp*tp) tokens instead of S/cp.
+An all-gather before a GEMM becomes a ring: while the tokens of one rank are multiplied, the next rank's arrive. A
+reduce-scatter after a GEMM becomes a ring of partial sums: while one rank's part is computed, the sum for another rank
+is in flight (arXiv:2302.05442, "asynchronous parallel linear operations"). Each is the backward pass of the other. As
+many bytes are sent as by the collectives; the GEMMs have S/(cp*tp) tokens instead of S/cp.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from moefold.parallel.tensor_parallel import SequenceParallelTokens
 
 
 class AsyncTensorParallel(SequenceParallelTokens):
-    """As `SequenceParallelTokens`, where exchanges next to products hide behind them. For products in the type of their tensors.
+    """Sequence parallelism whose collectives overlap with adjacent GEMMs; only for unquantized GEMMs.
 
-    Results differ from those of `SequenceParallelTokens` by rounding: sums over tp are added in the order of the ring.
+    Results differ from those of `SequenceParallelTokens` by rounding: sums over tp are added in ring order.
     """
 
     def all_gather_linear(
@@ -35,10 +35,10 @@ class AsyncTensorParallel(SequenceParallelTokens):
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
     ) -> list[Tensor]:
-        """See `SequenceParallel`."""
+        """See base class."""
         weights = [weight for weight, _ in weights_and_biases]
-        wgrad_store, given = _delay_weight_grads(wgrad_store, x, weights)
-        outs = _AllGatherLinear.apply(x, self._tp, wgrad_store, weights, _gemm(linear_backend), *given)
+        wgrad_store, inputs = _delay_weight_grads(wgrad_store, x, weights)
+        outs = _AllGatherLinear.apply(x, self._tp, wgrad_store, weights, _gemm(linear_backend), *inputs)
         return [out if bias is None else out + bias for out, (_, bias) in zip(outs, weights_and_biases, strict=True)]
 
     def linear_reduce_scatter(
@@ -48,23 +48,23 @@ class AsyncTensorParallel(SequenceParallelTokens):
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
     ) -> Tensor:
-        """See `SequenceParallel`."""
-        wgrad_store, given = _delay_weight_grads(wgrad_store, x, [weight])
-        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_store, [weight], _gemm(linear_backend), *given)
+        """See base class."""
+        wgrad_store, inputs = _delay_weight_grads(wgrad_store, x, [weight])
+        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_store, [weight], _gemm(linear_backend), *inputs)
         return out
 
 
 def _gemm(linear_backend: LinearBackend | None) -> Gemm:
-    """Who multiplies."""
+    """Return the GEMM of an unquantized linear backend."""
     linear_backend = linear_backend or UNQUANTIZED_LINEAR
-    assert isinstance(linear_backend, UnquantizedLinear), "a config check refuses products of few bits"
+    assert isinstance(linear_backend, UnquantizedLinear), "a config check rejects low-precision GEMMs"
     return linear_backend.gemm
 
 
 def _delay_weight_grads(
     wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weights: Sequence[Tensor]
 ) -> tuple[WeightGradStoreProtocol | None, list[Tensor]]:
-    """Where gradients of weights go that wait, and the weights as autograd is to see them: then not at all."""
+    """Return the store of delayed weight gradients, if any, and the weights for autograd, detached if delayed."""
     if any(should_delay(wgrad_store, x, weight) for weight in weights):
         return wgrad_store, [weight.detach() for weight in weights]
     return None, list(weights)
@@ -83,36 +83,36 @@ class _AllGatherLinear(torch.autograd.Function):
         gemm: Gemm,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        whole = x.new_empty((tp.size, *x.shape))
-        whole[tp.rank] = x
+        gathered = x.new_empty((tp.size, *x.shape))
+        gathered[tp.rank] = x
         rows = x.shape[:-1].numel()
         outs = [x.new_empty(tp.size, rows, len(weight)) for weight in weights]
-        for source, block in ring_pass(whole[tp.rank], tp, whole.unbind()):
+        for source, block in ring_pass(gathered[tp.rank], tp, gathered.unbind()):
             for out, weight in zip(outs, weights, strict=True):
                 gemm.matmul_out(out[source], block.flatten(0, -2), weight)
-        ctx.save_for_backward(whole.flatten(0, 1), *weights)
+        ctx.save_for_backward(gathered.flatten(0, 1), *weights)
         ctx.args = tp, wgrad_store, tracked_weights, gemm
         return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1) for out in outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole, *weights = ctx.saved_tensors
-        tp, later, held, gemm = ctx.args
-        x_MK = whole.flatten(0, -2)
+        gathered, *weights = ctx.saved_tensors
+        tp, wgrad_store, tracked_weights, gemm = ctx.args
+        x_MK = gathered.flatten(0, -2)
         grads_MN = [grad.flatten(0, -2) for grad in grads]
-        wide = [gemm.upcast(grad) for grad in grads_MN]
-        parts = [grad.unflatten(0, (tp.size, -1)) for grad in wide]
+        upcast_grads = [gemm.upcast(grad) for grad in grads_MN]
+        parts = [grad.unflatten(0, (tp.size, -1)) for grad in upcast_grads]
 
-        def share(member: int) -> Tensor:
-            shares = (gemm.matmul(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
-            return reduce(Tensor.add_, shares)
+        def partial_sum(member: int) -> Tensor:
+            terms = (gemm.matmul(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
+            return reduce(Tensor.add_, terms)
 
-        grad_x = ring_reduce_scatter(share, tp).view(len(whole) // tp.size, *whole.shape[1:])
-        if later is not None:
-            later.put(held, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
+        grad_x = ring_reduce_scatter(partial_sum, tp).view(len(gathered) // tp.size, *gathered.shape[1:])
+        if wgrad_store is not None:
+            wgrad_store.put(tracked_weights, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
             return grad_x, None, None, None, None, *[None] * len(weights)
-        return grad_x, None, None, None, None, *(gemm.weight_gradient(grad, x_MK) for grad in wide)
+        return grad_x, None, None, None, None, *(gemm.weight_gradient(grad, x_MK) for grad in upcast_grads)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -138,15 +138,15 @@ class _LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp, later, held, gemm = ctx.args
+        tp, wgrad_store, tracked_weights, gemm = ctx.args
         x_MK = x.flatten(0, -2)
-        whole = grad.new_empty((tp.size, *grad.shape))
-        whole[tp.rank] = grad
+        gathered = grad.new_empty((tp.size, *grad.shape))
+        gathered[tp.rank] = grad
         grad_x = x.new_empty(tp.size, len(x_MK) // tp.size, x.shape[-1])
-        for source, block in ring_pass(whole[tp.rank], tp, whole.unbind()):
+        for source, block in ring_pass(gathered[tp.rank], tp, gathered.unbind()):
             gemm.matmul_out(grad_x[source], block.flatten(0, -2), weight.t())
-        grad_MN = whole.flatten(0, -2)
-        if later is not None:
-            later.put(held, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
+        grad_MN = gathered.flatten(0, -2)
+        if wgrad_store is not None:
+            wgrad_store.put(tracked_weights, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
             return grad_x.view_as(x), None, None, None, None, None
         return grad_x.view_as(x), None, None, None, None, gemm.weight_gradient(grad_MN, x_MK)

@@ -1,12 +1,13 @@
-"""Which rank holds which part of a parameter: tensor and expert shards are DTensors, data-parallel ones FSDP2's.
+"""FSDP2 and DTensor sharding of parameters, unsharded parameters for overlapped steps, and communication hooks.
 
-Parameters that stay gathered for a whole step, for stages that work on two micro-batches at a time.
+Tensor and expert shards are DTensors, data-parallel shards are FSDP2's.
 
-FSDP hooks into modules, and follows one micro-batch through each: forward, then backward. With the forward pass of one
-and the backward pass of another in a stage, it would take them for the same. So here it has no hooks: parameters are
-gathered when a step begins, and what FSDP does behind a backward pass is called behind each.
+`UnshardedParams`: FSDP's module hooks assume that one micro-batch passes a module forward and then backward. With the
+forward of one micro-batch and the backward of another in a stage, that does not hold. So the hooks are removed,
+parameters are gathered at the start of a step, and FSDP's post-backward is called after each backward pass.
 
-What FSDP sends, watched: the time that a rank waits in it, and scalar products of gradients before they add up.
+`FSDPCommHooks`: measure the time that a rank waits in FSDP's collectives, and the dot products of gradients of
+different ranks before reduction.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +43,11 @@ DENSE_SHARDED_DIM = {
     "w_up": 0,
     "w_down": 1,
 }
-"""Dim of each dense parameter that tensor parallelism cuts, by the last part of its name."""
+"""Sharded dim of each dense parameter under tensor parallelism, by the last part of its name."""
 
 KEY_VALUE_PARAMS = ("wk", "wv", "bk", "bv")
 FULL_WIDTH_QK_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
-"""Where they span all heads they are cut as a bias of these heads."""
+"""Norms over all heads are sharded like a bias of these heads."""
 VOCAB_PARAMS = ("embedding.weight", "head.weight")
 EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "w_gate": (Shard(0), Shard(2)),
@@ -58,14 +59,15 @@ EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
 }
 """Placement of [E, H, F], [E, H, F], [E, F, H], [E, F], [E, F] and [E, H] over (ep, etp)."""
 
-# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives: it must find the tensors
-# in what the router returns. torch 2.13 looks into every dataclass for them, 2.11 only into registered ones.
+# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, so it must find tensors
+# in the router's return value. torch 2.13 searches every dataclass for them, 2.11 only registered ones.
 register_dataclass(RoutingDecision)
 
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
-    """Replace every parameter of a stage on the meta device by its tp, or (ep, etp), DTensor; no communication."""
-    tp_mesh, expert_mesh = groups.dense_mesh["tp"], groups.expert_mesh["ep", "etp"]
+    """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
+    tp_mesh = groups.dense_mesh["tp"]
+    expert_mesh = groups.expert_mesh["ep", "etp"]
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{module_name}.{leaf}"
@@ -114,7 +116,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
 
 
 def master_weight_dtype(cfg: Config) -> torch.dtype:
-    """Type of the master weights, gradients and moments: float32, or float64 where the maths is."""
+    """Return the type of master weights, gradients and moments: float32, or float64 if the run computes in float64."""
     return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]
 
 
@@ -139,7 +141,7 @@ def _meta_shard(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement
 
 def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:
     def placement(parameter: nn.Parameter) -> Shard:
-        """Cut experts apart over edp, or, where there are too few, each expert's rows."""
+        """Shard over edp by experts, or, if there are too few experts, by the rows of each expert."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.shape[0] % edp and local.shape[1] % edp == 0:
             return Shard(1)
@@ -149,71 +151,71 @@ def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:
 
 
 class UnshardedParams:
-    """Those of the stages of a rank, under zero 0 to 2.
+    """Parameters that stay gathered for a whole step, under zero 0 to 2.
 
     Args:
-        stages: FSDP modules; they lose their hooks.
+        stages: FSDP modules, whose hooks are removed.
         zero: with 2, gradients are reduced with each micro-batch, else at the end of a step.
     """
 
     def __init__(self, stages: Sequence[nn.Module], zero: int) -> None:
         self._stages = stages
         self._reduces_each_micro_batch = zero == 2
-        for part in self._fsdp_modules():
-            state = fully_shard.state(part)  # type: ignore[attr-defined]
+        for module in self._fsdp_modules():
+            state = fully_shard.state(module)  # type: ignore[attr-defined]
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Inside, the stages can compute. Collective over the data-parallel ranks, like all here."""
+        """Gather all parameters inside this context; collective over the data-parallel ranks, as are all methods."""
         for stage in self._stages:
-            # Parts must learn from the stage who they are before they do anything.
+            # Lazily initialise the FSDP root before its children.
             fully_shard.state(stage)._lazy_init()  # type: ignore[attr-defined]
-        for part in self._fsdp_modules():
-            part.unshard()
+        for module in self._fsdp_modules():
+            module.unshard()
         yield
-        for part in self._fsdp_modules():
-            part.reshard()
+        for module in self._fsdp_modules():
+            module.reshard()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, micro-batches go forward and backward; behind it their gradients are reduced."""
+        """Run the micro-batches of a step inside this context; reduce their gradients at its end."""
         with self.unsharded():
-            for part in self._fsdp_modules():
-                part.set_reshard_after_backward(False, recurse=False)
-                part.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
+            for module in self._fsdp_modules():
+                module.set_reshard_after_backward(False, recurse=False)
+                module.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
             yield
             if not self._reduces_each_micro_batch:
-                for part in self._fsdp_modules():
-                    part.set_requires_gradient_sync(True, recurse=False)
+                for module in self._fsdp_modules():
+                    module.set_requires_gradient_sync(True, recurse=False)
                 for stage in self._stages:
                     self.finish_backward(stage)
 
     def finish_backward(self, stage: nn.Module) -> None:
-        """A backward pass of a stage is over: its gradients are added up in the type of reduction, or reduced."""
-        # torch calls it in the same way where a pipeline schedule reduces gradients.
+        """Accumulate or reduce the gradients of a stage after one of its backward passes."""
+        # torch's pipeline schedules call the same function to reduce gradients.
         fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for stage in self._stages:
-            for part in stage.modules():
-                if isinstance(part, FSDPModule):
-                    yield part
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    yield module
 
 
 class PerRankGradDots:
-    """The matrix <g_i, g_j> over the members i, j of a data-parallel group, g_i what member i brings to the reduction.
+    """Gram matrix <g_i, g_j> of the gradients that members i, j of a data-parallel group contribute to the reduction.
 
-    Member k gets the k-th part of every g_i by an all-to-all of the bytes that the reduction sends anyway, and adds
-    the products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent unless
-    `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
+    By an all-to-all of as many bytes as the reduction itself sends, member k gets the k-th part of every g_i. It adds
+    the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
+    unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
 
-    With ZeRO 2 and 3 the gradients of each micro-batch are reduced by themselves: the products are then those of the
-    micro-batches, added up.
+    With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then those of the
+    micro-batches, summed.
 
-    It is what FSDP calls a custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`), and under ZeRO 0, where
-    nothing is scattered, it looks at the buffer that FSDP allocates through it once that has been all-reduced.
+    It is an FSDP custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`). Under ZeRO 0, where nothing is
+    scattered, it reads the buffer that it allocated for FSDP, after the all-reduce.
     """
 
     def __init__(self, group: Group, *, replicates: bool) -> None:
@@ -225,42 +227,43 @@ class PerRankGradDots:
         self._all_reduce_start: Timestamp | None = None
 
     def attach(self, module: FSDPModule) -> None:
-        """Look at all that the module reduces from now on, and time it."""
+        """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
         module.set_custom_all_gather(TimedAllGather(self._group.comm_timer))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
             module.set_all_reduce_hook(self._after_all_reduce)
 
     def pop(self, device: torch.device) -> Tensor:
-        """My part of the matrix since the last call, float64 [group.size, group.size]; disarms."""
+        """Return this rank's summand of the Gram matrix since the last call, float64 [size, size]; disable the hook."""
         size = self._group.size
         matrix = (
             torch.zeros(size, size, dtype=torch.float64, device=device)
             if self._gram_matrix is None
             else self._gram_matrix
         )
-        self.is_enabled, self._gram_matrix = False, None
+        self.is_enabled = False
+        self._gram_matrix = None
         return matrix
 
     def is_local_grad_finite(self, device: torch.device) -> bool:
-        """Whether what I brought to the reductions since I was armed is finite; disarms. Collective over the group."""
+        """Return whether this rank's gradients were finite before reduction, and disable; collective over the group."""
         squares = all_reduce_sum(self.pop(device).diagonal(), self._group)
         return bool(torch.isfinite(squares[self._group.rank]))
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffers of a reduction, what goes in before what comes out."""
+        """Allocate a buffer of a reduction; FSDP allocates the input first, then the output."""
         buffer = torch.empty(*size, dtype=dtype, device=device)
         if self._replicates:
             self._buffers.append(buffer)
             if len(self._buffers) == 2:
-                # What comes out is allocated right before it is all-reduced.
+                # The output is allocated right before it is all-reduced.
                 self._all_reduce_start = self._group.comm_timer.enter(is_waiting=True)
         return buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce-scatter, as FSDP would by itself."""
+        """Reduce-scatter as FSDP's default does."""
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
@@ -271,8 +274,8 @@ class PerRankGradDots:
         if self.is_enabled:
             sent = self._buffers[0]
             if sent.is_cuda:
-                # FSDP frees it once its reduce-scatter is over, which is before this stream, the one of the all-reduce,
-                # has read it: without the note the stream it was allocated on might write other gradients into it.
+                # FSDP frees it after the reduce-scatter, before the all-reduce stream has read it. Without
+                # record_stream, the allocating stream could overwrite it with other gradients.
                 sent.record_stream(torch.cuda.current_stream())
             self._accumulate_dots(sent)
         self._buffers.clear()
@@ -284,52 +287,52 @@ class PerRankGradDots:
             return
         padded = nn.functional.pad(gradient, (0, -gradient.numel() % size)).view(size, -1)
         parts = all_to_all(padded, self._group, [1] * size, [1] * size).double()
-        products = parts @ parts.T
-        self._gram_matrix = products if self._gram_matrix is None else self._gram_matrix + products
+        dots = parts @ parts.T
+        self._gram_matrix = dots if self._gram_matrix is None else self._gram_matrix + dots
 
 
 class TimedAllGather:
-    """What FSDP gathers parameters with, as it would by itself, on the clock of waiting."""
+    """FSDP custom all-gather that counts its time as communication."""
 
     def __init__(self, comm_timer: CommTimer) -> None:
         self._comm_timer = comm_timer
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer for what is gathered."""
+        """Allocate the output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """All-gather along dim 0."""
+        """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)
 
 
 @dataclass(frozen=True)
 class FSDPCommHooks:
-    """The watches over both kinds of parameters."""
+    """The communication hooks of dense and expert parameters."""
 
     dense: PerRankGradDots
     experts: PerRankGradDots
 
     def enable(self) -> None:
-        """Look at the gradients of the backward passes that follow, until they are asked for."""
+        """Collect the dot products of the gradients of the next backward passes."""
         self.dense.is_enabled = self.experts.is_enabled = True
 
     def are_local_grads_finite(self, device: torch.device) -> bool:
-        """Whether my gradients were finite before they were added to those of others; collective."""
-        found = [products.is_local_grad_finite(device) for products in (self.dense, self.experts)]
+        """Return whether this rank's gradients were finite before reduction; collective."""
+        found = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
         return all(found)
 
 
 def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:
-    """Let all that the FSDP modules of the stages send go through watches."""
+    """Install the communication hooks on all FSDP modules of the stages."""
     dense = PerRankGradDots(groups.attn.dp_cp, replicates=zero == 0)
     experts = PerRankGradDots(groups.moe.edp, replicates=zero == 0)
     for stage in stages:
         for module in stage.modules():
-            products = experts if isinstance(module, Experts) else dense
+            dots = experts if isinstance(module, Experts) else dense
             if isinstance(module, FSDPModule):
-                products.attach(module)
+                dots.attach(module)
     return FSDPCommHooks(dense, experts)

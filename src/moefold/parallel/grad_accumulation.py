@@ -1,4 +1,4 @@
-"""A step without a pipeline: micro-batches one after another, gradients reduced as the zero level says."""
+"""Gradient accumulation without pipeline parallelism: micro-batches in sequence, gradients reduced per ZeRO level."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +15,13 @@ TARGETS = ("labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "docu
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a global batch; the micro-batches follow each other along dim 0.
+    """This rank's shard of a global batch; micro-batches are contiguous along dim 0.
 
-    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
-    samples int64 [num_micro_batches * B] the place of each sample in the global batch. For multi-token prediction,
-    mtp_labels and mtp_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens behind the next and the
-    share of each in the loss of its depth. starts, where samples hold several documents, is the position at which the
-    document of each token begins, int64 [num_micro_batches * B, S]: of whole samples, on every rank, as attention looks
-    beyond the rank's own tokens.
+    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the weight of each token in the loss,
+    sample_ids int64 [num_micro_batches * B] the index of each sample in the global batch. For MTP, mtp_labels and
+    mtp_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens after the next one and the weight of each in
+    the loss of its depth. document_starts, if samples hold several documents, is the position at which the document of
+    each token begins, int64 [num_micro_batches * B, S]: of full samples on every rank, as attention crosses shards.
     """
 
     tokens: Tensor
@@ -34,12 +33,12 @@ class Batch:
     document_starts: Tensor | None = None
 
     def targets(self) -> dict[str, Any]:
-        """All but the tokens, by the names that the model knows them by."""
+        """Return all tensors but the tokens, by the names of the model's forward arguments."""
         parts = {name: getattr(self, name) for name in TARGETS}
         return {name: part for name, part in parts.items() if part is not None}
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that there is."""
+        """Return all tensors."""
         return (self.tokens, *self.targets().values())
 
 
@@ -52,7 +51,7 @@ class Accumulation:
         self._zero = zero
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch to the parameters; returns the terms of the loss of my tokens, [terms]."""
+        """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
         total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
         for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
@@ -63,7 +62,7 @@ class Accumulation:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The terms of the loss of my tokens, [terms], without gradients."""
+        """Return the loss terms of this rank's tokens, [terms], without gradients."""
         total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
         for tokens, targets in self._micro_batches(batch):
             total += self._model(tokens, **targets)

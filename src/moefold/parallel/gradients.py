@@ -1,4 +1,4 @@
-"""Gradients between backward and optimizer: the last sum, the global norm over both views, and clipping."""
+"""Gradient reduction over tp, global gradient norm over both views, and clipping."""
 
 from collections.abc import Mapping
 
@@ -10,22 +10,21 @@ from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
 
 NORM_EPS = 1e-6
-"""Added to the norm that gradients are divided by, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @torch.no_grad()
 def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) -> None:
-    """Add up over tp the gradients of parameters that its ranks hold whole: norms, router, K/V of few groups.
+    """Sum over tp the gradients of parameters replicated over tp: norms, router, K/V of few groups.
 
-    Under sequence parallelism each tp rank has a part of them (other tokens, other heads). One all-reduce a step;
-    every rank of a tensor-parallel group calls it once all micro-batches are through and data parallelism has
-    reduced.
+    Under sequence parallelism each tp rank has a partial gradient (of its tokens or heads). One all-reduce a step;
+    every rank of a tensor-parallel group calls it after all micro-batches and the data-parallel reduction.
     """
     if tp.size == 1:
         return
     grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None and _is_tp_replicated(p.grad)]
     if not grads:
-        # A stage of the embedding or of the output head alone has none, on every rank of the group.
+        # A stage with only the embedding or the output head has none, on every rank of the group.
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     all_reduce_sum_(flat, tp)
@@ -34,41 +33,41 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
 
 
 def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
-    """My part of the squared Euclidean norm of the gradient of the whole model; no communication.
+    """Return this rank's summand of the squared gradient norm of the whole model; no communication.
 
-    A gradient that n ranks hold alike contributes 1/n of its square on each of them: summed over the world, each
-    logical element counts once.
+    A gradient replicated on n ranks contributes 1/n of its square on each of them: summed over the world, each logical
+    element counts once.
 
     Args:
-        parameters: of this rank, by name, with reduced gradients.
+        parameters: parameters of this rank by name, with reduced gradients.
         skip: names whose gradient another pipeline rank counts (the second copy of a tied embedding).
 
     Returns:
         0-dim tensor in float64.
     """
-    shares: dict[int, list[Tensor]] = {}
+    grads_by_replicas: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
         if name not in skip and parameter.grad is not None:
-            shares.setdefault(_num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
+            grads_by_replicas.setdefault(_num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
-    for copies, grads in shares.items():
+    for num_replicas, grads in grads_by_replicas.items():
         norms = torch.stack(torch._foreach_norm(grads)).double()
-        total += norms.square().sum() / copies
+        total += norms.square().sum() / num_replicas
     return total
 
 
 def needs_clip(norm: float, max_norm: float) -> bool:
-    """Whether `clip_gradients` would change anything: where the host knows the norm, a pass over all gradients less."""
+    """Return whether `clip_gradients` would change anything; if not, a pass over all gradients is saved."""
     return not norm + NORM_EPS <= max_norm
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by limit/norm where norm exceeds the limit; a limit of 0 leaves them."""
+    """Scale all gradients by max_norm/norm if norm exceeds max_norm; 0 means no clipping."""
     if max_norm <= 0:
         return
     grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None]
-    # No host sync is needed.
+    # Clamping on the device avoids a host synchronisation.
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
@@ -86,12 +85,12 @@ def _is_tp_replicated(grad: Tensor) -> bool:
 
 
 def _num_replicas(grad: Tensor) -> int:
-    """Ranks of the gradient's mesh that hold the same values."""
+    """Return the number of ranks in the gradient's mesh that hold the same values."""
     if not isinstance(grad, DTensor):
         return 1
-    copies = 1
+    num_replicas = 1
     for axis, placement in enumerate(grad.placements):
         assert not placement.is_partial(), "the gradient is not reduced yet"
         if placement.is_replicate():
-            copies *= grad.device_mesh.size(axis)
-    return copies
+            num_replicas *= grad.device_mesh.size(axis)
+    return num_replicas

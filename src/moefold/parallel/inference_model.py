@@ -1,4 +1,4 @@
-"""The model without gradients: tokens go through the stages of all pipeline ranks, for evaluation and generation."""
+"""Inference model: forward passes through the stages of all pipeline ranks, for evaluation and generation."""
 
 import torch
 import torch.distributed as dist
@@ -16,47 +16,48 @@ from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 
 
 class InferenceModel:
-    """This rank's stage of a model that does not learn; its weights are to be filled by a reader.
+    """This rank's stage of a model without gradients; a checkpoint reader must load its weights.
 
     Args:
-        cfg: one that `check_config` passed, without virtual stages.
-        groups: of its mapping.
+        cfg: a recipe that `check_config` passed, without virtual stages.
+        groups: the process groups of its mapping.
     """
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        cut = build_sharded_stages(cfg, groups, for_training=False)
-        (self.stage,) = cut.stages
+        sharded = build_sharded_stages(cfg, groups, for_training=False)
+        (self.stage,) = sharded.stages
         self.stage.eval().requires_grad_(False)
         self.cfg = cfg
         self.groups = groups
-        self.positions = cut.positions
-        """Positions of a sample that this rank reads, int64 [S/cp]."""
+        self.positions = sharded.positions
+        """Sequence positions of this rank, int64 [S/cp]."""
         self._pending_send: tuple[dist.Work, Tensor] | None = None
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank by their names in the whole model."""
+        """The parameters of this rank by their names in the full model."""
         return dict(self.stage.named_parameters())
 
     @property
     def named_buffers(self) -> dict[str, Tensor]:
-        """All that is part of the model and has no gradient, by its name in the whole model."""
+        """All buffers of this rank by their names in the full model."""
         return dict(self.stage.named_buffers())
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int | None = None) -> Tensor | None:
-        """Run my stage on one batch; pipeline ranks hand it on, and work on several batches at the same time.
+        """Run this rank's stage on one batch; pipeline ranks send activations on, and work on several batches at once.
 
-        Collective over all ranks: with dp, each has a batch of its own of the same shape.
+        Collective over all ranks: with dp, each rank has its own batch of the same shape.
 
         Args:
-            tokens: int64 [B, S/cp]; off the first stage only its shape counts.
-            num_local_tokens: tokens of each sample that this rank holds between the sub-layers; None stands for S/(cp*tp).
+            tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
+            num_local_tokens: tokens per sample on this rank between the sub-layers; None: S/(cp*tp).
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.
         """
-        stage, pp = self.stage, self.groups.pp
+        stage = self.stage
+        pp = self.groups.pp
         if stage.is_first:
             x = tokens
         else:
@@ -73,28 +74,29 @@ class InferenceModel:
         return None
 
     def wait_send(self) -> None:
-        """Wait until the next stage has what I sent last."""
+        """Wait until the next stage has received the last activations."""
         if self._pending_send is not None:
             self._pending_send[0].wait()
             self._pending_send = None
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """[..., V/tp] -> [..., V] on every tp rank; collective over tp."""
+        """Gather the vocab shards: [..., V/tp] -> [..., V] on every tp rank; collective over tp."""
         tp = self.groups.attn.tp
         return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1) if tp.size > 1 else logits
 
     def gather_to_first(self, x: Tensor) -> Tensor | None:
-        """Stack what the ranks of my stage hold, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
+        """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
         return gather_to_first(x, self.groups.attn.stage)
 
     def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
-        """The tensor of the first tensor-parallel rank of the last stage, on every rank; collective. Not with dp, cp.
+        """Broadcast a tensor from tp rank 0 of the last stage to every rank; collective. Not with dp or cp.
 
         Args:
-            x: there, what is to be known; elsewhere a tensor of the same shape and type.
+            x: the tensor to send; elsewhere a tensor of the same shape and dtype.
         """
         groups = self.groups
-        view, world = groups.layout.attention, groups.world
+        view = groups.layout.attention
+        world = groups.world
         source = next(
             member
             for member, rank in enumerate(world.ranks)
@@ -104,28 +106,28 @@ class InferenceModel:
 
 
 class LastTokenOnly:
-    """Lets one token of each sample through to the head: the logits of the others are not wanted."""
+    """Passes one token of each sample to the head, so that only its logits are computed."""
 
     def __init__(self, inner: SequenceParallel) -> None:
         self._inner = inner
         self.last_token_B = torch.zeros(0, dtype=torch.int64)
-        """The token that counts of each sample, int64 [B]."""
+        """Index of that token in each sample, int64 [B]."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """[S/tp, B, H] of every tp rank -> [1, B, H]."""
+        """Gather the tokens of all tp ranks and select one per sample: [S/tp, B, H] -> [1, B, H]."""
         x = self._inner.gather(x)
         return x[self.last_token_B, torch.arange(x.shape[1], device=x.device)].unsqueeze(0)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The head scatters nothing."""
+        """Raise NotImplementedError: the head scatters nothing."""
         raise NotImplementedError("the head gathers only")
 
 
 class KVCacheDecoder:
-    """Context manager: inside, the model decodes one batch of samples with a cache of keys and values, or of latents.
+    """Context manager for decoding one batch of samples with a KV cache, or with a cache of MLA latents.
 
-    Replaces three seams and puts them back: attention by one that remembers, the sequence parallelism by one that takes
-    any number of tokens, and what the head reads.
+    Replaces three attributes of modules and restores them: attention by cached attention, sequence parallelism by one
+    for any number of tokens, and the input of the head.
 
     Args:
         model: under any tp, pp, ep and etp; not with cp or dp.
@@ -133,7 +135,7 @@ class KVCacheDecoder:
     """
 
     def __init__(self, model: InferenceModel, max_seq_len: int) -> None:
-        assert model.groups.attn.dp_cp.size == 1, "a token at a time cannot be shared out over cp and dp"
+        assert model.groups.attn.dp_cp.size == 1, "decoding does not support cp and dp"
         self._model = model
         self._max_seq_len = max_seq_len
         device = model.groups.device
@@ -144,7 +146,7 @@ class KVCacheDecoder:
 
     def __enter__(self) -> "KVCacheDecoder":
         for module in self._model.stage.modules():
-            # Whatever attention or feed-forward layer it is: it has the seam or it has not.
+            # Duck typing: any attention or feed-forward layer may have these attributes.
             if isinstance(window := getattr(module, "window", None), int):
                 if isinstance(module, LatentAttention):
                     self._replace(
@@ -166,8 +168,8 @@ class KVCacheDecoder:
 
     def __exit__(self, *error: object) -> None:
         self._model.wait_send()
-        for module, seam, before in self._replaced:
-            setattr(module, seam, before)
+        for module, attribute, before in self._replaced:
+            setattr(module, attribute, before)
         self._model.stage.set_positions(self._model.positions)
 
     def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
@@ -178,25 +180,24 @@ class KVCacheDecoder:
         """Run the next tokens of every sample; collective over all ranks.
 
         Args:
-            tokens: int64 [B, S], shorter samples filled up behind with any id.
+            tokens: int64 [B, S], shorter samples right-padded with any id.
             first_position_B: position of the first of them in its sample, int64 [B]; all 0 at the start.
-            last_token_B: the one of the S whose logits are wanted, int64 [B].
+            last_token_B: index in S of the token whose logits are returned, int64 [B].
             num_keys: one more than the largest position.
 
         Returns:
-            Logits [B, V], float32 or wider, the same on every rank of the last stage; elsewhere zeros of that shape and
-            type.
+            Logits [B, V], float32 or higher, the same on every rank of the last stage; elsewhere zeros of that shape
+            and dtype.
         """
-        model, device = self._model, self._model.groups.device
+        model = self._model
+        device = self._model.groups.device
         num_tokens = tokens.shape[1]
         assert num_keys <= self._max_seq_len, (num_keys, self._max_seq_len)
         positions_SB = torch.arange(num_tokens, device=device).unsqueeze(1) + first_position_B.to(device)
         is_start = num_keys == num_tokens
-        self._decode_positions.positions_SB, self._decode_positions.num_keys, self._decode_positions.is_start = (
-            positions_SB,
-            num_keys,
-            is_start,
-        )
+        self._decode_positions.positions_SB = positions_SB
+        self._decode_positions.num_keys = num_keys
+        self._decode_positions.is_start = is_start
         if self._last_token_only is not None:
             self._last_token_only.last_token_B = last_token_B.to(device)
         model.stage.set_positions(positions_SB)

@@ -1,4 +1,4 @@
-"""Which part of the model makes what is in memory: names for the ledger, put around the seams of the maths."""
+"""Memory attribution by part: wrap the methods of modules so that the memory tracker tags allocations by part."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,9 +37,9 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (Head, "losses", "logits"),
     (Head, "logits", "logits"),
 )
-"""Methods whose memory belongs to a part; inside, other parts may have theirs."""
+"""Methods whose allocations belong to a part; calls inside may belong to other parts."""
 TRACKED_RESUMABLES: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
-"""The same for the steps of modules that may pause."""
+"""The same for resumable forward methods."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",
@@ -55,25 +55,26 @@ ASYNC_DISPATCH_METHODS = ("dispatch_async", "combine_async")
 def track_memory(
     model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
 ) -> Iterator[MemoryTracker]:
-    """A ledger of the forward and backward passes of a step, which are to run inside.
+    """Track the memory of the forward and backward passes of a step inside this context.
 
     Args:
-        model: whose passes they are.
-        optimizer: its moments.
-        batch: tensors that were there before.
+        model: the model to track.
+        optimizer: the optimizer that holds the moments.
+        batch: tensors allocated before the step.
     """
-    stages, ledger = model.stages, MemoryTracker()
-    tag_states(ledger, stages, optimizer, batch)
-    with ledger, _label_parts(model, ledger):
-        yield ledger
+    stages = model.stages
+    tracker = MemoryTracker()
+    tag_states(tracker, stages, optimizer, batch)
+    with tracker, _label_parts(model, tracker):
+        yield tracker
         # FSDP replaces shards by padded ones at its first step.
-        tag_states(ledger, stages, optimizer)
-        tag_gradients(ledger, stages)
-        ledger.retag(DELAYED_WGRAD, PIPELINE)
+        tag_states(tracker, stages, optimizer)
+        tag_gradients(tracker, stages)
+        tracker.retag(DELAYED_WGRAD, PIPELINE)
 
 
 def bytes_by_part(tracker: MemoryTracker) -> list[int]:
-    """A rank's row of `MemoryByPart`: the bytes of each part at the peak, and those now."""
+    """Return a rank's row of `MemoryByPart`: the bytes of each part at the peak, then the current ones."""
     both = tracker.peak().by_part, tracker.current()
     assert all(found.keys() <= set(PARTS) for found in both), both
     return [found.get(part, 0) for found in both for part in PARTS]
@@ -81,20 +82,20 @@ def bytes_by_part(tracker: MemoryTracker) -> list[int]:
 
 @contextmanager
 def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]:
-    """Inside, the ledger knows which part of the stages runs, and in which pass."""
+    """Tag allocations inside this context by part and pass."""
     undo: list[tuple[Any, str, Any]] = []
-    queues: list[WeightGradStore] = []
+    wgrad_stores: list[WeightGradStore] = []
 
     def replace(owner: Any, method: str, by: Callable[[Any], Any]) -> None:
         undo.append((owner, method, vars(owner).get(method)))
         object.__setattr__(owner, method, by(getattr(owner, method)))
 
-    def label(owner: Any, method: str, part: str, labelled: Any = tracker.scoped) -> None:
-        replace(owner, method, partial(labelled, part))
+    def label(owner: Any, method: str, part: str, scoped: Any = tracker.scoped) -> None:
+        replace(owner, method, partial(scoped, part))
 
     dispatchers: dict[int, Any] = {}
     for stage in model.stages:
-        queues += _track_delayed_wgrad(stage, tracker)
+        wgrad_stores += _track_delayed_wgrad(stage, tracker)
         replace(stage, "forward_resumable", partial(_track_forward, stage, tracker))
         for module in stage.modules():
             for kind, method, part in TRACKED_METHODS:
@@ -119,8 +120,8 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
     try:
         yield
     finally:
-        for queue in queues:
-            queue.on_backward_end = None
+        for wgrad_store in wgrad_stores:
+            wgrad_store.on_backward_end = None
         for owner, method, before in reversed(undo):
             if before is None:
                 object.__delattr__(owner, method)
@@ -131,7 +132,7 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
 def tag_states(
     tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, others: Iterable[Tensor] = ()
 ) -> None:
-    """Tell the ledger of what is there before a step: weights, moments, and other tensors that stay."""
+    """Tag the tensors that exist before a step: weights, buffers, moments and others."""
     for stage in stages:
         tracker.tag("weights", stage.parameters())
         tracker.tag("buffers", stage.buffers())
@@ -142,45 +143,45 @@ def tag_states(
 
 
 def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
-    """Tell the ledger which of the memory is gradients: reduced ones, and sums over micro-batches that are not yet."""
+    """Tag the gradients: reduced ones, and unreduced sums over micro-batches."""
     for stage in stages:
         tracker.tag("gradients", (p.grad for p in stage.parameters() if p.grad is not None))
         for module in stage.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for one in () if group is None else group.fsdp_params:
-                unsharded = getattr(one, "_unsharded_param", None)
+            for param in () if group is None else group.fsdp_params:
+                unsharded = getattr(param, "_unsharded_param", None)
                 tracker.tag(
                     "gradients",
-                    (p.grad for p in (one.sharded_param, unsharded) if p is not None and p.grad is not None),
+                    (p.grad for p in (param.sharded_param, unsharded) if p is not None and p.grad is not None),
                 )
-                if one.unsharded_accumulated_grad is not None:
-                    tracker.tag("gradients", (one.unsharded_accumulated_grad,))
+                if param.unsharded_accumulated_grad is not None:
+                    tracker.tag("gradients", (param.unsharded_accumulated_grad,))
 
 
 def _track_forward(
     stage: Transformer, tracker: MemoryTracker, forward_resumable: Callable[..., Resumable[Tensor]]
 ) -> Callable[..., Any]:
-    """The steps of a stage; the ledger learns when they run, and when the gradient of their result comes."""
+    """Wrap the resumable forward of a stage to track its phase, and to tag surviving tensors when backward starts."""
 
     def before_backward(grad: Tensor) -> None:
         _tag_survivors(stage, tracker)
 
     def run(*args: Any, **kwargs: Any) -> Resumable[Tensor]:
         if tracker.phase == "before":
-            # Torch's stages make room for all that they will get before the first of them runs.
+            # torch's stages allocate all receive buffers before the first of them runs.
             tracker.tag_untagged("pipeline buffers")
-        # Beside the backward pass of another micro-batch, what that one has made so far is not what it leaves.
+        # During an overlapped backward, its live temporaries must not be tagged as gradients.
         if torch._C._current_graph_task_id() == -1:
             _tag_survivors(stage, tracker)
-        begun = ResumableTask(forward_resumable(*args, **kwargs))
+        task = ResumableTask(forward_resumable(*args, **kwargs))
         while True:
             tracker.phase = "forward"
-            begun.resume()
+            task.resume()
             tracker.phase = "backward"
-            if begun.is_done:
+            if task.is_done:
                 break
             yield
-        output = begun.run_to_end()
+        output = task.run_to_end()
         if output.requires_grad:
             output.register_hook(before_backward)
         return output
@@ -189,20 +190,20 @@ def _track_forward(
 
 
 def _track_delayed_wgrad(stage: Transformer, tracker: MemoryTracker) -> list[WeightGradStore]:
-    """Name what a backward pass leaves for its weight gradients at its end: a schedule may take it up at once."""
+    """Tag what a backward pass saves for its weight gradients at its end, before a schedule computes them."""
     found: list[WeightGradStore] = []
     for module in stage.modules():
-        queue: Any = getattr(module, "wgrad_store", None)
-        if isinstance(queue, WeightGradStore) and queue not in found:
-            queue.on_backward_end = partial(_tag_survivors, stage, tracker)
-            found.append(queue)
+        wgrad_store: Any = getattr(module, "wgrad_store", None)
+        if isinstance(wgrad_store, WeightGradStore) and wgrad_store not in found:
+            wgrad_store.on_backward_end = partial(_tag_survivors, stage, tracker)
+            found.append(wgrad_store)
     return found
 
 
 def _tag_survivors(stage: Transformer, tracker: MemoryTracker) -> None:
-    """What the passes up to now have left is gradients, or waits for another pass."""
+    """Tag tensors that survived the passes so far: gradients, or tensors saved for a later pass."""
     tag_gradients(tracker, [stage])
     p = stage.cfg.parallel
     if p.pp > 1:
-        # What is left without a split backward pass is on its way to the stage before.
+        # Without a split backward, the surviving tensors are being sent to the previous stage.
         tracker.tag_survivors(DELAYED_WGRAD if SCHEDULES[p.schedule].splits_backward else PIPELINE)

@@ -1,4 +1,4 @@
-"""What waits outside of the device: activations of parts of the layers (`train.offload`), and moments."""
+"""Offload to host memory or SSD: activations of parts of the layers (`train.offload`), and optimizer moments."""
 
 import math
 from collections.abc import Sequence
@@ -18,52 +18,55 @@ from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:
-    """The hooks and the place that the recipe asks for; None if it offloads nothing.
+    """Open the activation offload and its backend; None if the recipe offloads nothing.
 
     Raises:
         ConfigError: there can be no file in `train.offload_dir` on this machine.
     """
     if not train.offload:
         return None
-    link, limit_bytes = CopyEngine(device), train.offload_limit_gib * GIB or math.inf
+    copy_engine = CopyEngine(device)
+    limit_bytes = train.offload_limit_gib * GIB or math.inf
     if train.offload_to == "ssd":
-        tier: SsdFile | HostMemory = SsdFile(link, Path(train.offload_dir), limit_bytes)
+        backend: SsdFile | HostMemory = SsdFile(copy_engine, Path(train.offload_dir), limit_bytes)
     else:
-        tier = HostMemory(link, limit_bytes)
+        backend = HostMemory(copy_engine, limit_bytes)
     return ActivationOffload(
-        tier, min_bytes=train.offload_min_kib * 2**10, is_synchronous=train.offload_waits, rank=rank
+        backend, min_bytes=train.offload_min_kib * 2**10, is_synchronous=train.offload_waits, rank=rank
     )
 
 
 def open_state_store(train: TrainConfig, device: torch.device) -> StateStore | None:
-    """Where the moments of the optimizer live, if that is not beside the weights."""
-    link, min_bytes = CopyEngine(device), train.offload_min_kib * 2**10
+    """Return the store of offloaded optimizer moments; None if the moments stay on the device."""
+    copy_engine = CopyEngine(device)
+    min_bytes = train.offload_min_kib * 2**10
     match train.offload_optimizer:
         case "host":
-            return PinnedStore(link, min_bytes)
+            return PinnedStore(copy_engine, min_bytes)
         case "ssd":
-            return MmapStore(link, Path(train.offload_dir), min_bytes)
+            return MmapStore(copy_engine, Path(train.offload_dir), min_bytes)
     return None
 
 
 def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationOffload) -> None:
-    """Let those parts of every layer of a stage give their activations away; behind `apply_recompute`, before FSDP.
+    """Offload the activations of these parts of every layer of a stage; call it after `apply_recompute`, before FSDP.
 
-    So a part that runs again too gives away its inputs, and a larger one around it what both keep.
+    So a part that is also recomputed offloads its inputs, and a larger part around it offloads what both save.
     """
     for block in stage.layers.values():
         assert isinstance(block, Block)
         for part in parts:
             _offload_part(block, part, offload)
 
-    def lasting() -> tuple[Tensor, ...]:
+    def rope_tables() -> tuple[Tensor, ...]:
         return () if stage.rope is None else (stage.rope.cos, stage.rope.sin)
 
-    stage.forward_resumable = offload.wrap_stage(stage.forward_resumable, lasting)  # type: ignore[method-assign]
+    stage.forward_resumable = offload.wrap_stage(stage.forward_resumable, rope_tables)  # type: ignore[method-assign]
 
 
 def _offload_part(block: Block, part: str, offload: ActivationOffload) -> None:
-    attention, ffn = block.attention, block.ffn
+    attention = block.attention
+    ffn = block.ffn
     match part:
         case "norms":
             block.norm_checkpoint = offload.wrap_output_checkpoint(block.norm_checkpoint)

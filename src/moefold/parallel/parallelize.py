@@ -1,4 +1,4 @@
-"""Apply the axes to the model, in the order a reader would: the only place that does."""
+"""Apply all parallel axes to the model, in reading order; the only place that does."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,20 +45,20 @@ from moefold.topology.stages import StagePlan
 
 
 class StepRunner(Protocol):
-    """How a batch goes through the stages of this rank."""
+    """Runs a batch through the stages of this rank."""
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate gradients; returns my part of the terms of the loss, [terms]."""
+        """Accumulate gradients; return this rank's part of the loss terms, [terms]."""
         ...
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """My part of the terms of the loss, [terms], without gradients."""
+        """Return this rank's part of the loss terms, [terms], without gradients."""
         ...
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """The stages of this rank, ready to train."""
+    """Sharded stages of this rank with their runner, ready to train."""
 
     stages: list[Transformer]
     stage_plan: StagePlan
@@ -66,29 +66,30 @@ class ParallelModel:
     runner: StepRunner
     groups: ParallelGroups
     positions: Tensor
-    """Positions of a sample that this rank reads, int64 [S/cp]."""
+    """Sequence positions of this rank, int64 [S/cp]."""
     message: str = ""
-    """What the recipe left open and how it was decided; empty if it left nothing open."""
+    """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: ActivationOffload | None = None
-    """What takes activations out of memory between the passes."""
+    """Activation offload between the passes; None without offload."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank by their names in the whole model."""
+        """All parameters of this rank by their names in the full model."""
         found: dict[str, nn.Parameter] = {}
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                # Where one rank has the first stage and the last, that of the first counts, and the other follows it.
+                # On a rank with both the first and the last stage, the first's embedding is the parameter, the last's a
+                # copy.
                 found.setdefault(name, parameter)
         return found
 
     @cached_property
     def named_buffers(self) -> dict[str, Tensor]:
-        """All that is part of the model and has no gradient, by its name in the whole model; whole on every rank."""
+        """All buffers of this rank by their names in the full model; not sharded."""
         return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [terms]."""
+        """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
         loss = self.runner.forward_backward(batch)
@@ -99,24 +100,24 @@ class ParallelModel:
 
     @property
     def duplicate_params(self) -> frozenset[str]:
-        """Parameters of this rank of which another pipeline rank holds a copy that counts for both."""
+        """Parameters of this rank that duplicate one of another pipeline rank: the tied embedding of the last stage."""
         first, last = self.stage_plan.embedding_ranks
         holds_copy = self.stages[0].cfg.model.last_stage_needs_embedding and first != last == self.groups.pp.rank
         return frozenset({"embedding.weight"} if holds_copy else ())
 
     def moe_layers(self) -> dict[int, MoELayer]:
-        """The MoE layers of this rank by their number in the whole model."""
+        """Return the MoE layers of this rank by their number in the full model."""
         return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
 
     def train(self, mode: bool = True) -> None:
-        """Switch between training and evaluation."""
+        """Switch between training and evaluation mode."""
         for stage in self.stages:
             stage.train(mode)
 
 
 @dataclass(frozen=True)
 class ShardedStages:
-    """The stages of this rank, cut along every axis; their weights are not filled yet."""
+    """Stages of this rank, sharded along every axis, with uninitialised weights."""
 
     stages: list[Transformer]
     stage_plan: StagePlan
@@ -126,34 +127,36 @@ class ShardedStages:
 
 
 def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
-    """Build this rank's stages, cut them along every axis, and fill them with the initial weights.
+    """Build this rank's stages, shard them along every axis, and initialise the weights.
 
-    Collective: FSDP may communicate. Parameters are whole on no rank at any time.
+    Collective: FSDP may communicate. No rank holds full parameters at any time.
     """
-    cfg, recompute_note = resolve_recompute(cfg, groups, device_memory(groups.device))
-    cut = build_sharded_stages(cfg, groups, for_training=True)
-    for stage in cut.stages:
+    cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
+    sharded = build_sharded_stages(cfg, groups, for_training=True)
+    for stage in sharded.stages:
         init_weights(stage, cfg.model, cfg.run.seed)
         install_phase_hooks(stage, groups.recorder)
     runner: StepRunner
     if groups.layout.pp == 1 and cfg.parallel.overlap_experts:
-        runner = OverlappedAccumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero, groups)
+        runner = OverlappedAccumulation(sharded.stages[0], cfg.num_micro_batches, cfg.parallel.zero, groups)
     elif groups.layout.pp == 1:
-        runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
+        runner = Accumulation(sharded.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
     else:
-        runner = PipelineRunner(cut.stages, cut.stage_plan, groups, cfg)
-    note = "; ".join(filter(None, (cut.message, recompute_note)))
-    return ParallelModel(cut.stages, cut.stage_plan, runner, groups, cut.positions, note, cut.offload)
+        runner = PipelineRunner(sharded.stages, sharded.stage_plan, groups, cfg)
+    message = "; ".join(filter(None, (sharded.message, recompute_message)))
+    return ParallelModel(
+        sharded.stages, sharded.stage_plan, runner, groups, sharded.positions, message, sharded.offload
+    )
 
 
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
-    """Build this rank's stages and cut them along every axis; what the weights hold is left open.
+    """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
     Args:
         cfg: the recipe.
-        groups: of its mapping.
-        for_training: the weights are master weights, cut over the data-parallel ranks too. Else each rank holds its part
-            of the maths whole and in the compute type, but for the routers, which never compute below float32.
+        groups: the process groups of its mapping.
+        for_training: master weights, sharded over the data-parallel ranks too. Else the weights are in the compute
+            type, sharded by model parallelism only; routers never compute below float32.
     """
     layout = groups.layout
     plan = plan_stages(cfg)
@@ -165,7 +168,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
-    # What only computes does so in the type of its weights, also where they were trained with fewer bits.
+    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs.
     if not for_training:
         plain = replace(cfg.train, precision="dtype"), replace(cfg.moe, dispatch_precision="dtype")
         cfg = replace(cfg, train=plain[0], moe=plain[1])
@@ -190,14 +193,14 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
                 shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
-    note = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, note, offload)
+    message = "; ".join(filter(None, (selection.message, kernels.message)))
+    return ShardedStages(stages, plan, positions, message, offload)
 
 
 def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
-    """Let the layers compute with what was selected; before the stage is told its positions.
+    """Set the selected kernels on the layers; call it before `set_positions`.
 
-    The embedding, the head and the routers compute in a wider type than the layers.
+    The embedding, the head and the routers compute in higher precision than the layers.
     """
     for layer in stage.moe_layers().values():
         layer.experts.kernels = kernels.expert_ops
@@ -222,13 +225,13 @@ def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     tp = groups.attn.tp
     if tp.size == 1:
         return
-    vocabulary = TPVocabParallel(tp, stage.cfg.model.vocab_size)
-    tokens = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
+    vocab_parallel = TPVocabParallel(tp, stage.cfg.model.vocab_size)
+    sequence_parallel = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
-            module.sequence_parallel = tokens
+            module.sequence_parallel = sequence_parallel
         if isinstance(module, Embedding | Head):
-            module.vocab_parallel = vocabulary
+            module.vocab_parallel = vocab_parallel
         if isinstance(module, Attention):
             module.kv_rows = kv_rows(stage.cfg.model, tp)
             _apply_tp_qk_norm(module, stage.cfg.model, tp)
@@ -242,28 +245,28 @@ def _apply_tp_qk_norm(attention: Attention, cfg: ModelConfig, tp: Group) -> None
 
 
 def _build_dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[Any]:
-    """The dispatcher of all layers: it keeps nothing of a micro-batch, and buffers are worth sharing."""
-    spill = RebalanceRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
+    """Create the dispatcher that all layers share: it has no per-micro-batch state, and its buffers are large."""
+    rebalance_rule = RebalanceRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
     needs_buffer = name == "deepep" and groups.moe.experts.size > 1
     buffer = open_buffer(groups.moe.ep, cfg.model.hidden_size) if needs_buffer else None
-    packs = cfg.moe.dispatch_precision != "dtype"
-    return make_dispatcher(name, groups.moe, cfg.model.num_experts, spill, buffer, fp8_dispatch=packs)
+    is_fp8 = cfg.moe.dispatch_precision != "dtype"
+    return make_dispatcher(name, groups.moe, cfg.model.num_experts, rebalance_rule, buffer, fp8_dispatch=is_fp8)
 
 
 def _apply_expert_parallel(
     stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any]
 ) -> None:
     attn = groups.attn
-    scope = ShardedMicroBatch(attn.sequence, attn.stage, local_positions(positions, attn.tp))
+    micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, local_positions(positions, attn.tp))
     width = stage.cfg.model.hidden_size // groups.moe.etp.size
-    bias_columns = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
+    bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():
-        layer.micro_batch_group = scope
+        layer.micro_batch_group = micro_batch_group
         layer.dispatcher = (
             ValidatingDispatcher(dispatcher, groups.moe, number, groups.device) if is_checked else dispatcher
         )
-        layer.experts.bias_slice = bias_columns
+        layer.experts.bias_slice = bias_slice
 
 
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:

@@ -1,4 +1,4 @@
-"""Which micro-batch a rank is at, for its flight record."""
+"""Module hooks that record the current micro-batch in the flight recorder."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from moefold.comm.flight_recorder import FlightRecorder
 
 
 def install_phase_hooks(stage: nn.Module, recorder: FlightRecorder) -> None:
-    """Write into the record when a micro-batch enters the stage, and when its gradient does."""
-    rounds = _MicroBatchCounter(recorder)
-    stage.register_forward_pre_hook(rounds.before_forward)
-    stage.register_forward_hook(rounds.after_forward)
+    """Record when a micro-batch enters the stage, and when its gradient does."""
+    counter = _MicroBatchCounter(recorder)
+    stage.register_forward_pre_hook(counter.before_forward)
+    stage.register_forward_hook(counter.after_forward)
 
 
 class _MicroBatchCounter:
-    """Counts the micro-batches of a step, by the order in which they come."""
+    """Counts the micro-batches of a step, in order of execution."""
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
@@ -27,7 +27,8 @@ class _MicroBatchCounter:
             self._recorder.set_phase("evaluation")
             return
         if self._step != self._recorder.step:
-            self._step, self._count = self._recorder.step, 0
+            self._step = self._recorder.step
+            self._count = 0
         self._recorder.set_phase(f"forward of micro-batch {self._count}")
         self._count += 1
 

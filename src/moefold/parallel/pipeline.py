@@ -1,4 +1,4 @@
-"""Pipeline parallelism through torch.distributed.pipelining: stages, micro-batches, copies of the embedding."""
+"""Pipeline parallelism through torch.distributed.pipelining: stages, schedules and the tied embedding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,10 +29,10 @@ from moefold.topology.stages import StagePlan
 
 
 class PipelineRunner:
-    """Runs the stages of this rank under a schedule.
+    """Runs the stages of this rank under a pipeline schedule.
 
     Args:
-        stages: of this rank, in the order of the model.
+        stages: the stages of this rank, in model order.
         stage_plan: the stages of all ranks.
         groups: the communicators.
         cfg: the recipe.
@@ -44,7 +44,8 @@ class PipelineRunner:
         self._stages = stages
         self._num_loss_terms = num_loss_terms(cfg.model)
         self._loss_terms: list[Tensor] = []
-        zero, schedule = cfg.parallel.zero, cfg.parallel.schedule
+        zero = cfg.parallel.zero
+        schedule = cfg.parallel.schedule
         self._comm_timer = groups.pp.comm_timer
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
@@ -53,24 +54,24 @@ class PipelineRunner:
             (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
         )
         loss = torch.empty(self._num_loss_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
-        late: list[WeightGradStore | None] = [None] * len(stages)
+        wgrad_stores: list[WeightGradStore | None] = [None] * len(stages)
         self._unsharded_params = UnshardedParams(stages, zero) if cfg.parallel.overlap_experts else None
         for i, module in enumerate(stages):
             if zero == 2 and isinstance(module, FSDPModule):
-                # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
+                # Gradients are reduced with each micro-batch, but parameters stay gathered until the end of the step.
                 module.set_reshard_after_backward(False)
             if SCHEDULES[schedule].splits_backward:
-                late[i] = queue = WeightGradStore(
+                wgrad_stores[i] = wgrad_store = WeightGradStore(
                     module, reduces_each_micro_batch=zero >= 2, has_hooks=self._unsharded_params is None
                 )
-                install_wgrad_store(module, queue)
+                install_wgrad_store(module, wgrad_store)
 
         def build() -> list[_PipelineStageBase]:
             return [
                 _TimedStage(
                     groups.pp.comm_timer,
                     None
-                    if self._unsharded_params is None or queue is not None
+                    if self._unsharded_params is None or wgrad_store is not None
                     else partial(self._unsharded_params.finish_backward, module),
                     self._stage_module(module, zero, groups.recorder),
                     stage.number,
@@ -79,43 +80,47 @@ class PipelineRunner:
                     input_args=(tokens if module.is_first else hidden,),
                     output_args=(loss if module.is_last else hidden,),
                     group=groups.pp.handle,
-                    dw_builder=queue,
+                    dw_builder=wgrad_store,
                 )
-                for stage, module, queue in zip(stage_plan.of_rank(groups.pp.rank), stages, late, strict=True)
+                for stage, module, wgrad_store in zip(
+                    stage_plan.of_rank(groups.pp.rank), stages, wgrad_stores, strict=True
+                )
             ]
 
-        # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
-        # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
+        # Each schedule needs its own stages: torch 2.11 decides once, when a schedule first runs, whether the inputs
+        # received by its stages require gradients. An evaluation on the training stages would disable them permanently.
         self._train_schedule: Schedule
         if self._unsharded_params is None:
             self._train_schedule = training_schedule(cfg, build(), self._loss_fn)
         else:
-            p, count = cfg.parallel, cfg.num_micro_batches
+            p = cfg.parallel
+            count = cfg.num_micro_batches
             rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, count)
-            beside, record = groups.backward_overlap, groups.recorder
+            backward_overlap = groups.backward_overlap
+            recorder = groups.recorder
             self._train_schedule = OverlappedSchedule(
-                build(), count, self._loss_fn, rows, backward_overlap=beside, recorder=record
+                build(), count, self._loss_fn, rows, backward_overlap=backward_overlap, recorder=recorder
             )
         self._eval_schedule = evaluation_schedule(cfg, stage_plan, build(), self._loss_fn)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
+        """Accumulate the gradients of the batch; return this rank's loss terms, 0 except on the last stage."""
         self._loss_terms.clear()
         sync_tied_embedding(self._stages)
-        # The schedule waits for other stages wherever it is not in a chunk of its own.
+        # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
             self._train_schedule.step(
                 *self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets()
             )
         for module in self._stages:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+            for submodule in module.modules():
+                if isinstance(submodule, FSDPModule):
+                    submodule.reshard()
         return self._sum_loss_terms(batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The terms of the loss of my tokens, [terms], without gradients; 0 off the last stage."""
+        """Return this rank's loss terms, [terms], without gradients; 0 except on the last stage."""
         self._loss_terms.clear()
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
@@ -123,7 +128,7 @@ class PipelineRunner:
         return self._sum_loss_terms(batch)
 
     def _stage_module(self, module: Transformer, zero: int, recorder: FlightRecorder) -> nn.Module:
-        """What a schedule calls in place of a stage."""
+        """Wrap a stage in the module that the schedule calls."""
         if self._unsharded_params is not None:
             return ResumableStage(module, recorder)
         return _HideFSDP(module) if zero >= 2 else module
@@ -137,27 +142,27 @@ class PipelineRunner:
         return torch.stack(self._loss_terms).sum(0)
 
     def _loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
-        """The last stage has computed its terms already: keep them, and give the schedule their sum to minimise."""
+        """Return the loss to minimise: the sum of the loss terms that the last stage computed, which are recorded."""
         self._loss_terms.append(output.detach())
         return output.sum()
 
 
 @torch.no_grad()
 def sync_tied_embedding(stages: list[Transformer]) -> None:
-    """Make the embedding of the last stage that of the first again, where one rank has both.
+    """Copy the embedding of the first stage to the last stage, if one rank has both.
 
-    The optimizer and the checkpoints know the first alone. Call it while no parameter is gathered.
+    The optimizer and checkpoints contain only the first. Call it while no parameter is gathered.
     """
-    for mine, copy in pairwise(_embeddings(stages)):
-        copy.data.copy_(mine.data)
+    for first, copy in pairwise(_embeddings(stages)):
+        copy.data.copy_(first.data)
 
 
 @torch.no_grad()
 def allreduce_tied_embedding_grad(stages: list[Transformer], stage_plan: StagePlan, pp: Group) -> None:
-    """Add the gradients of the two copies of an embedding that the first and the last stage hold.
+    """Sum the gradients of the two copies of a tied embedding, on the first and the last stage.
 
-    Where they stand on different ranks, both get the sum; collective over these two. Where they stand on one, the first
-    gets it.
+    If the copies are on different ranks, both get the sum, collective over these two ranks; if they are on one rank,
+    the first gets it.
     """
     ends = stage_plan.embedding_ranks
     if pp.size == 1 or pp.rank not in ends:
@@ -172,18 +177,18 @@ def allreduce_tied_embedding_grad(stages: list[Transformer], stage_plan: StagePl
         return
     (copy,) = copies
     assert isinstance(copy.grad, DTensor)
-    mine = copy.grad.to_local()
-    theirs = torch.empty_like(mine)
+    own_grad = copy.grad.to_local()
+    peer_grad = torch.empty_like(own_grad)
     peer = pp.ranks[ends[1] if pp.rank == ends[0] else ends[0]]
-    pp.recorder.set_phase("adding up the two copies of the embedding's gradient")
+    pp.recorder.set_phase("all-reducing the gradient of the tied embedding")
     operations = [
-        dist.P2POp(dist.isend, mine, peer, pp.handle),
-        dist.P2POp(dist.irecv, theirs, peer, pp.handle),
+        dist.P2POp(dist.isend, own_grad, peer, pp.handle),
+        dist.P2POp(dist.irecv, peer_grad, peer, pp.handle),
     ]
     with pp.comm_timer.waiting():
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    mine += theirs
+    own_grad += peer_grad
 
 
 def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
@@ -191,10 +196,10 @@ def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
 
 
 class _TimedStage(PipelineStage):
-    """A stage whose own work is told from the waiting around it.
+    """Pipeline stage that counts its own compute time as working.
 
-    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it. `on_backward_end`, if
-    any, is called behind each backward pass.
+    It does not set up P2P communication with itself: gloo cannot, and nothing would be sent. `on_backward_end`, if any,
+    is called after each backward pass.
     """
 
     def __init__(
@@ -223,7 +228,7 @@ class _TimedStage(PipelineStage):
 
 
 class _HideFSDP(nn.Module):
-    """Hides that a stage is an FSDP module, so that FSDP and not the schedule decides when gradients are reduced."""
+    """Hides from the schedule that a stage is an FSDP module, so that FSDP decides when gradients are reduced."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which schedule of torch.distributed.pipelining runs the stages, for training and for evaluation."""
+"""Schedules of torch.distributed.pipelining for training and evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,8 +37,9 @@ MULTI_STAGE = {
 
 
 def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
-    """The recipe's schedule over the stages of this rank."""
-    p, count = cfg.parallel, cfg.num_micro_batches
+    """Return the recipe's schedule over the stages of this rank."""
+    p = cfg.parallel
+    count = cfg.num_micro_batches
     if p.schedule in SINGLE_STAGE:
         return SINGLE_STAGE[p.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
     if p.schedule in MULTI_STAGE:
@@ -54,14 +55,14 @@ def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: St
 def evaluation_schedule(
     cfg: Config, stage_plan: StagePlan, stages: list[_PipelineStageBase], loss_fn: StageLossFn
 ) -> Schedule:
-    """A schedule whose `eval` runs the stages of this rank."""
+    """Return a schedule whose `eval` runs the stages of this rank."""
     if not SCHEDULES[cfg.parallel.schedule].splits_backward:
         return training_schedule(cfg, stages, loss_fn)
     return _EvalSchedule(stages, cfg.num_micro_batches, loss_fn, stage_plan.ranks)
 
 
 class _EvalSchedule(_PipelineScheduleRuntime):
-    """Every micro-batch through one stage after another: torch's split schedules cannot evaluate."""
+    """Forward-only schedule, stage by stage: torch's split-backward schedules cannot evaluate."""
 
     def __init__(
         self, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: StageLossFn, ranks: Sequence[int]
@@ -72,7 +73,7 @@ class _EvalSchedule(_PipelineScheduleRuntime):
         actions: dict[int, list[_Action | None]] = {rank: [] for rank in range(stages[0].group_size)}
         for name in passes:
             actions[ranks[int(name[:-1])]] += [_Action.from_str(f"{name}{i}") for i in range(num_micro_batches)]
-        # torch wants to see whole passes before it adds the communication; the second half goes out again.
+        # torch validates complete passes before it adds communication; the backward half is removed afterwards.
         self._prepare_schedule_with_comms(actions)
         self.pipeline_order_with_comms = {
             rank: [action for action in row if action.computation_type in FORWARD_ACTIONS]

@@ -1,4 +1,4 @@
-"""Which parts of the layers run again in the backward pass instead of being kept (`train.recompute`)."""
+"""Activation recomputation (`train.recompute`): which parts of the layers are recomputed in the backward pass."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ from moefold.model.transformer import Block, Transformer
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
-    """What `train.recompute = ["auto"]` stands for, and a line that says why; others stay as they are.
+    """Resolve `train.recompute = ["auto"]`, with a log line that gives the reason; other values are returned unchanged.
 
-    Ranks that made different parts again would wait for each other's exchanges for ever, so all must come to the same
-    answer. Without a budget in the recipe they agree on the smallest device: collective then, over the world.
+    Ranks that recompute different parts would deadlock in their collectives, so all must choose the same. Without a
+    budget in the recipe the smallest device decides: an all-reduce over the world.
 
     Args:
         cfg: a recipe that `check_memory_device` passed.
-        groups: of its mapping.
+        groups: the process groups of its mapping.
         device_bytes: memory of this rank's device; 0 on the CPU, which needs a budget.
 
     Raises:
@@ -38,24 +38,25 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     if not budget_bytes:
         smallest = -all_reduce_max(torch.tensor(-device_bytes, device=groups.device), groups.world)
         budget_bytes = round(DEFAULT_MEMORY_FRACTION * int(smallest))
-        assert budget_bytes, "a CPU has a budget"
+        assert budget_bytes, "a CPU needs a budget"
     choice = choose_recompute(cfg, budget_bytes, KERNEL_PROFILES[groups.device.type])
     return with_recompute(cfg, choice.parts), choice.describe(budget_bytes)
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a GPU; 0 of a CPU, whose memory belongs to no rank."""
+    """Return the memory of a GPU in bytes; 0 for a CPU, whose memory is not divided among ranks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: BackwardOverlap | None = None) -> None:
-    """Let those parts of every layer of a stage forget; after the axes are applied and before FSDP.
+    """Checkpoint these parts of every layer of a stage; call it after the axes are applied and before FSDP.
 
-    What is beside a backward pass goes on at the pauses of what runs again, too.
+    The forward pass of `backward_overlap` is also resumed while a part is recomputed.
 
-    Communication inside a part runs again too: on all ranks alike, because all run the same graph backwards. Nothing
-    else changes: routing, drops and noise follow from tokens and places, loads are kept by micro-batch, and what a step
-    counts is counted when a gradient passes, once.
+    Communication inside a part is repeated on all ranks alike, as all run the same graph backwards. Nothing else
+    changes: routing, token drop and noise are functions of tokens and positions, expert loads are stored by
+        micro-batch, and step
+    statistics are counted once, when a gradient passes.
     """
     for block in stage.layers.values():
         assert isinstance(block, Block)
@@ -64,7 +65,8 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
 
 
 def _checkpoint_part(block: Block, part: str, backward_overlap: BackwardOverlap) -> None:
-    attention, ffn = block.attention, block.ffn
+    attention = block.attention
+    ffn = block.ffn
     match part:
         case "norms":
             block.norm_checkpoint = checkpoint_without_output

@@ -1,7 +1,7 @@
-"""Do the ranks that should hold the same bytes hold the same bytes? And do data-parallel replicas go along?
+"""Replica check: detect silent divergence, by comparing replicated tensors by hash and DP gradients by cosine.
 
-Replicas that drift apart without an error are a known way to lose a run: a flipped bit, a collective that gave another
-result on one rank, a kernel that is not deterministic where another rank's is.
+Replicas that diverge without an error are a known way to lose a run: a bit flip, a collective with a wrong result on
+one rank, a kernel that is not deterministic on one of the ranks.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from moefold.parallel.grad_accumulation import Batch
 from moefold.parallel.parallelize import ParallelModel
 
 CHUNK_WORDS = 1 << 18
-"""So many integers are multiplied at a time."""
+"""Number of integers that are multiplied at a time."""
 _WORD_BYTES = 8
 _SEED = 0
 _STRIDE = 0x2545F4914F6CDD1C
@@ -31,54 +31,54 @@ _STRIDE = 0x2545F4914F6CDD1C
 
 @dataclass(frozen=True)
 class Divergence:
-    """Something that ranks should hold alike and do not."""
+    """A value that differs between ranks although it should be equal."""
 
     what: str
-    """Its name: a parameter, a moment (`NAME.exp_avg`), gathered weights, a buffer, the batch, or the position."""
+    """Name: a parameter, a moment (`NAME.exp_avg`), gathered weights, a buffer, the batch, or a host fact."""
     axis: str
     ranks: tuple[int, ...]
-    """Those that differ from the majority; all of the group where there is none."""
+    """The ranks that differ from the majority; all of the group if there is no majority."""
     members: tuple[int, ...]
-    """All that hold it."""
+    """All ranks that hold the value."""
 
     def describe(self) -> str:
-        """For a message."""
+        """Return a message about the divergence."""
         which = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         if len(self.ranks) == len(self.members):
-            return f"{self.what} differs between {which} ({self.axis}), and which of them is right cannot be told"
+            return f"{self.what} differs between {which} ({self.axis}), and no majority shows which is right"
         others = len(self.members) - len(self.ranks)
         return f"{self.what} on {which} differs from the {others} other ranks that hold it ({self.axis})"
 
 
 @dataclass(frozen=True)
 class HostFact:
-    """Something that ranks decide or draw by, in words, which should be the same on others."""
+    """A named host-side value that must be equal across the given axes."""
 
     name: str
     value: str
     axes: tuple[str, ...]
-    """Along which it should: of tp, cp, pp, stage and world."""
+    """Subset of tp, cp, pp, stage and world."""
 
 
 @dataclass(frozen=True)
 class _TensorDigest:
-    """Some bytes of this rank, and the axes along which other ranks hold the same."""
+    """Digest of a tensor of this rank, and the axes along which other ranks should have the same one."""
 
     name: str
     digest: Tensor
     axes: tuple[str, ...]
     is_on_every_rank: bool = True
-    """False if some of those ranks have no copy, and zeros for a digest."""
+    """False if some ranks of the axis lack the tensor and use a zero digest."""
 
 
 class ReplicaCheck:
-    """Compares what replicas hold and compute, on the steps that ask for it.
+    """Compares replicated state, losses and gradients between ranks, on the steps that ask for it.
 
     Args:
-        model: of this rank.
-        moments: of the optimizer, by name.
-        zero: the ZeRO level; from 1 on, the weights that ranks gather to compute with are compared too.
-        comm_hooks: the watches of the model's FSDP modules.
+        model: the model of this rank.
+        moments: optimizer moments by name.
+        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
+        comm_hooks: the communication hooks of the model's FSDP modules.
     """
 
     def __init__(
@@ -102,18 +102,20 @@ class ReplicaCheck:
         }
 
     def enable(self) -> None:
-        """Look at the gradients of the backward passes that follow, until `metrics`."""
+        """Collect the dot products of the gradients of the next backward passes, until `metrics`."""
         self._comm_hooks.enable()
 
     def metrics(self, loss: Tensor) -> ReplicaMetrics:
-        """How the replicas' losses and gradients since `enable` differ; one all-reduce over the world.
+        """Return how the replicas' losses and gradients since `enable` differ; one all-reduce over the world.
 
         Args:
-            loss: this rank's part of the loss of the global batch, 0-dim; 0 on ranks that another one speaks for.
+            loss: this rank's part of the loss of the global batch, 0-dim; 0 on ranks that duplicate another one's.
         """
         groups = self._model.groups
-        layout, device = groups.layout, groups.device
-        dp, edp = layout.dp, layout.edp
+        layout = groups.layout
+        device = groups.device
+        dp = layout.dp
+        edp = layout.edp
         losses = torch.zeros(dp, dtype=torch.float64, device=device)
         losses[groups.attn.dp.rank] = loss.double()
         members = torch.zeros(groups.attn.dp_cp.size, dp, dtype=torch.float64, device=device)
@@ -129,41 +131,41 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def find_divergences(self, batch: Batch, host_facts: Sequence[HostFact]) -> tuple[Divergence, ...]:
-        """What is not alike where it should be, the same list on every rank; collective over all ranks.
+        """Return the divergences between ranks, the same list on every rank; collective over all ranks.
 
-        Where all is alike, each rank sends two numbers for each axis, once.
+        If all values are equal, each rank sends only two numbers per axis, once.
 
         Args:
-            batch: this rank's part of the batch of the step.
-            host_facts: what else should be alike; the same names in the same order on all ranks.
+            batch: this rank's shard of the step's batch.
+            host_facts: further values that should be equal; the same names in the same order on all ranks.
         """
-        held = list(self._digests(batch, host_facts))
-        of_axes = {axis: [one for one in held if axis in one.axes] for axis in self._groups}
-        if self._all_match(of_axes):
+        digests = list(self._digests(batch, host_facts))
+        by_axis = {axis: [d for d in digests if axis in d.axes] for axis in self._groups}
+        if self._all_match(by_axis):
             return ()
-        found = [one for axis, those in of_axes.items() for one in self._compare(axis, those)]
-        return tuple(dict.fromkeys(one for of_rank in current_world().all_gather_object(found) for one in of_rank))
+        found = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
+        return tuple(dict.fromkeys(d for rank_found in current_world().all_gather_object(found) for d in rank_found))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
-        """Whether all members of all groups hold the same; every rank sees it of every group."""
+        """Return whether the members of every group have equal digests; every rank checks all groups."""
         world = self._groups["world"]
         sums = []
-        for those in digests_by_axis.values():
-            # What some ranks of a group have no copy of is told apart from what all have.
+        for axis_digests in digests_by_axis.values():
+            # Tensors that some ranks of a group lack are combined separately.
             for digests in (
-                [one.digest for one in those if one.is_on_every_rank == everywhere] for everywhere in (0, 1)
+                [d.digest for d in axis_digests if d.is_on_every_rank == everywhere] for everywhere in (0, 1)
             ):
                 sums.append(self._hasher.digest(torch.stack(digests)) if digests else self._no_digest)
-        told = all_gather(torch.stack(sums)[None], world).view(world.size, len(digests_by_axis), 2, 2).tolist()
+        gathered = all_gather(torch.stack(sums)[None], world).view(world.size, len(digests_by_axis), 2, 2).tolist()
         for i, axis in enumerate(digests_by_axis):
             for ranks in self._axis_groups(axis):
-                some, everywhere = ({tuple(told[rank][i][kind]) for rank in ranks} for kind in (0, 1))
+                some, everywhere = ({tuple(gathered[rank][i][kind]) for rank in ranks} for kind in (0, 1))
                 if len(some - {(0, 0)}) > 1 or len(everywhere) > 1:
                     return False
         return True
 
     def _axis_groups(self, axis: str) -> Sequence[Sequence[int]]:
-        """The ranks of every group of an axis."""
+        """Return the ranks of every group of an axis."""
         layout = self._model.groups.layout
         if axis == "world":
             return [range(layout.world_size)]
@@ -174,19 +176,20 @@ class ReplicaCheck:
         group = self._groups[axis]
         if group.size == 1 or not digests:
             return []
-        mine = torch.stack([one.digest for one in digests])
-        of_members = all_gather(mine, group).view(group.size, len(digests), 2).tolist()
+        own_digests = torch.stack([digest.digest for digest in digests])
+        member_digests = all_gather(own_digests, group).view(group.size, len(digests), 2).tolist()
         found = []
-        for i, one in enumerate(digests):
-            members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, of_members, strict=True)}
-            holders = {rank: digest for rank, digest in members.items() if one.is_on_every_rank or any(digest)}
-            if odd := _minority_ranks(holders):
-                found.append(Divergence(one.name, axis, odd, tuple(holders)))
+        for i, digest in enumerate(digests):
+            members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, member_digests, strict=True)}
+            holders = {rank: values for rank, values in members.items() if digest.is_on_every_rank or any(values)}
+            if minority := _minority_ranks(holders):
+                found.append(Divergence(digest.name, axis, minority, tuple(holders)))
         return found
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
-        """Everything that other ranks hold too; the same names in the same order on all members of a group."""
-        model, digest = self._model, self._hasher.digest
+        """Yield the digests of all replicated values; the same names in the same order on all members of a group."""
+        model = self._model
+        digest = self._hasher.digest
         device = model.groups.device
         tensors = {name: p.data for name, p in model.named_parameters.items()} | dict(self._moments)
         for name, tensor in tensors.items():
@@ -197,18 +200,18 @@ class ReplicaCheck:
         if self._zero > 0:
             yield from self._digest_unsharded_weights()
         if model.stages[0].cfg.model.last_stage_needs_embedding:
-            # The first and the last pipeline rank hold the embedding, with the same shards of it.
+            # The first and the last pipeline rank hold the tied embedding, with the same shards.
             for name in ("embedding.weight", *(n for n in self._moments if n.startswith("embedding.weight."))):
                 copy = digest(tensors[name]) if name in tensors else self._no_digest
                 yield _TensorDigest(name, copy, ("pp",), is_on_every_rank=False)
         tokens = torch.cat([batch.tokens.flatten(), batch.labels.flatten()])
         yield _TensorDigest("the batch", digest(tokens), ("tp", "pp"))
-        for one in host_facts:
-            number = int.from_bytes(hashlib.sha256(one.value.encode()).digest()[:8], "little", signed=True)
-            yield _TensorDigest(one.name, torch.tensor([number, 1], device=device), one.axes)
+        for fact in host_facts:
+            number = int.from_bytes(hashlib.sha256(fact.value.encode()).digest()[:8], "little", signed=True)
+            yield _TensorDigest(fact.name, torch.tensor([number, 1], device=device), fact.axes)
 
     def _digest_unsharded_weights(self) -> Iterator[_TensorDigest]:
-        """What ranks compute with, gathered once more, one FSDP module at a time."""
+        """Yield the digests of the weights that ranks compute with, gathered one FSDP module at a time."""
         for stage in self._model.stages:
             for prefix, module in stage.named_modules():
                 if isinstance(module, FSDPModule):
@@ -223,25 +226,25 @@ class ReplicaCheck:
 
 
 class TensorHasher:
-    """Sums of the bits of tensors, by which ranks compare them without sending them; no communication, no host sync.
+    """Hashes of tensors, by which ranks compare tensors without sending them; no communication, no host sync.
 
-    The bytes are read as integers of 64 bits x_i; the sums are of x_i and of y_i = x_i xor (x_i >> 31) times an odd
-    number drawn from i, modulo 2**64. Integers add up alike in any order, so equal bytes give equal sums on any device;
-    a change of one integer always changes both sums, and integers that change places the second. A product with an odd
-    number leaves the highest bit, the sign of a weight, where it is, and two of them would cancel: y_i, from which x_i
-    follows, has it lower down as well.
+    The bytes are read as 64-bit integers x_i. The two hashes are the sums of x_i, and of y_i = x_i xor (x_i >> 31)
+    times an odd random number drawn for i, modulo 2**64. Integer sums do not depend on the order, so equal bytes give
+    equal hashes on any device. A change of one integer always changes both sums, a swap of two integers the second. An
+    odd factor leaves the highest bit (the sign of a weight) in place, so two changed signs would cancel: y_i, which
+    determines x_i, has that bit in a lower position as well.
     """
 
     def __init__(self, device: torch.device) -> None:
-        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), generator=torch.Generator().manual_seed(_SEED))
-        self._factors = drawn.bitwise_or_(1).to(device)
+        factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), generator=torch.Generator().manual_seed(_SEED))
+        self._factors = factors.bitwise_or_(1).to(device)
 
     def digest(self, tensor: Tensor) -> Tensor:
-        """The sums of this rank's part of a tensor, int64 [2]."""
-        # Moments may be on the host.
+        """Return the two hashes of this rank's shard of a tensor, int64 [2]."""
+        # Offloaded moments are on the host.
         words = _as_int64(local_tensor(tensor).to(self._factors.device))
         parts = words.split(CHUNK_WORDS)
-        # The same place in another chunk has another factor: the product of two odd numbers, which is odd.
+        # The same index in another chunk has another factor: the product of two odd numbers, which is odd.
         weighted = [self._weighted_sum(part) * _odd_factor(i) for i, part in enumerate(parts)]
         return torch.stack([words.sum(), torch.stack(weighted).sum()])
 
@@ -253,12 +256,12 @@ class TensorHasher:
 
 
 def _odd_factor(chunk: int) -> int:
-    """A factor for all of a chunk that fits into 63 bits."""
+    """Return the common factor of a chunk, odd and below 2**63."""
     return (chunk * _STRIDE | 1) % 2**63
 
 
 def _as_int64(local: Tensor) -> Tensor:
-    """The bytes of a tensor in the order of its values, as int64; copied only where memory does not lie so."""
+    """Return the bytes of a tensor in the order of its values, as int64; copies only if not contiguous or aligned."""
     flat = local.detach().contiguous().flatten()
     num_bytes = flat.numel() * flat.element_size()
     if num_bytes % _WORD_BYTES == 0 and flat.data_ptr() % _WORD_BYTES == 0:
@@ -267,7 +270,7 @@ def _as_int64(local: Tensor) -> Tensor:
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Axes of more than one rank along which a tensor is held whole."""
+    """Return the mesh axes of more than one rank along which a tensor is replicated."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -278,7 +281,7 @@ def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that an FSDP module gathers itself: not those of FSDP modules within."""
+    """Yield the parameters that an FSDP module gathers itself, without those of FSDP modules inside it."""
     for name, parameter in module.named_parameters(prefix, recurse=False):
         yield name, parameter
     for name, child in module.named_children():
@@ -287,9 +290,9 @@ def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Pa
 
 
 def _minority_ranks(digests: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks that differ from more than half of all; all of them where no such majority exists; none if equal."""
+    """Return the ranks that differ from the majority (more than half); all if there is none, no rank if all agree."""
     counts = Counter(digests.values())
     if len(counts) < 2:
         return ()
     common, count = counts.most_common(1)[0]
-    return tuple(rank for rank, one in digests.items() if 2 * count <= len(digests) or one != common)
+    return tuple(rank for rank, digest in digests.items() if 2 * count <= len(digests) or digest != common)

@@ -1,4 +1,4 @@
-"""Recording and replaying the expert choices of a run under any mapping: the trace does not know the mapping."""
+"""Router replay under any mapping: record and replay the expert choices of the global batch, independent of mapping."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +20,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class RouterReplayBuffer:
-    """Sits between the routers of this rank and the trace of the whole global batch.
+    """Connects the routers of this rank to the routing trace of the whole global batch.
 
-    Making it is collective, and so is `save`. Each rank holds the choices of its own tokens alone; the first rank of
-    the world sees one layer of the global batch at a time.
+    The constructor and `save` are collective. Each rank holds the choices of its own tokens only; rank 0 holds one
+    layer of the global batch at a time.
 
     Args:
-        model: gets the tape into its routers.
-        cfg: moe.trace_every and moe.replay say what is done.
+        model: model whose routers are recorded or overridden.
+        cfg: the recipe, with `moe.trace_every` and `moe.replay`.
 
     Raises:
         ConfigError: the trace to replay cannot be read.
@@ -49,16 +49,17 @@ class RouterReplayBuffer:
             layer.router.override = self._layer_routing[number]
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is recorded."""
+        """Return whether a step is recorded."""
         return self._record_every > 0 and step % self._record_every == 0
 
     def begin_step(self, step: int) -> None:
-        """Prepare the routers for a step: load what it replays, make room for what it records.
+        """Prepare the routers for a step: load the choices to replay, allocate buffers for those to record.
 
         Raises:
-            ConfigError: the trace lacks the step, or names experts that do not exist.
+            ConfigError: the trace lacks the step, or has expert ids out of range.
         """
-        device, shape = self._groups.device, self._shape
+        device = self._groups.device
+        shape = self._shape
         replayed = None if self._trace is None else self._trace.step(step)
         size = (self._num_samples, len(self._positions), shape.top_k)
         for number, choices in self._layer_routing.items():
@@ -66,13 +67,13 @@ class RouterReplayBuffer:
             if self.is_due(step):
                 choices.recorded_NSK = torch.zeros(size, dtype=_torch_dtype(shape.dtype), device=device)
             if replayed is not None:
-                mine = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
-                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(mine[:, self._positions], step)).to(
-                    device
-                )
+                choices_NSK = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
+                choices.replayed_NSK = torch.from_numpy(
+                    shape.check_expert_indices(choices_NSK[:, self._positions], step)
+                ).to(device)
 
     def save(self, step: int, writer: RoutingTraceWriter | None) -> None:
-        """Hand the choices of a due step to the writer; every rank calls it, the first rank with a writer."""
+        """Gather the choices of a recorded step and write them; every rank calls it, rank 0 with a writer."""
         if writer is not None:
             writer.write(step, self._gather_layers())
             return
@@ -80,36 +81,40 @@ class RouterReplayBuffer:
             pass
 
     def _gather_layers(self) -> Iterator[Array]:
-        """The choices of the global batch, [G, S, K], layer by layer: on the first rank; empty arrays on the others."""
-        shape, groups = self._shape, self._groups
+        """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0; empty arrays elsewhere."""
+        shape = self._shape
+        groups = self._groups
         for number in shape.layers:
-            whole = self._gather_stage_layer(number) if number in self._layer_routing else None
-            owner, speaks = self._owner_ranks[number], groups.attn.sequence.rank == 0 and groups.attn.dp.rank == 0
-            if owner and speaks and groups.pp.rank == owner:
-                assert whole is not None
-                dist.send(whole, groups.pp.ranks[0], groups.pp.handle)
+            layer = self._gather_stage_layer(number) if number in self._layer_routing else None
+            owner = self._owner_ranks[number]
+            is_sender = groups.attn.sequence.rank == 0 and groups.attn.dp.rank == 0
+            if owner and is_sender and groups.pp.rank == owner:
+                assert layer is not None
+                dist.send(layer, groups.pp.ranks[0], groups.pp.handle)
             if owner and groups.rank == 0:
-                whole = torch.empty(
+                layer = torch.empty(
                     (*shape.file_shape[1:3], shape.top_k * shape.dtype.itemsize),
                     dtype=torch.uint8,
                     device=groups.device,
                 )
-                dist.recv(whole, groups.pp.ranks[owner], groups.pp.handle)
-            has_it = groups.rank == 0 and whole is not None
-            yield whole.cpu().numpy().view(shape.dtype) if has_it and whole is not None else np.empty(0, shape.dtype)
+                dist.recv(layer, groups.pp.ranks[owner], groups.pp.handle)
+            is_receiver = groups.rank == 0 and layer is not None
+            yield (
+                layer.cpu().numpy().view(shape.dtype) if is_receiver and layer is not None else np.empty(0, shape.dtype)
+            )
 
     def _gather_stage_layer(self, number: int) -> Tensor | None:
-        """One layer of the global batch as bytes, [G, S, K * bytes], on the first rank of this stage; else None."""
+        """Gather one layer as bytes, [G, S, K * bytes], on the first rank of this stage; None elsewhere."""
         recorded = self._layer_routing[number].recorded_NSK
-        assert recorded is not None, "begin() of a due step comes before save()"
-        # As bytes, because gloo and NCCL carry no int16.
+        assert recorded is not None, "begin_step() of a recorded step precedes save()"
+        # As bytes, because gloo and NCCL do not support int16.
         parts = gather_to_first(recorded.view(torch.uint8), self._groups.attn.sequence)
         if parts is None:
             return None
-        mine = recorded.new_empty((self._num_samples, self._shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
+        samples_NSB = recorded.new_empty((self._num_samples, self._shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
         for positions, part in zip(self._all_positions, parts, strict=True):
-            mine[:, positions.to(mine.device)] = part
-        samples = gather_to_first(mine, self._groups.attn.dp)
+            samples_NSB[:, positions.to(samples_NSB.device)] = part
+        samples = gather_to_first(samples_NSB, self._groups.attn.dp)
         return None if samples is None else samples.flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Who computes on this machine: plain operations or kernels (`run.kernels`), in which precision (`train.precision`)."""
+"""Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
 from dataclasses import dataclass
@@ -24,42 +24,42 @@ from moefold.validate.train import check_kernel_device, triton_unsupported_reaso
 logger = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
-"""The first NVIDIA devices whose matrix units multiply e4m3: Ada, then Hopper."""
+"""First compute capability whose tensor cores support e4m3: Ada, then Hopper."""
 MIN_MX_CAPABILITY = (10, 0)
-"""The first ones whose matrix units read scales of 32 and 16 values: Blackwell."""
+"""First compute capability whose tensor cores support scales of blocks of 32 and 16 values: Blackwell."""
 
 
 @dataclass(frozen=True)
 class SelectedKernels:
-    """What was selected; None stands for the plain operations."""
+    """The selected kernels; None means the torch operations."""
 
     expert_ops: ExpertOps | None = None
-    """Of experts."""
+    """Ops of the experts."""
     linear_backend: LinearBackend | None = None
-    """Of the other linear layers."""
+    """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None
-    """Of routers."""
+    """Routing of the routers."""
     swiglu: SwiGLUKernel | None = None
-    """Of dense layers and shared experts."""
+    """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None
-    """Of queries and keys."""
+    """RoPE of queries and keys."""
     message: str = ""
-    """What the recipe left open and how it was decided."""
+    """How the open choices of the recipe were resolved."""
     expert_activation: ExpertActivation | None = None
-    """Of routed experts, where `expert_ops` does not bring it; None: as the experts were built."""
+    """Activation of routed experts, if `expert_ops` has none; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
-    """Of layers whose samples are not cut over ranks."""
+    """Causal attention of layers without context parallelism."""
     gemm: Gemm = TORCH_GEMM
-    """Of routed experts, where `expert_ops` does not multiply, and of the loss."""
+    """GEMM of routed experts, if `expert_ops` has none, and of the loss."""
     norm: NormKernel | None = None
-    """Of each RMSNorm on a CPU."""
+    """RMSNorm on a CPU."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
-    """The kernels of all layers of this rank.
+    """Select the kernels of all layers of this rank.
 
     Raises:
-        ConfigError: `run.kernels` asks for what cannot run here.
+        ConfigError: `run.kernels` asks for kernels that cannot run here.
     """
     if cfg.train.precision != "dtype":
         return _low_precision_kernels(cfg, device)
@@ -70,22 +70,26 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         return _cpu_kernels(cfg)
     if cfg.run.kernels == "auto" and device.type != "cuda":
         return SelectedKernels()
-    fault = triton_unsupported_reason(cfg.run, device.type)
-    if cfg.run.kernels == "auto" and (fault or cfg.run.dtype != "bfloat16"):
-        # In float32 its products would not use the matrix units, which torch's may.
-        return SelectedKernels(message=f"run.kernels='auto': plain, as {fault or f'run.dtype={cfg.run.dtype!r}'}")
+    reason = triton_unsupported_reason(cfg.run, device.type)
+    if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
+        # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
+        return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
     from moefold.ops.triton.experts import TritonExpertOps
     from moefold.ops.triton.rope import apply_rope
 
-    rows = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
-    routing, note = _router_kernel(cfg)
+    expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
+    routing, message = _router_kernel(cfg)
     return SelectedKernels(
-        rows, router=routing, swiglu=rows, rope=apply_rope, message=f"run.kernels={cfg.run.kernels!r}: triton{note}"
+        expert_ops,
+        router=routing,
+        swiglu=expert_ops,
+        rope=apply_rope,
+        message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
-    """What is in C: where that is fast, and there is a compiler; float64 is plain, and so are gates but SwiGLU's."""
+    """Select the C kernels that are fast on this CPU, if there is a compiler; float64 and non-SwiGLU use torch."""
     if cfg.run.dtype == "float64":
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
@@ -97,93 +101,99 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
 
     try:
         build_libraries("gemm", "swiglu", "norm", "rope", "attention")
-        gemm, gate, norm, turn, attention = CGemm(), CSwiGLU(), CNorm(), CRope(), CAttention()
-    except CompilerError as fault:
+        gemm = CGemm()
+        activation = CSwiGLU()
+        norm = CNorm()
+        rope = CRope()
+        attention = CAttention()
+    except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
-                f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
+                f"run.kernels='c' cannot run: {error}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
-        return SelectedKernels(message=f"run.kernels='auto': plain, as {fault}")
-    multiplies, has_gate = gemm.is_fast(getattr(torch, cfg.run.dtype)), cfg.model.moe_activation == "swiglu"
-    parts = {"products": multiplies, "gates of experts": has_gate, "norms": True, "rotations": True}
+        return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
+    has_fast_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype))
+    has_swiglu = cfg.model.moe_activation == "swiglu"
+    parts = {"GEMMs": has_fast_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = attention.is_fast
-    note = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
+    message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
-        linear_backend=UnquantizedLinear(gemm) if multiplies else None,
-        rope=turn,
-        message=note if has_gate else f"{note}; plain gates of experts, as they are not SwiGLU's",
-        expert_activation=gate if has_gate else None,
+        linear_backend=UnquantizedLinear(gemm) if has_fast_gemm else None,
+        rope=rope,
+        message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
+        expert_activation=activation if has_swiglu else None,
         attention=attention if attention.is_fast else None,
-        gemm=gemm if multiplies else TORCH_GEMM,
+        gemm=gemm if has_fast_gemm else TORCH_GEMM,
         norm=norm,
     )
 
 
 def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
-    """The kernel of the routers, or what to say where none knows them."""
+    """Return the fused kernel of the routers, or None with a message if it does not support the model."""
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 
-    fault = fused_router_unsupported_reason(cfg.model, cfg.moe)
-    return (None, f", but plain routing, as {fault}") if fault else (FusedRouting(cfg.model), "")
+    reason = fused_router_unsupported_reason(cfg.model, cfg.moe)
+    return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(cfg.model), "")
 
 
 def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     name = cfg.train.precision
     if name != "fp8-blockwise":
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
-    fault = fp8_unsupported_reason(cfg.run, device)
-    if not fault:
+    reason = fp8_unsupported_reason(cfg.run, device)
+    if not reason:
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
         from moefold.ops.triton.rope import apply_rope
 
-        rows = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
-        routing, note = _router_kernel(cfg)
-        note = f"train.precision={name!r}: on the matrix units{note}"
-        return SelectedKernels(rows, Fp8Linear(rows), routing, rows, apply_rope, note)
-    return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), fault)
+        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
+        routing, message = _router_kernel(cfg)
+        message = f"train.precision={name!r}: on the tensor cores{message}"
+        return SelectedKernels(expert_ops, Fp8Linear(expert_ops), routing, expert_ops, apply_rope, message)
+    return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)
 
 
 def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.device) -> SelectedKernels:
-    """Products of formats that torch multiplies, where it is found to do so rightly."""
-    fault = tensor_core_unsupported_reason(run, device, MIN_MX_CAPABILITY)
-    if fault:
-        return _emulated_kernels(EmulatedLinear(quant_format), fault)
+    """Select torch's scaled GEMMs for a format if the device supports them and they pass the self-test."""
+    reason = tensor_core_unsupported_reason(run, device, MIN_MX_CAPABILITY)
+    if reason:
+        return _emulated_kernels(EmulatedLinear(quant_format), reason)
     return verified_kernels(ScaledMMLinear(quant_format), device, getattr(torch, run.dtype))
 
 
 def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
-    """Products of the device if they agree with the simulation there, else the simulation, with a warning."""
-    name, fault = linear_backend.quant_format.name, scaled_mm_unsupported_reason(linear_backend, device, dtype)
-    if fault:
-        # Each rank tries its own device, and the note is that of the first one.
-        logger.warning("train.precision=%r is simulated on %s: %s", name, device, fault)
-        return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), fault)
-    note = f"train.precision={name!r}: on the matrix units, one expert after another"
-    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=note)
+    """Select the device's scaled GEMMs if they agree with the emulation, else the emulation, with a warning."""
+    name = linear_backend.quant_format.name
+    reason = scaled_mm_unsupported_reason(linear_backend, device, dtype)
+    if reason:
+        # Each rank tests its own device; the log message is rank 0's.
+        logger.warning("train.precision=%r is simulated on %s: %s", name, device, reason)
+        return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), reason)
+    message = f"train.precision={name!r}: on the tensor cores, one expert after another"
+    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=message)
 
 
 def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKernels:
-    note = (
+    message = (
         f"train.precision={linear_backend.quant_format.name!r}: simulated, at the speed of float32 at best, as {reason}"
     )
-    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=note)
+    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=message)
 
 
 def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
-    """Why products of `fp8-blockwise` are simulated here; empty if our kernels compute them."""
+    """Return why GEMMs of `fp8-blockwise` are emulated here; empty if our kernels compute them."""
     return tensor_core_unsupported_reason(run, device, MIN_FP8_CAPABILITY) or triton_unsupported_reason(
         run, device.type
     )
 
 
 def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
-    """Why no matrix units multiply few bits here; empty if the recipe lets them and the device is recent enough."""
+    """Return why low-precision tensor cores are not used here; empty if recipe and device allow them."""
     if run.kernels == "plain":
         return "run.kernels='plain'"
     if device.type != "cuda":
-        return f"{device.type} has no matrix units for it"
+        return f"{device.type} has no tensor cores for it"
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond their float32 sums"
     if torch.cuda.get_device_capability(device) < capability:
-        return "the GPU has no matrix units for it"
+        return "the GPU has no tensor cores for it"
     return ""

@@ -1,4 +1,4 @@
-"""Tensor with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): the seams of the maths that communicate."""
+"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): its collectives."""
 
 from functools import partial
 
@@ -23,24 +23,24 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class SequenceParallelTokens(SequenceParallel):
-    """Between the sub-layers each tp rank holds S/(cp*tp) tokens; inside them all S/cp."""
+    """Sequence parallelism: S/(cp*tp) tokens per tp rank between the sub-layers, S/cp inside them."""
 
     def __init__(self, tp: Group) -> None:
         self._tp = tp
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather along the sequence; the gradient is reduce-scattered."""
+        """Gather along the sequence (all-gather); the gradient is reduce-scattered."""
         return all_gather(x, self._tp)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Reduce-scatter along the sequence; the gradient is all-gathered."""
+        """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
         return reduce_scatter(x, self._tp)
 
 
 class UnevenSequenceParallel(SequenceParallel):
-    """As `SequenceParallelTokens` where tp need not divide the tokens: the first ranks hold one more, and some perhaps none.
+    """Sequence parallelism where tp need not divide the tokens: the first ranks hold one more, some may hold none.
 
-    One object for all modules of a stage, which is told before each forward pass how many tokens there are.
+    One object is shared by all modules of a stage; `set_num_tokens` must precede each forward pass.
     """
 
     def __init__(self, tp: Group) -> None:
@@ -48,36 +48,37 @@ class UnevenSequenceParallel(SequenceParallel):
         self._split_sizes = [0] * tp.size
 
     def set_num_tokens(self, num_tokens: int) -> int:
-        """The next forward pass has so many tokens of each sample; returns how many of them this rank holds."""
+        """Set the tokens per sample of the next forward pass; return how many of them this rank holds."""
         base, extra = divmod(num_tokens, self._tp.size)
         self._split_sizes = [base + (member < extra) for member in range(self._tp.size)]
         return self._split_sizes[self._tp.rank]
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather along the sequence; the gradient is reduce-scattered."""
+        """Gather along the sequence (all-gather); the gradient is reduce-scattered."""
         return all_gather_uneven(x, self._tp, self._split_sizes)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Reduce-scatter along the sequence; the gradient is all-gathered."""
+        """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
         return reduce_scatter_uneven(x, self._tp, self._split_sizes)
 
 
 class TPVocabParallel:
-    """Each tp rank holds V/tp consecutive rows of the embedding and of the head."""
+    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
         self._vocab_per_rank = vocab_size // tp.size
-        top_of, sum_of = partial(all_reduce_max, group=tp), partial(all_reduce_sum, group=tp)
-        self._vocab_range = VocabRange(tp.rank * self._vocab_per_rank, top_of, sum_of)
+        max_over_tp = partial(all_reduce_max, group=tp)
+        sum_over_tp = partial(all_reduce_sum, group=tp)
+        self._vocab_range = VocabRange(tp.rank * self._vocab_per_rank, max_over_tp, sum_over_tp)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """My rows' share of the token vectors: zeros where another rank holds the row."""
+        """Return this rank's summand of the token embeddings: zeros for tokens of other vocab shards."""
         row = tokens - self._vocab_range.start
         is_mine = (row >= 0) & (row < self._vocab_per_rank)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy over all rows; two all-reduces over tp, of one and of two numbers a token."""
+        """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
         return cross_entropy(logits, labels, self._vocab_range)
 
     def chunked_cross_entropy(
@@ -90,17 +91,17 @@ class TPVocabParallel:
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
     ) -> Tensor:
-        """The same from hidden states and my rows of the head, with the same two all-reduces."""
+        """Compute the cross-entropy from hidden states and the local head shard, with the same two all-reduces."""
         return chunked_cross_entropy(
             x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm
         )
 
 
 def kv_rows(cfg: ModelConfig, tp: Group) -> slice:
-    """The rows of the local wk and wv that this rank's query heads attend to.
+    """Return the rows of the local wk and wv that the query heads of this rank attend to.
 
-    Where tp divides the query groups the local rows are exactly those. Where tp is larger, wk and wv are whole on
-    each rank, and tp / num_query_groups neighbours share one group.
+    If tp divides the query groups, these are all local rows. If tp is larger, wk and wv are replicated, and
+    tp / num_query_groups neighbouring ranks share one group.
     """
     if cfg.num_query_groups % tp.size == 0:
         return slice(None)
@@ -109,11 +110,11 @@ def kv_rows(cfg: ModelConfig, tp: Group) -> slice:
 
 
 class TPSumOfSquares:
-    """Squares of a token's heads, summed over those of all tp ranks; see `FullWidthQKNorm`."""
+    """Sum over tp of the squares of each token's heads; see `FullWidthQKNorm`."""
 
     def __init__(self, tp: Group, num_heads: int) -> None:
         self._tp = tp
-        # Where tp is larger than the number of heads, so many neighbours hold the same one.
+        # If tp exceeds the number of heads, this many neighbouring ranks hold the same head.
         self._num_replicas = max(1, tp.size // num_heads)
 
     def __call__(self, squares: Tensor) -> Tensor:
@@ -122,5 +123,5 @@ class TPSumOfSquares:
 
 
 def local_positions(positions: Tensor, tp: Group) -> Tensor:
-    """Positions of this rank's tokens between the sub-layers, [S/(cp*tp)] of [S/cp]."""
+    """Return the positions of this rank's tokens between the sub-layers, [S/(cp*tp)] of [S/cp]."""
     return torch.chunk(positions, tp.size)[tp.rank]

@@ -1,4 +1,4 @@
-"""The weight gradients of a stage that a schedule computes apart from those of the input: kept, computed, reduced."""
+"""Delayed weight gradients of a pipeline stage (zero bubble): stored in backward, computed and reduced in a W pass."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,21 +12,22 @@ WeightGradTask = Callable[[], None]
 
 
 class WeightGradStore:
-    """What the backward pass of one stage has postponed; also what `PipelineStage` knows as a `dw_builder`.
+    """Store of the weight-gradient tasks of one stage; also the `dw_builder` of its `PipelineStage`.
 
-    Each backward pass of a micro-batch is followed by one call of this object, which gives what is to be run for it.
+    After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
     Within a micro-batch the order is that of the backward pass, on all ranks of the stage.
 
-    Gradients of several backward passes are added up in the type of reduction, whatever type they are computed in.
+    Gradients of several backward passes are accumulated in the reduction type, whatever type they are computed in.
 
     Args:
         stage: the module.
-        reduces: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3), not at the end.
-        has_hooks: FSDP follows the backward passes of the stage by itself; not so with `UnshardedParams`.
+        reduces_each_micro_batch: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3),
+            not at the end.
+        has_hooks: FSDP's own hooks follow the backward passes of the stage; False with `UnshardedParams`.
     """
 
     on_backward_end: WeightGradTask | None = None
-    """Called when a backward pass has postponed all that it will, before any of it is computed."""
+    """Called when a backward pass has stored all its tasks, before any of them runs."""
 
     def __init__(self, stage: nn.Module, *, reduces_each_micro_batch: bool, has_hooks: bool = True) -> None:
         self._stage = stage
@@ -36,12 +37,13 @@ class WeightGradStore:
         self._set_gradient_sync(False)
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """See `WeightGradStoreProtocol`."""
+        """Store a weight-gradient task; see `WeightGradStoreProtocol`."""
         self._pending.append((tuple(weights), compute))
 
     def __call__(self) -> WeightGradTask:
-        """What the backward pass that just ended has postponed, to be run once."""
-        postponed, self._pending = self._pending, []
+        """Return the weight-gradient pass of the backward pass that just ended, to run once."""
+        tasks = self._pending
+        self._pending = []
         if self.on_backward_end is not None:
             self.on_backward_end()
         if not self._has_hooks and isinstance(self._stage, FSDPModule):
@@ -49,8 +51,8 @@ class WeightGradStore:
             _run_fsdp_post_backward(self._stage)
 
         def run() -> None:
-            while postponed:
-                weights, compute = postponed.pop(0)
+            while tasks:
+                weights, compute = tasks.pop(0)
                 with torch.no_grad():
                     gradients = compute()
                 torch.autograd.backward(weights, gradients)
@@ -59,7 +61,7 @@ class WeightGradStore:
         return run
 
     def _finish_fsdp_backward(self) -> None:
-        """Let FSDP take up gradients that came behind its backward pass, and reduce them if it is time."""
+        """Let FSDP accumulate the delayed gradients, and reduce them if due."""
         if not isinstance(self._stage, FSDPModule):
             return
         self._set_gradient_sync(True)
@@ -75,17 +77,17 @@ class WeightGradStore:
 
 
 def _run_fsdp_post_backward(stage: FSDPModule) -> None:
-    """Let FSDP end a backward pass: each group of parameters accumulates in the type of reduction, or reduces."""
-    # torch calls it in the same way where a schedule reduces gradients.
+    """Run FSDP's post-backward: each parameter group accumulates gradients in the reduction type, or reduces them."""
+    # torch's pipeline schedules call the same function to reduce gradients.
     fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _reduce_param_groups(stage: FSDPModule) -> None:
-    """Reduce the gradients of a stage, one group of parameters after another.
+    """Reduce the gradients of a stage, one FSDP parameter group after another.
 
-    Those that came with a backward pass without reduction are in the type of reduction already, and postponed ones in
-    the type of the weights. FSDP reduces gradients of one type at once. Group by group, so that no more than one group
-    has its gradients in the wide type.
+    Gradients accumulated by a backward pass without reduction are in the reduction type, delayed ones in the type of
+    the weights, and FSDP reduces gradients of a single type at once. One group at a time, so that only one group has
+    its gradients in high precision.
     """
     for state in fully_shard.state(stage)._state_ctx.all_states:  # type: ignore[attr-defined]
         group = state._fsdp_param_group
@@ -97,7 +99,7 @@ def _reduce_param_groups(stage: FSDPModule) -> None:
 
 
 def install_wgrad_store(stage: nn.Module, wgrad_store: WeightGradStore) -> None:
-    """Give every module of a stage that can compute its weight gradients later the place to leave them."""
+    """Set the weight-gradient store on every module of a stage that supports delayed weight gradients."""
     for module in stage.modules():
         if hasattr(module, "wgrad_store"):
             module.wgrad_store = wgrad_store  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""This rank's part of each global batch."""
+"""Batch sharding: this rank's data-parallel and context-parallel shard of each global batch."""
 
 from collections.abc import Sequence
 
@@ -20,10 +20,10 @@ WeightedSamples = tuple[SampleBatch, TargetWeights]
 
 
 class BatchSharder:
-    """Cuts global batches by data-parallel rank and by context shard.
+    """Shards global batches over data-parallel ranks and context-parallel ranks.
 
-    Micro-batch j of the global batch is samples [j * B, (j + 1) * B); data-parallel rank d takes the j-th of its
-    `num_micro_batches` from place d * num_micro_batches + j, so the batch is the same under every mapping.
+    Micro-batch j of the global batch is samples [j * B, (j + 1) * B). The j-th micro-batch of data-parallel rank d is
+    number d * num_micro_batches + j, so the batch is the same under every mapping.
     """
 
     def __init__(self, sampler: Sampler, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
@@ -38,39 +38,39 @@ class BatchSharder:
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
     def batch(self, first_sample: int) -> Batch:
-        """As `to_batch`, of the global batch that starts at sample `first_sample` of the run."""
+        """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
         return self.to_batch(self.read(range(first_sample, first_sample + self._global_batch_size)))
 
     def read(self, samples: Sequence[int]) -> WeightedSamples:
-        """This rank's samples of a global batch, and the weights of their targets.
+        """Read this rank's samples of a global batch, and compute the weights of their targets.
 
         Args:
-            samples: the global batch, by the numbers of the run.
+            samples: the global batch, as sample numbers of the run.
         """
         return self._read_weighted_samples(samples, self._global_batch_size)
 
     def to_batch(self, samples: WeightedSamples) -> Batch:
-        """This rank's part of a global batch, from what it has read.
+        """Build this rank's shard of a global batch from the samples that `read` returned.
 
-        Collective over dp where samples have marks: the mean is over the targets that count, on whichever rank.
+        Collective over dp if samples are annotated: the mean is over the counted targets of all ranks.
         """
         (batch,) = self._normalize_weights([samples], self._global_batch_size)
         return batch
 
     def eval_batches(self, num_samples: int) -> list[Batch]:
-        """This rank's part of the first `num_samples` of the split, each taken once: of a smaller split, all.
+        """Return this rank's shards of the first `num_samples` of the split, or of the whole split if it is smaller.
 
         The weights of all batches and ranks sum to 1. Collective as `to_batch`.
         """
         return self.to_eval_batches(*self.read_eval_samples(num_samples))
 
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """This rank's samples of an evaluation, and of how many samples all ranks' are.
+        """Read this rank's samples of an evaluation; also return the number of samples over all ranks.
 
-        A global batch that the samples do not fill goes on with samples that weigh nothing, so the mean does not depend
-        on the size of the batch. Samples that are lost are passed over.
+        The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
+        samples are skipped.
         """
-        # An empty split explains itself when it is asked for a sample.
+        # An empty split raises its own error when a sample is requested.
         num_samples = max(1, min(num_samples, len(self._sampler) - self._sampler.num_dropped))
         parts: list[WeightedSamples] = []
         first = 0
@@ -81,24 +81,27 @@ class BatchSharder:
         return parts, num_samples
 
     def to_eval_batches(self, parts: list[WeightedSamples], num_samples: int) -> list[Batch]:
-        """The batches of an evaluation; collective as `to_batch`."""
+        """Build the batches of an evaluation; collective as `to_batch`."""
         return self._normalize_weights(parts, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
-        """This rank's samples of one global batch, and the weights of their targets: 0 for all but the first ones."""
-        mine = self._sampler.batch_at(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
+        """Read this rank's samples of one global batch; those after the first `num_taken` of the batch weigh 0."""
+        samples_of_rank = self._sampler.batch_at(
+            samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank]
+        )
         is_taken = np.arange(self._first_in_batch, self._first_in_batch + self._samples_per_rank) < num_taken
-        return mine, self._target_weights(mine) * is_taken[:, None, None]
+        return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
     def _target_weights(self, samples: SampleBatch) -> TargetWeights:
-        """What each target counts, [count, 1 + mtp_layers, S]: the next token, the one behind it, and so on.
+        """Return the loss weight of each target, [count, 1 + mtp_layers, S]: the next token, then the MTP targets.
 
-        A target counts as much at every depth, but only where it is of the document of the token that predicts it.
+        A target has the same weight at every depth, but 0 if the predicting token is in another document.
         """
         next_ = samples.target_weights()
         if next_ is None:
             next_ = np.ones(samples.inputs.shape)
-        starts, length = samples.document_starts(), self._sampler.seq_len
+        starts = samples.document_starts()
+        length = self._sampler.seq_len
         weights = np.zeros((len(next_), 1 + self._mtp_layers, length))
         weights[:, 0] = next_
         for depth in range(1, 1 + self._mtp_layers):
@@ -108,12 +111,12 @@ class BatchSharder:
         return weights
 
     def _normalize_weights(self, parts: list[WeightedSamples], num_samples: int) -> list[Batch]:
-        """Batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
+        """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
         length = self._sampler.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._mtp_layers)])
         if self._sampler.has_annotations:
-            mine = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
-            totals = all_reduce_sum(mine, self._dp_group).cpu().numpy()
+            rank_totals = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
+            totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
             totals[totals == 0] = 1.0
         return [self._build_batch(samples, weights / totals[:, None]) for samples, weights in parts]
 
@@ -130,9 +133,9 @@ class BatchSharder:
         )
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
-        """The tokens 2, 3, ... places ahead of each position, [count, mtp_layers, S]; behind the sample's end, 0.
+        """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
 
-        They come from the sample itself, so that a rank needs nothing of those that hold the positions behind its own.
+        They are taken from the full sample, so no communication with the ranks of later positions is needed.
         """
         ahead = np.zeros((len(labels), self._mtp_layers, self._sampler.seq_len), dtype=labels.dtype)
         for depth in range(1, 1 + self._mtp_layers):

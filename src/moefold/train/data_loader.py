@@ -1,7 +1,4 @@
-"""The data of a run: which samples come next, read by all ranks alike, without the files that have broken.
-
-The files of a run's data, as all ranks see them.
-"""
+"""Distributed data loader: opens the data files consistently on all ranks and drops files that turn out corrupt."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -32,26 +29,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DroppedFile:
-    """A file that is left out."""
+    """A data file that the run continues without."""
 
     name: str
     reason: str
     num_samples: int
-    """Samples of an epoch that are left out since, those of other files that were lost before included; 0 for a file
-    that the run never had."""
+    """Samples of an epoch dropped so far, with those of files dropped earlier; 0 for a file the run never had."""
     epoch_samples: int
-    """Samples of an epoch when the run began."""
+    """Samples of an epoch at the start of the run."""
     found_by: str = ""
-    """The rank that could not read it, and its host; empty for what was known before ranks read."""
+    """Rank and host that could not read the file; empty if found before ranks read."""
 
     def describe(self) -> str:
-        """What happened, for the log."""
+        """Return a log message for the dropped file."""
         share = f"; {self.num_samples} of the {self.epoch_samples} samples of an epoch are left out"
         why = f"{self.reason}; found by {self.found_by}" if self.found_by else self.reason
         return f"left out data file {self.name} ({why}){share if self.num_samples else ''}"
 
     def to_record(self) -> dict[str, Any]:
-        """What faults.jsonl keeps."""
+        """Return the record for faults.jsonl."""
         return {
             "kind": "data",
             "action": "left out",
@@ -65,59 +61,59 @@ class DroppedFile:
 
 @dataclass(frozen=True)
 class DroppedEvaluation:
-    """No sample is left to evaluate on."""
+    """An evaluation without any sample left to evaluate on."""
 
     num_samples: int
-    """How many there were."""
+    """Number of validation samples at the start."""
 
     def describe(self) -> str:
-        """What happened, for the log."""
+        """Return a log message for the skipped evaluation."""
         return f"evaluation is skipped: all {self.num_samples} validation samples are of files that are left out"
 
     def to_record(self) -> dict[str, Any]:
-        """What faults.jsonl keeps."""
+        """Return the record for faults.jsonl."""
         return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
 
 
 class DataLoader:
-    """Gives this rank its part of each batch. A file that breaks under data.corrupt="skip" is left out on all ranks."""
+    """Loads this rank's shard of each batch; with data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
     train_sampler: Sampler
-    """The training samples; there once it is open, as are those to evaluate on."""
+    """The training samples; set by `open`, like `validation_sampler`."""
     validation_sampler: Sampler
     train_sharder: BatchSharder
 
     def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
-        """Look at the files; collective.
+        """Fingerprint the data files; collective.
 
         Raises:
-            ConfigError: ranks see other files.
+            ConfigError: ranks see different files.
         """
         self._cfg = cfg
         self._groups = groups
         self._positions = positions
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
-        """What the files look like now."""
+        """Fingerprints of the files as they are now."""
         self._initial_fingerprints = self._data_files.by_name
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
         self.events: list[DroppedFile | DroppedEvaluation] = []
-        """What was left out, and nobody has logged yet."""
+        """Dropped files and evaluations that are not logged yet."""
         self.message = ""
-        """What was left out before, or why the data begins anew; empty if neither is so."""
-        # Other data has no files that could be left out while it is read.
+        """A message about files dropped earlier, or why the data restarts at sample 0; empty if there is none."""
+        # Other kinds of data have no files that can be dropped during the run.
         self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
 
     def open(self, meta: CheckpointMeta | None) -> None:
-        """Open the samples of a run, that of a checkpoint if its data is the same; collective.
+        """Open the samples of a run, continuing those of a checkpoint if its data is the same; collective.
 
         Raises:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        before = meta if continues_data(cfg, meta, self.fingerprints) else None
-        self._shards = resolve_token_files(cfg, self._data_files, before, current_world())
+        resumed_meta = meta if continues_data(cfg, meta, self.fingerprints) else None
+        self._shards = resolve_token_files(cfg, self._data_files, resumed_meta, current_world())
         data = open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
@@ -125,30 +121,32 @@ class DataLoader:
             seed=cfg.run.seed,
             token_file_set=self._shards,
         )
-        self.train_sampler, self.validation_sampler = data.train, data.validation
+        self.train_sampler = data.train
+        self.validation_sampler = data.validation
         self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
-        known = {} if before is None else before.data_lost
-        if meta is not None and before is None:
-            self.message = f"the data begins anew, at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
-        if before is not None:
-            self._initial_fingerprints = before.data_files
-        if known:
+        already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
+        if meta is not None and resumed_meta is None:
+            self.message = f"the data restarts at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
+        if resumed_meta is not None:
+            self._initial_fingerprints = resumed_meta.data_files
+        if already_dropped:
             self.message = (
-                f"still left out: {format_list([f'data file {name} ({why})' for name, why in known.items()])}"
+                "still left out: "
+                f"{format_list([f'data file {name} ({reason})' for name, reason in already_dropped.items()])}"
             )
-        lost = {} if self._shards is None else self._shards.dropped
-        skipped = {
+        dropped = {} if self._shards is None else self._shards.dropped
+        skipped_files = {
             name: self._data_files.skip_reasons.get(name, "it cannot be read")
-            for name, look in self.fingerprints.items()
-            if look == SKIPPED
+            for name, value in self.fingerprints.items()
+            if value == SKIPPED
         }
-        if before is None and self._can_drop_files:
-            lost = skipped | {**lost}
-        self._add_events({name: why for name, why in lost.items() if name not in known})
+        if resumed_meta is None and self._can_drop_files:
+            dropped = skipped_files | {**dropped}
+        self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
 
     def data_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the files: fields of `TrainState`."""
+        """Return the data fields of `TrainState` for a checkpoint."""
         shards = self._shards or TokenFileSet()
         return {
             "data_files": dict(self._initial_fingerprints),
@@ -157,14 +155,14 @@ class DataLoader:
         }
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """This rank's part of the next global batch, and the samples of the run that it is; collective.
+        """Return this rank's shard of the next global batch, and the sample numbers of the batch; collective.
 
         Args:
-            first: where the run stands.
-            skipped_ranges: samples that are not to be taken.
+            first: first sample of the run that is not used yet.
+            skipped_ranges: samples to skip.
 
         Raises:
-            BrokenShardError, StrangeIdError: a file cannot be read, and may not be left out.
+            BrokenShardError, OutOfVocabError: a file cannot be read and may not be dropped.
             RunError: all files are lost.
         """
         size = self._cfg.train.global_batch_size
@@ -179,7 +177,7 @@ class DataLoader:
         return self.train_sharder.to_batch(part), samples
 
     def eval_batches(self) -> list[Batch]:
-        """This rank's part of the samples to evaluate on, none if all are lost; collective. Raises as `next_batch`."""
+        """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`."""
 
         def read() -> tuple[list[WeightedSamples], int]:
             if self.validation_sampler.is_all_dropped:
@@ -192,42 +190,42 @@ class DataLoader:
         return self._validation_sharder.to_eval_batches(parts, count)
 
     def _read_consistently(self, read: Callable[[], T]) -> T:
-        """Read, and read anew without the files that break meanwhile on any rank; collective where files may."""
+        """Read, and retry without the files that fail on any rank; collective if files may be dropped."""
         while True:
-            fault: BrokenShardError | OutOfVocabError | None = None
-            found: T | None = None
+            read_error: BrokenShardError | OutOfVocabError | None = None
+            result: T | None = None
             try:
-                found = read()
+                result = read()
             except (BrokenShardError, OutOfVocabError) as error:
                 if not self._can_drop_files or not error.shard:
                     step = self._groups.recorder.step
                     raise error.with_reporter(f"{_rank_and_host(self._groups.rank)}, step {step}") from error
-                fault = error
-            lost = self._gather_unreadable_files(fault) if self._can_drop_files else {}
-            if not lost:
-                assert found is not None
-                return found
-            self._drop_files(lost)
+                read_error = error
+            unreadable = self._gather_unreadable_files(read_error) if self._can_drop_files else {}
+            if not unreadable:
+                assert result is not None
+                return result
+            self._drop_files(unreadable)
 
     def _gather_unreadable_files(self, fault: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
-        """The files that any rank could not read: what the first that could not says, and who it is; collective."""
+        """Return the files that any rank failed to read, with cause and rank of the first failure; collective."""
         world = self._groups.world
         raised = torch.full((1,), float(fault is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):
             return {}
-        lost: dict[str, tuple[str, str]] = {}
-        mine_alone = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
-        for mine in current_world().all_gather_object(mine_alone):
-            lost = mine | lost
-        return lost
+        unreadable: dict[str, tuple[str, str]] = {}
+        own_failures = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
+        for failures in current_world().all_gather_object(own_failures):
+            unreadable = failures | unreadable
+        return unreadable
 
     def _drop_files(self, found: dict[str, tuple[str, str]]) -> None:
         assert self._shards is not None
-        lost = {name: why for name, (why, _) in found.items()}
-        self._shards = self._shards.without(lost)
-        for row in (self.train_sampler, self.validation_sampler):
-            row.drop_files(lost)
-        self._add_events(lost, {name: who for name, (_, who) in found.items()})
+        reasons = {name: reason for name, (reason, _) in found.items()}
+        self._shards = self._shards.without(reasons)
+        for sampler in (self.train_sampler, self.validation_sampler):
+            sampler.drop_files(reasons)
+        self._add_events(reasons, {name: who for name, (_, who) in found.items()})
 
     def _add_events(self, dropped: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
         read = self._shards.num_tokens if self._shards is not None else {}
@@ -251,60 +249,61 @@ class DataLoader:
 
 
 def _rank_and_host(rank: int) -> str:
-    """A rank and its machine, for a message."""
+    """Format a rank and its host for a message."""
     return f"rank {rank} (host {socket.gethostname()})"
 
 
 @dataclass(frozen=True)
 class DataFingerprints:
-    """What the files look like; the same on every rank."""
+    """Fingerprints of all data files; the same on every rank."""
 
     by_name: dict[str, str] = field(default_factory=dict)
-    """As `fingerprint`: of the first rank, which alone reads of them; "skipped" where any rank has to leave one out."""
+    """Result of `fingerprint` on rank 0, which alone reads them; "skipped" for files that any rank has to skip."""
     skip_reasons: dict[str, str] = field(default_factory=dict)
-    """What is wrong with those that are left out, as far as it is known."""
+    """Reason for each skipped file, if known."""
 
 
 def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
-    """What the files look like; collective over the crew.
+    """Fingerprint the data files on rank 0 and compare them with every rank's; collective over the world.
 
     Raises:
-        ConfigError: another rank sees other files, or leaves other ones out as corrupt, and they are not token files
-            that may be left out; on every rank alike.
+        ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
+            raised on every rank.
     """
-    seen: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
-    wrong = {} if world.is_rank0 else size_differences_by_file(seen.by_name, file_sizes(data))
-    looks, faults = dict(seen.by_name), dict(seen.skip_reasons)
-    for rank, differences in enumerate(world.all_gather_object(wrong)):
-        words = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
+    on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
+    size_differences = {} if world.is_rank0 else size_differences_by_file(on_rank0.by_name, file_sizes(data))
+    fingerprints = dict(on_rank0.by_name)
+    reasons = dict(on_rank0.skip_reasons)
+    for rank, differences in enumerate(world.all_gather_object(size_differences)):
+        reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
         if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
-            raise ConfigError(f"{words}; give all machines the same files")
+            raise ConfigError(f"{reason}; give all machines the same files")
         for name in differences:
-            looks[name] = SKIPPED
-            faults.setdefault(name, words)
-    return DataFingerprints(looks, faults)
+            fingerprints[name] = SKIPPED
+            reasons.setdefault(name, reason)
+    return DataFingerprints(fingerprints, reasons)
 
 
 def resolve_token_files(
     cfg: Config, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
 ) -> TokenFileSet | None:
-    """The token files that the samples of a run lie in, and those that are left out; collective over the crew.
+    """Return the token files of a run, and those that are dropped; collective over the world.
 
     Args:
         cfg: the recipe.
-        fingerprints: what the files look like.
-        meta: of the checkpoint whose samples the run goes on with; None for a run that begins.
+        fingerprints: fingerprints of all data files.
+        meta: metadata of the checkpoint whose data the run continues; None for a new run.
         world: all ranks.
 
     Returns:
-        None for data of another kind.
+        The token files; None for other kinds of data.
 
     Raises:
-        ConfigError: as `build_token_file_set` and `check_same_files`, on the first rank; all files are lost.
+        ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0; all files are lost.
     """
     if cfg.data.kind != "tokens":
         return None
-    skipped = {name for name, look in fingerprints.by_name.items() if look == SKIPPED}
+    skipped = {name for name, value in fingerprints.by_name.items() if value == SKIPPED}
     if meta is not None and meta.data_tokens:
         losses = dropped_files(meta, fingerprints.by_name)
         reasons = {
@@ -312,9 +311,9 @@ def resolve_token_files(
         }
         known = TokenFileSet(meta.data_tokens, reasons)
         if world.is_rank0:
-            then = {name for name, look in meta.data_files.items() if look == SKIPPED}
-            check_same_files(known, cfg.data, skipped=then | skipped)
-        # No rank opens a file before the first one has let it pass.
+            earlier = {name for name, value in meta.data_files.items() if value == SKIPPED}
+            check_same_files(known, cfg.data, skipped=earlier | skipped)
+        # No rank opens a file before rank 0 has checked all of them.
         world.all_gather_object(None)
         return known
     found = None
@@ -325,7 +324,7 @@ def resolve_token_files(
 
 
 def continues_data(cfg: Config, meta: CheckpointMeta | None, fingerprints: Mapping[str, str]) -> bool:
-    """Whether a run takes the samples behind those of a checkpoint, rather than begin its data anew."""
+    """Return whether a run continues with the samples after those of a checkpoint, rather than at sample 0."""
     return meta is not None and not data_order_change(meta, cfg, fingerprints)
 
 

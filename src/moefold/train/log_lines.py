@@ -1,7 +1,4 @@
-"""The first lines of a run's log: folder, model, data, batch, ranks and saves, before the first step. Torch-free.
-
-The last lines of a run's log: how it ended, where its model is, and what to type next. Torch-free.
-"""
+"""First and last lines of a run's log: its settings, how it ended, and the next command to type. Torch-free."""
 
 import shlex
 from pathlib import Path
@@ -15,17 +12,17 @@ from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
 
 MIN_UNBOUNDED_SAMPLES = 2**39
-"""A row of at least so many samples is a stream or made up: nothing is known of its length."""
+"""A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""
 
 
 def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validation_sampler: Sampler) -> list[str]:
-    """Return the lines that say what is about to run.
+    """Return the lines that describe the run before its first step.
 
     Args:
-        cfg: the recipe, as it runs.
+        cfg: the resolved recipe.
         device_type: "cpu" or "cuda".
-        train_sampler: the samples to train on.
-        validation_sampler: those to evaluate on; may be empty.
+        train_sampler: the training samples.
+        validation_sampler: the validation samples; may be empty.
     """
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
@@ -39,7 +36,8 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
 
 
 def _describe_model(cfg: Config) -> str:
-    model, count = cfg.model, count_parameters(cfg.model)
+    model = cfg.model
+    count = count_parameters(cfg.model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
     experts = f", {model.num_experts} experts, top {model.top_k}" if "M" in model.layer_kinds else ""
@@ -47,7 +45,8 @@ def _describe_model(cfg: Config) -> str:
 
 
 def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:
-    data, seq_len = cfg.data, cfg.train.seq_len
+    data = cfg.data
+    seq_len = cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
     parts = [f"{data.kind} {paths}".strip()]
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
@@ -79,22 +78,22 @@ def _describe_saves(cfg: Config) -> str:
         return "no model is saved (checkpoint.every=0, checkpoint.at_end=false)"
     every = [f"every {checkpoint.every:,} steps"] if checkpoint.every else []
     when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
-    kept = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
+    retained = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
     more = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
-    return f"{when}{kept}{more}"
+    return f"{when}{retained}{more}"
 
 
 EXAMPLE_PROMPTS = {"python-docs": "The for statement", "text": "The", "huggingface": "The", "sft": "Hello"}
-"""Text to continue, for the kinds of data whose models read text."""
+"""Example prompt for each kind of text data."""
 
 
 def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
-    """Return the lines with which a run ends.
+    """Return the last lines of a run's log.
 
     Args:
         cfg: the recipe.
-        status: 0, or 128 and the number of the signal that stopped the run.
-        step: the last step that was done.
+        status: 0, or 128 plus the number of the signal that stopped the run.
+        step: the last finished step.
     """
     complete = complete_checkpoints(checkpoint_folder(cfg))
     newest = complete[-1] if complete else None
@@ -112,8 +111,9 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
 
 
 def next_commands(cfg: Config) -> list[str]:
-    """Return what a user may type once the model of a run is there."""
-    run_dir, steps = shlex.quote(cfg.run.dir), cfg.run.steps
+    """Return commands to suggest once the run has a model."""
+    run_dir = shlex.quote(cfg.run.dir)
+    steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
@@ -122,8 +122,8 @@ def next_commands(cfg: Config) -> list[str]:
 def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:
     if newest is None:
         return f"nothing was saved, as {_why_not_saved(cfg)}"
-    behind = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""
-    return f"saved in {newest}{behind}; the same command goes on from there"
+    missing = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""
+    return f"saved in {newest}{missing}; the same command goes on from there"
 
 
 def _why_not_saved(cfg: Config) -> str:

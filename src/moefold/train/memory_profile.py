@@ -1,6 +1,6 @@
-"""One step of a recipe on this rank under a ledger: what is in memory, by part, at the fullest moment and behind it.
+"""Memory measurement: one real step under a memory tracker, or the sharded state of any rank on the meta device.
 
-Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to.
+The tests of the memory formulas compare with these numbers.
 """
 
 import multiprocessing
@@ -32,28 +32,28 @@ from moefold.train.train_step import TrainingStep
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What a rank had in memory during a step, in bytes by part."""
+    """Memory of a rank during a step, in bytes by part."""
 
     rank: int
     pp_rank: int
     total: int
-    """The most at once."""
+    """Peak of all parts together."""
     peak: dict[str, int]
-    """At that moment."""
+    """Bytes by part at the peak."""
     activations: int
-    """The most activations at once, which may be another moment."""
+    """Peak of the activations, possibly at another time."""
     activation_peak: dict[str, int]
-    """At that one."""
+    """Bytes by part at the activation peak."""
     gathered: int
-    """The gathered weights at that one; while they arrive there are more, of a layer at a time."""
+    """All-gathered weights at the activation peak; during an all-gather there are more, one layer at a time."""
     after: dict[str, int]
-    """Behind the backward pass, with all gradients."""
+    """Bytes by part after the backward pass, with all gradients."""
     routed: list[int]
-    """Copies of this rank's tokens that the router sent to each expert, all its layers together."""
+    """This rank's routed tokens per expert, summed over its layers."""
 
 
 def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> MeasuredMemory:
-    """Train one step on this rank of the default process group, on the CPU; collective."""
+    """Measure one training step on this rank of the default process group, on the CPU; collective."""
     report("building the model")
     p = cfg.parallel
     layout = fold(
@@ -64,20 +64,20 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
-    ledger = measure_step(training, batch)
-    everything = ledger.peak()
-    activations = ledger.peak(lambda part: part not in NOT_ACTIVATIONS)
-    kept = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
+    tracker = measure_step(training, batch)
+    peak = tracker.peak()
+    activations = tracker.peak(lambda part: part not in NOT_ACTIVATIONS)
+    activation_peak = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
     pp_rank = layout.attention.coordinate(groups.rank, "pp")
     return MeasuredMemory(
         rank=groups.rank,
         pp_rank=pp_rank,
-        total=everything.total,
-        peak=everything.by_part,
+        total=peak.total,
+        peak=peak.by_part,
         activations=activations.total,
-        activation_peak=kept,
+        activation_peak=activation_peak,
         gathered=activations.by_part.get(GATHERED_WEIGHTS, 0),
-        after=ledger.current(),
+        after=tracker.current(),
         routed=[
             sum(counts)
             for counts in zip(
@@ -89,34 +89,32 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
-    """Run the forward and backward passes of step 1 under a ledger; collective."""
-    with track_memory(training.model, training.optimizer, batch.tensors()) as ledger:
+    """Run the forward and backward passes of step 1 under a memory tracker; collective."""
+    with track_memory(training.model, training.optimizer, batch.tensors()) as tracker:
         training.begin_step(1)
         training.model.forward_backward(batch)
-    return ledger
+    return tracker
 
 
 BFLOAT16_BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16 value."""
 
 
 def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
-    """Build the stages and the optimizer of one rank on the meta device, and count what they hold.
+    """Return the state bytes of one rank, from its stages and optimizer built on the meta device.
 
-    Gradients are not counted: there are none before a step. Nor are moments that would be outside of memory.
-
-    A child process does it: what torch finds out about a mesh, the place of this rank in it included, it keeps for all
-    equal meshes of the process, those of the next rank too.
+    Gradients (absent before a step) and offloaded moments are not counted. Runs in a child process, because torch
+    caches what it derives from a device mesh, this rank's coordinate included, for all equal meshes of the process.
     """
     with block_signals([signal.SIGINT], starts_python=False):
-        # The child leaves Ctrl-C to this process.
+        # The child must not handle Ctrl-C; this process does.
         pool = multiprocessing.get_context("fork").Pool(1)
     with pool:
         return pool.apply(_state_bytes_in_child, (cfg, rank))
 
 
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
-    # Activations do not count here, and nothing may be written.
+    # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
     with fake_rank(cfg, rank) as groups:
         stages = build_sharded_stages(cfg, groups, for_training=True).stages
@@ -137,20 +135,20 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             for state in optimizer.state.values()
             for name, x in state.items()
         )
-        # As `initialise` makes them: whole numbers keep their type, all others are float32.
+        # `init_weights` keeps the type of integer buffers and makes all others float32.
         buffers = sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
-        turns = [stage.rope for stage in stages if stage.rope is not None]
-        buffers += sum(_tensor_bytes(turn.cos) + _tensor_bytes(turn.sin) for turn in turns)
+        ropes = [stage.rope for stage in stages if stage.rope is not None]
+        buffers += sum(_tensor_bytes(rope.cos) + _tensor_bytes(rope.sin) for rope in ropes)
     return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
 
 
 def _cast_copy_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
-    """One rank by itself reads copies of its weights in the compute type: all but the router's and a mere look-up's."""
+    """Return the bytes of bfloat16 weight copies on a single rank: all but routers and untied embeddings."""
     if cfg.run.dtype != "bfloat16":
         return 0
-    wide = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
-    read = [p for name, p in parameters.items() if ".router." not in name and name not in wide]
-    return sum(p.numel() for p in read) * BFLOAT16_BYTES
+    not_cast = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
+    cast = [p for name, p in parameters.items() if ".router." not in name and name not in not_cast]
+    return sum(p.numel() for p in cast) * BFLOAT16_BYTES
 
 
 def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:

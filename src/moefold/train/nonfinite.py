@@ -1,4 +1,4 @@
-"""Where a step that is not finite went wrong: ranks and parameters. Asked after the fact; costs nothing before."""
+"""NaN/Inf localisation: ranks and parameters of a non-finite step. Runs only after such a step."""
 
 import re
 import socket
@@ -17,29 +17,29 @@ _LAYER_PATTERN = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class RankNonFinite:
-    """What one rank sees of it."""
+    """Non-finite values found by one rank."""
 
     rank: int
     host: str
     has_bad_loss: bool
-    """Its own part of the loss is not finite: the fault lies in the forward pass of samples that it computes."""
+    """This rank's part of the loss is not finite: the fault is in the forward pass of its samples."""
     bad_parameters: tuple[str, ...]
-    """Parameters whose reduced gradient has a value that is not finite in this rank's part of it, in model order."""
+    """Parameters whose reduced gradient is not finite in this rank's shard, in model order."""
     has_bad_gradient: bool
-    """Computed once more, its own gradient was not finite before it was added to those of other ranks."""
+    """In the rerun, this rank's gradient was not finite before the reduction over ranks."""
     is_bad_on_rerun: bool
-    """Computed once more, something of it was not finite."""
+    """In the rerun, the loss or a gradient was not finite."""
 
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """What all ranks together see; the same on every rank."""
+    """Findings of all ranks; the same on every rank."""
 
     findings: tuple[RankNonFinite, ...]
 
     @property
     def loss_ranks(self) -> tuple[int, ...]:
-        """Ranks whose own part of the loss is not finite."""
+        """Ranks whose part of the loss is not finite."""
         return tuple(finding.rank for finding in self.findings if finding.has_bad_loss)
 
     @property
@@ -49,33 +49,33 @@ class NonFiniteReport:
 
     @property
     def gradient_ranks(self) -> tuple[int, ...]:
-        """Ranks whose own gradient is not finite, where the loss of all is."""
+        """Ranks whose gradient is not finite before reduction, if the loss is finite on all ranks."""
         return () if self.loss_ranks else tuple(f.rank for f in self.findings if f.has_bad_gradient)
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether it was not finite again when it was computed once more; else the batch is not at fault."""
+        """True if the rerun was not finite either; else the hardware is suspect rather than the batch."""
         return any(finding.is_bad_on_rerun for finding in self.findings)
 
     def describe(self) -> str:
-        """Ranks and parameters, for a message."""
+        """Describe ranks and parameters for a message."""
         found = []
         if self.loss_ranks:
             found.append(f"the loss on {self._format_ranks(self.loss_ranks)}")
         if self.gradient_ranks:
             found.append(f"the gradients that {self._format_ranks(self.gradient_ranks)} computed")
         if names := self.parameters:
-            # The backward pass comes from the last parameter of the model and carries the fault on to the first.
+            # The backward pass runs from the last parameter to the first and spreads non-finite values on its way.
             first = names[-1]
             holders = tuple(f.rank for f in self.findings if first in f.bad_parameters)
             rest = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
             found.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{rest}")
-        again = (
-            "so again when computed anew"
+        rerun = (
+            "not finite in a rerun of the step either"
             if self.is_reproducible
-            else "but finite when computed anew, as of a bad machine"
+            else "but finite in a rerun of the step, as after a hardware fault"
         )
-        return f"not finite: {'; '.join([*found, again])}"
+        return f"not finite: {'; '.join([*found, rerun])}"
 
     def _format_ranks(self, ranks: tuple[int, ...]) -> str:
         return format_list([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])
@@ -84,14 +84,16 @@ class NonFiniteReport:
 def gather_findings(
     bad_loss: bool, bad_parameters: tuple[str, ...], has_bad_gradient: bool, is_bad_on_rerun: bool
 ) -> NonFiniteReport:
-    """Put together what all ranks have found; collective over all of them. The arguments are those of `RankNonFinite`."""
-    crew = current_world()
-    mine = RankNonFinite(crew.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun)
-    return NonFiniteReport(tuple(crew.all_gather_object(mine)))
+    """Gather the findings of all ranks; collective over all of them. For the arguments see `RankNonFinite`."""
+    world = current_world()
+    finding = RankNonFinite(
+        world.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun
+    )
+    return NonFiniteReport(tuple(world.all_gather_object(finding)))
 
 
 def nonfinite_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """Those whose gradient, or this rank's part of it, is not finite, in model order."""
+    """Return the parameters whose gradient shard on this rank is not finite, in model order."""
     bad = (
         name for name, parameter in parameters.items() if parameter.grad is not None and not is_finite(parameter.grad)
     )
@@ -99,13 +101,13 @@ def nonfinite_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[str, .
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether this rank's part of a tensor is; waits for the device."""
+    """Return whether this rank's shard of a tensor is finite; synchronises with the device."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(torch.isfinite(local).all())
 
 
 def _forward_order(name: str) -> tuple[int, int, str]:
-    """Place of a parameter in the way of the data: embedding, layers by number, the rest."""
+    """Return a sort key for parameters in forward order: embedding, layers by number, the rest."""
     layer = _LAYER_PATTERN.search(name)
     if layer is not None:
         return 1, int(layer[1]), name

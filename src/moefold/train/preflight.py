@@ -1,4 +1,4 @@
-"""Rules on what a config needs of the machine: folders, data, checkpoints and optional packages."""
+"""Checks of a config against the machine: folders, data, checkpoints and optional packages."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from moefold.validate.pipeline import check_schedule_file
 
 
 def check_writable(cfg: Config) -> None:
-    """The folders that the run writes to exist or can be made, and files can be made in them.
+    """Check that the folders the run writes to exist or can be created, and that files can be created in them.
 
     Raises:
         ConfigError: a folder is a file, or cannot be written to.
@@ -22,7 +22,7 @@ def check_writable(cfg: Config) -> None:
 
 
 def check_packages(cfg: Config) -> None:
-    """The trackers and the dispatcher that were asked for are installed.
+    """Check that the packages of the chosen trackers and dispatcher are installed.
 
     Raises:
         ConfigError: a package is missing.
@@ -34,19 +34,19 @@ def check_packages(cfg: Config) -> None:
 
 
 def check_data_source(cfg: Config) -> None:
-    """The data can be read, holds enough tokens and fits the vocabulary.
+    """Check that the data can be read, holds enough tokens and fits the vocabulary.
 
     Raises:
         ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
     """
-    # numpy and the tokenizer are not needed to refuse a wrong key.
+    # Lazy import: rejecting a wrong key must not need numpy and the tokenizer.
     from moefold.data import check_data
 
     check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
 
 
 def check_resume(cfg: Config) -> None:
-    """A checkpoint that is named exists, and is one checkpoint.
+    """Check that the checkpoint named in the recipe exists, and is a single checkpoint.
 
     Raises:
         ConfigError: it does not exist, is a file, or is a folder of several checkpoints.
@@ -61,35 +61,35 @@ def check_resume(cfg: Config) -> None:
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
-    beside = [str(found) for found in _list_checkpoints(path.parent)[-5:]]
-    hint = f"the checkpoints there are {', '.join(beside)}" if beside else "set 'auto' for the newest one, if any"
+    siblings = [str(found) for found in _list_checkpoints(path.parent)[-5:]]
+    hint = f"the checkpoints there are {', '.join(siblings)}" if siblings else "set 'auto' for the newest one, if any"
     raise ConfigError(f"{name} does not exist; {hint}")
 
 
 def check_initial_weights(cfg: Config) -> None:
-    """The weights that a new run starts with exist, and are of the recipe's model, or of one to upcycle to it.
+    """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it.
 
     Raises:
         ConfigError: they cannot be used.
     """
-    starts = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
-    for key, path in starts.items():
+    initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
+    for key, path in initial_weights.items():
         if path:
             from moefold.convert.init_from_check import init_from_unsupported_reason
 
-            if fault := init_from_unsupported_reason(cfg, Path(path)):
-                raise ConfigError(f"{key}={path!r}: {fault}")
+            if reason := init_from_unsupported_reason(cfg, Path(path)):
+                raise ConfigError(f"{key}={path!r}: {reason}")
 
 
 def check_replay(cfg: Config) -> None:
-    """The trace to replay exists, is of this model and batch, holds all steps, and is not the one being written.
+    """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written.
 
     Raises:
         ConfigError: it cannot be replayed.
     """
     if not cfg.moe.replay:
         return
-    # numpy is not needed to refuse a wrong key.
+    # Lazy import: rejecting a wrong key must not need numpy.
     from moefold.data.routing_trace import TRACE_FOLDER, RoutingTrace, trace_shape
 
     trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay")
@@ -102,12 +102,12 @@ def check_replay(cfg: Config) -> None:
 
 
 def check_replay_content(cfg: Config) -> None:
-    """Every choice of the trace to replay can be one; reads all of it, so one process of a machine does.
+    """Check every expert choice of the trace to replay; reads the whole trace, so call it on one process per host.
 
-    For a trace that passed `check_replay`.
+    The trace must have passed `check_replay`.
 
     Raises:
-        ConfigError: a choice is no expert, or a token has an expert twice.
+        ConfigError: an expert id is out of range, or a token has an expert twice.
     """
     if not cfg.moe.replay:
         return
@@ -121,24 +121,24 @@ def _list_checkpoints(folder: Path) -> list[Path]:
 
 
 def probe_folder(key: str, path: str) -> None:
-    """Try to make a file where a folder is or would be made; only a trial tells for sure, and it leaves nothing.
+    """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     folder = Path(path)
     name = f"{key}={path!r}"
-    standing = folder.absolute()
+    existing = folder.absolute()
     try:
-        while not standing.exists():
-            standing = standing.parent
-        if not standing.is_dir():
-            where = "is" if standing == folder.absolute() else f"lies below {str(standing)!r}, which is"
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            where = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
             raise ConfigError(f"{name} {where} a file; choose a folder")
-        with tempfile.TemporaryFile(dir=standing):
+        with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
-        raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
+        raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(existing)!r}; choose another") from None
 
 
 MACHINE_RULES = (
@@ -153,9 +153,9 @@ MACHINE_RULES = (
 
 
 def check_machine(cfg: Config) -> None:
-    """Refuse folders that cannot be written, data that cannot be read, absent checkpoints and missing packages.
+    """Check folders, data, checkpoints and packages on the machine that will run the config; creates nothing.
 
-    For a config that passed `check_config`, on the machine that will run it; creates nothing.
+    The config must have passed `check_config`.
 
     Raises:
         ConfigError: the first fault found.
@@ -165,12 +165,12 @@ def check_machine(cfg: Config) -> None:
 
 
 def check_offload_folder(cfg: Config) -> None:
-    """A file can be made in the folder for what is offloaded, which is made on its disk, if need be, but not above it.
+    """Check that files can be created in the offload folder, whose parent must exist.
 
-    A folder of results may lie anywhere; one that names a disk and is mistyped would fill another disk.
+    Run folders may be created anywhere, but a mistyped offload folder would fill another disk.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: they cannot be created.
     """
     if not ssd_offload_keys(cfg.train):
         return

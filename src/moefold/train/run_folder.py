@@ -1,12 +1,11 @@
-"""The folder that a run writes into: run.dir, or run.dir with a number where another run is in it. Torch-free.
+"""The run folder: run.dir, or run.dir with a number if run.dir holds another run, and its lock file. Torch-free.
 
-A recipe names one folder, and is started many times: to go on after a stop, to train longer, with another setting.
-What an earlier run wrote is continued or left alone, never cut off and never replaced.
+One recipe may be started many times: to resume after a stop, to train longer, or with other settings. The files of an
+earlier run are continued or left alone, never truncated and never replaced.
 
-One job at a time writes into a folder: its first rank holds a lock there, which ends with its process. Torch-free.
-
-Two jobs in one folder take the lines of each other's metrics and the drafts of each other's checkpoints away. It comes
-about by hand, and by an elastic launcher that takes a node for lost that trains on.
+The first rank of a job locks the folder until its process ends, as two jobs in one folder would destroy each other's
+metrics and half-written checkpoints. This happens when a user starts a job twice, or when torchrun restarts a job while
+the old node still trains.
 """
 
 import fcntl
@@ -48,46 +47,48 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and why there."""
+    """The folder that a run writes to, with the reason for the choice."""
 
     cfg: Config
-    """The recipe with that folder as its run.dir."""
+    """The recipe with the chosen folder as its run.dir."""
     message: str = ""
-    """What the log says of it: which run is left alone, or with what other settings one goes on; empty: nothing."""
+    """Log message: the run that is left alone, or the settings changed on resume; may be empty."""
 
 
 def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFolder:
-    """Return the folder that a start of a recipe writes into.
+    """Choose the folder that a start of a recipe writes to.
 
-    1. Where run.dir holds no run: run.dir.
-    2. Where run.dir, run.dir-2, run.dir-3, ... hold the run that this command started: that folder. It is the same run
-       if all settings that decide its result are the same; it goes on if it has fewer steps than run.steps, and is done
-       if it has them all and run.steps and the mapping are the same too.
-    3. Where run.dir has a checkpoint of fewer steps than run.steps, of the same model and data: run.dir, which goes on
+    1. If run.dir holds no run: run.dir.
+    2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
+       all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
+       finished if it has all steps and both run.steps and the parallel mapping are the same too.
+    3. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data: run.dir, which resumes
        with the new settings.
-    4. Else the first of run.dir-2, run.dir-3, ... that is free.
+    4. Else the first free one of run.dir-2, run.dir-3, ...
 
     Args:
         cfg: the recipe.
-        locked_folder: a folder whose lock this process holds, and which is not in use by others therefore.
+        locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
     """
-    asked = Path(cfg.run.dir)
-    if not _contains_run(asked, cfg):
+    run_dir = Path(cfg.run.dir)
+    if not _contains_run(run_dir, cfg):
         return RunFolder(cfg)
-    family = [asked, *_numbered_folders(asked)]
+    candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
-        # All of them share the checkpoints: those are of the run that was started last.
-        family.reverse()
-    for folder in family:
+        # All of them share one checkpoint folder, which belongs to the run that was started last.
+        candidates.reverse()
+    for folder in candidates:
         if _is_same_run(folder, cfg, locked_folder):
-            return RunFolder(_in_folder(cfg, folder), "" if folder == asked else _found_message(asked, folder))
-    if not (reason := _why_not_resumable(asked, cfg)):
-        return RunFolder(cfg, _changes_message(_read_settings(asked), cfg))
+            return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else _found_message(run_dir, folder))
+    if not (reason := _why_not_resumable(run_dir, cfg)):
+        return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
     free = next(
-        folder for folder in (_with_number(asked, number) for number in count(2)) if _is_free(folder, locked_folder)
+        folder for folder in (_with_number(run_dir, number) for number in count(2)) if _is_free(folder, locked_folder)
     )
-    note = f"run.dir={str(asked)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
-    return RunFolder(_in_folder(cfg, free), note)
+    message = (
+        f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
+    )
+    return RunFolder(_in_folder(cfg, free), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -95,7 +96,7 @@ def _in_folder(cfg: Config, folder: Path) -> Config:
 
 
 def _contains_run(folder: Path, cfg: Config) -> bool:
-    """Whether a run has written steps or checkpoints into a folder."""
+    """Return whether a run has written steps or checkpoints to a folder."""
     metrics = folder / METRICS_FILE
     try:
         has_steps = metrics.is_file() and metrics.stat().st_size > 0
@@ -109,7 +110,7 @@ def _with_number(run_dir: Path, number: int) -> Path:
 
 
 def _numbered_folders(run_dir: Path) -> list[Path]:
-    """The folders that have been numbered, in the order of their numbers."""
+    """Return the numbered siblings of a run folder, in order of their numbers."""
     found = {}
     stem = _with_number(run_dir, 0).name.removesuffix("0")
     for path in _with_number(run_dir, 0).parent.glob("*"):
@@ -120,7 +121,7 @@ def _numbered_folders(run_dir: Path) -> list[Path]:
 
 
 def _is_free(folder: Path, locked_folder: Path | None) -> bool:
-    """Whether a folder is absent, or was made by a run that wrote nothing before it ended."""
+    """Return whether a folder is absent, or left over from a run that wrote nothing."""
     if not folder.exists():
         return True
     if not folder.is_dir() or (folder != locked_folder and is_in_use(folder)):
@@ -130,7 +131,7 @@ def _is_free(folder: Path, locked_folder: Path | None) -> bool:
 
 
 def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
-    """Whether a folder holds the run that this command started: to go on with, to wait for, or done already."""
+    """Return whether a folder holds the run that this command started: to resume, to wait for, or finished already."""
     cfg = _in_folder(cfg, folder)
     settings = _read_settings(folder)
     if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg):
@@ -142,7 +143,7 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
         return False
     newest = _newest_intact_checkpoint(cfg)
     if newest is None:
-        # All damaged: the start refuses that. None yet: a job that still runs may be about to save its first one.
+        # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
         return bool(named_checkpoints(checkpoint_folder(cfg))) or (folder != locked_folder and is_in_use(folder))
     if step_of(newest) < cfg.run.steps:
         return True
@@ -151,37 +152,41 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
 
 
 def _why_not_resumable(run_dir: Path, cfg: Config) -> str:
-    """Why the recipe cannot go on with what run.dir holds, in words; empty if it can."""
-    wish = cfg.checkpoint.resume
-    if wish == "never":
+    """Return why the recipe cannot resume from run.dir; empty if it can."""
+    resume = cfg.checkpoint.resume
+    if resume == "never":
         return "checkpoint.resume='never'"
-    named = named_checkpoints(checkpoint_folder(cfg))
-    if wish != "auto":
-        given = Path(wish)
-        # Those of later steps are refused by name at the start.
-        stays = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in named)
-        return "" if stays else f"{wish!r} is of another run"
+    checkpoints = named_checkpoints(checkpoint_folder(cfg))
+    if resume != "auto":
+        given = Path(resume)
+        # Checkpoints of later steps are rejected by name at the start.
+        is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
+        return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg)
     if newest is None:
-        # Damaged ones are refused by name at the start.
-        return "" if named else "it has no checkpoint to go on from"
-    meta, settings = read_meta(newest), _read_settings(run_dir)
+        # Damaged checkpoints are rejected by name at the start.
+        return "" if checkpoints else "it has no checkpoint to go on from"
+    meta = read_meta(newest)
+    settings = _read_settings(run_dir)
     if meta.origin:
-        # Weights alone: refused at the start, with the way out.
+        # A checkpoint of weights only: rejected at the start, with the way out.
         return ""
-    other = model_differences(meta.model, cfg.model) or data_order_change(meta, cfg)
-    if other:
-        return f"of another model or other data: {other}"
+    difference = model_differences(meta.model, cfg.model) or data_order_change(meta, cfg)
+    if difference:
+        return f"of another model or other data: {difference}"
     if meta.step < cfg.run.steps or settings is None:
         return ""
     changed = [
         key for key in _changed_keys(settings, cfg) if not _is_free_to_change(key) or _invalidates_finished_run(key)
     ]
-    return f"it has {meta.step} steps, with other settings: {format_list([_describe_change(key, settings, cfg) for key in changed])}"
+    return (
+        f"it has {meta.step} steps, with other settings: "
+        f"{format_list([_describe_change(key, settings, cfg) for key in changed])}"
+    )
 
 
 def _newest_intact_checkpoint(cfg: Config) -> Path | None:
-    """The newest checkpoint of the run that sizes of files find nothing wrong with."""
+    """Return the newest checkpoint of the run whose file sizes are right."""
     damaged: list[str] = []
     while (path := resume_candidate(cfg, damaged)) is not None and quick_validate(path):
         damaged.append(str(path))
@@ -189,7 +194,7 @@ def _newest_intact_checkpoint(cfg: Config) -> Path | None:
 
 
 def _read_settings(folder: Path) -> Settings | None:
-    """The settings of the run that a folder holds; None if it does not tell."""
+    """Return the settings of the run in a folder; None if they cannot be read."""
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
@@ -202,13 +207,13 @@ def _flatten(cfg: Config) -> Settings:
 
 
 def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
-    """The keys whose values differ; one that an earlier version did not know counts as its default."""
+    """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
     before = _flatten(Config()) | settings
     return [key for key, value in _flatten(cfg).items() if before[key] != value]
 
 
 def _is_free_to_change(key: str) -> bool:
-    """Whether a run stays the same run with another value of a key: folder, length, mapping, what is written when."""
+    """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
     section = key.partition(".")[0]
     if key in ("run.dir", "run.steps"):
         return True
@@ -216,12 +221,13 @@ def _is_free_to_change(key: str) -> bool:
 
 
 def _invalidates_finished_run(key: str) -> bool:
-    """Whether a finished run with another value of a key is not what was asked for, though it would be the same run."""
+    """Return whether changing a key asks for more than the finished run, although it is the same run."""
     return key == "run.steps" or key.startswith("parallel.")
 
 
 def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before, now = (_flatten(Config()) | dict(settings))[key], _flatten(cfg)[key]
+    before = (_flatten(Config()) | dict(settings))[key]
+    now = _flatten(cfg)[key]
     return f"{key}={json.dumps(now)} (it has {json.dumps(before)})"
 
 
@@ -230,7 +236,7 @@ def _found_message(run_dir: Path, folder: Path) -> str:
 
 
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
-    """With what other settings a run goes on; empty if it does with the same."""
+    """Return a message with the settings that changed on resume; empty if none did."""
     if settings is None or cfg.checkpoint.resume != "auto" or _newest_intact_checkpoint(cfg) is None:
         return ""
     changed = [
@@ -241,16 +247,16 @@ def _changes_message(settings: Settings | None, cfg: Config) -> str:
 
 LOCK_FILE = ".lock"
 MAX_LOCK_WAIT_S = 100.0
-"""A job that was given up may take so long to end; NFS keeps the locks of a host that is lost for 90 s (its lease)."""
+"""A cancelled job may take this long to end; NFS keeps the locks of a lost host for 90 s (its lease)."""
 _POLL_INTERVAL_S = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether another process holds the lock of a folder; not for a folder whose lock this process holds.
+    """Return whether another process holds the lock of a folder; do not call it for a lock that this process holds.
 
-    Closing the file gives up every lock that the process has on it: that is how the locks of fcntl are.
+    Closing the file would release every lock of this process on it: fcntl locks belong to the process.
     """
     try:
         file = (folder / LOCK_FILE).open("r+b", buffering=0)
@@ -262,21 +268,21 @@ def is_in_use(folder: Path) -> bool:
         except (BlockingIOError, PermissionError):
             return True
         except OSError:
-            # A disk without locks: nothing tells.
+            # A file system without locks.
             return False
     return False
 
 
 class RunLock:
-    """Context manager: holds `folder`, made if need be, for this process; it waits a while for another job to end.
+    """Context manager that locks `folder` for this process; waits up to `wait_s` for another job to end.
 
-    The lock is one of the process (fcntl), so that no child inherits it; a folder on a disk without such locks is used
-    without one, with a warning. A job that is refused before it writes anything leaves no folder that it made.
+    The lock is a process lock (fcntl), so no child inherits it. On a file system without such locks, the folder is used
+    unlocked, with a warning. A job that is rejected before it writes anything removes the folders that it created.
 
     Args:
-        folder: where one job at a time may write.
-        key: of the recipe, that names it.
-        wait_s: how long to wait for the one that holds it.
+        folder: folder that only one job at a time may write to; created if needed.
+        key: recipe key of the folder, for messages.
+        wait_s: how long to wait for the current owner.
     """
 
     def __init__(self, folder: Path, key: str, wait_s: float) -> None:
@@ -287,28 +293,28 @@ class RunLock:
         self._created_folders: list[Path] = []
 
     def __enter__(self) -> Self:
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
-            ConfigError: another process still holds it after the wait, or the folder cannot be written.
+            ConfigError: another process still holds the lock after the wait, or the folder cannot be written.
         """
         path = self._folder / LOCK_FILE
         self._created_folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._file = self._open(path)
         deadline_s = time.monotonic() + self._wait_s
-        says_so = True
+        is_first_try = True
         while not self._try_acquire(path):
             if time.monotonic() >= deadline_s:
-                holder = self._describe_owner()
+                owner = self._describe_owner()
                 self._file.close()
                 raise ConfigError(
-                    f"{self._key}={str(self._folder)!r} is in use by another job ({holder}), which did not end within "
+                    f"{self._key}={str(self._folder)!r} is in use by another job ({owner}), which did not end within "
                     f"{self._wait_s:g} s; wait for it or end it, or set another {self._key} (if its host is lost for "
                     f"good, remove {str(path)!r})"
                 )
-            if says_so:
+            if is_first_try:
                 logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._describe_owner())
-            says_so = False
+            is_first_try = False
             time.sleep(_POLL_INTERVAL_S)
         try:
             self._write_owner()
@@ -320,7 +326,7 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._file is None:
             return
         if (
@@ -329,7 +335,7 @@ class RunLock:
             and [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]
         ):
             (self._folder / LOCK_FILE).unlink()
-            # As far up as nobody else has put anything there.
+            # Remove the parents that are still empty.
             with suppress(OSError):
                 for folder in self._created_folders:
                     folder.rmdir()
@@ -347,7 +353,7 @@ class RunLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-                # The job that had it made the folder, wrote nothing and took it away: this is no longer its file.
+                # The previous owner wrote nothing and removed the folder that it had created, so our file is unlinked.
                 self._file.close()
                 self._file = self._open(path)
                 return False
@@ -355,32 +361,35 @@ class RunLock:
             return False
         except OSError as error:
             logger.warning(
-                "%s cannot be locked (%s): see that no other job writes there", self._folder / LOCK_FILE, error.strerror
+                "%s cannot be locked (%s): make sure that no other job writes there",
+                self._folder / LOCK_FILE,
+                error.strerror,
             )
         return True
 
     def _write_owner(self) -> None:
         assert self._file is not None
-        word = {
+        owner = {
             "host": socket.gethostname(),
             "process": os.getpid(),
             "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}",
         }
         if os.fstat(self._file.fileno()).st_size:
             self._file.truncate(0)
-        self._file.write(json.dumps(word).encode() + b"\n")
+        self._file.write(json.dumps(owner).encode() + b"\n")
 
     def _unwritable_error(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}; choose another, or make room"
+            f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}; choose another folder, "
+            "or free disk space"
         )
 
     def _describe_owner(self) -> str:
-        """Who holds it, as far as that has been written."""
+        """Describe the process that holds the lock, if it has written its name."""
         assert self._file is not None
         self._file.seek(0)
         try:
-            word = json.loads(self._file.read())
-            return f"process {word['process']} on {word['host']}, since {word['since']}"
+            owner = json.loads(self._file.read())
+            return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
         except (ValueError, KeyError, TypeError):
-            return "which has not said its name"
+            return "owner unknown"

@@ -1,4 +1,4 @@
-"""A clean end on Ctrl-C and SIGTERM: the step in flight is finished, then all ranks stop together."""
+"""Graceful shutdown on Ctrl-C and SIGTERM: finish the current step, then stop all ranks together."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 DUPLICATE_SIGNAL_S = 1.0
-"""A terminal sends Ctrl-C to every process, and launchers pass theirs on: what comes so soon after is the same one."""
+"""A terminal sends Ctrl-C to every process and launchers forward theirs: a repeat within this time is a duplicate."""
 
 NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
 
 
 class StopSignals:
-    """Remembers the signals that came while it is entered. A second Ctrl-C abandons the step.
+    """Context manager that records SIGINT and SIGTERM. A second Ctrl-C abandons the step.
 
     Args:
-        announces: tell the user on stderr that Ctrl-C was heard; for one rank of the job.
+        announces: confirm the first Ctrl-C on stderr; set on one rank of the job.
     """
 
     def __init__(self, *, announces: bool = False) -> None:
@@ -38,7 +38,7 @@ class StopSignals:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Whether each of SIGNALS came."""
+        """For each of SIGNALS, True if it was received."""
         return tuple(number in self._received_s for number in SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -49,5 +49,5 @@ class StopSignals:
         if now_s - first_s > DUPLICATE_SIGNAL_S:
             raise KeyboardInterrupt
         if self._announces and first_s == now_s:
-            # A handler may stand inside a print: only the plain system call is safe here.
+            # The signal may have interrupted a print, so only the plain system call is safe here.
             os.write(2, NOTICE)

@@ -1,4 +1,4 @@
-"""A step that went wrong, in words and as a record of faults.jsonl."""
+"""A non-finite step or a spike: log message, stop message and record for faults.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from moefold.topology.layout import Layout
 from moefold.train.train_step import StepResult
 
 MAX_LISTED_SAMPLES = 64
-"""So many samples of a batch have their origin in faults.jsonl; the range of the batch is there in any case."""
+"""Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""
 
 
 @dataclass(frozen=True)
 class StepFault:
-    """What became of a step that is not finite, or a spike."""
+    """Report of a non-finite step or a spike."""
 
     step: int
     samples: Sequence[int]
-    """The samples of the run that are its batch, ascending."""
+    """The samples of the batch, as sample numbers of the run, ascending."""
     result: StepResult
     cfg: Config
     layout: Layout
@@ -31,11 +31,11 @@ class StepFault:
 
     @property
     def end_sample(self) -> int:
-        """Where the run goes on behind the batch."""
+        """The first sample of the run after the batch."""
         return self.samples[-1] + 1
 
     def describe(self) -> str:
-        """What was seen, where, and in which samples."""
+        """Describe the fault: what is not finite, on which ranks, and in which samples."""
         parts = [f"step {self.step}: {self.result.decision.description}"]
         if self.result.nonfinite_report is not None:
             parts.append(self.result.nonfinite_report.describe())
@@ -48,22 +48,24 @@ class StepFault:
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
     def stop_message(self) -> str:
-        """Why the run ends, what is safe, and the way out; collective over all ranks, of which one looks."""
-        verdict, crew = self.result.decision, current_world()
-        safe = crew.all_gather_object(
-            _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if crew.is_rank0 else ""
+        """Return why the run stops, which checkpoint is intact, and the way out; collective."""
+        decision = self.result.decision
+        world = current_world()
+        safe = world.all_gather_object(
+            _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if world.is_rank0 else ""
         )[0]
-        key = f"faults.{verdict.reason}"
+        key = f"faults.{decision.reason}"
         others = "'skip' or 'rollback'" if 0 < self.cfg.checkpoint.every < self.cfg.run.steps else "'skip'"
-        wish = getattr(self.cfg.faults, verdict.reason)
+        action = getattr(self.cfg.faults, decision.reason)
         way_out = (
-            f"set {key}={others} to go on without such a batch" if wish == "stop" else "look at that data and rank"
+            f"set {key}={others} to go on without such a batch" if action == "stop" else "look at that data and rank"
         )
         return f"{self.describe()}; nothing of the step was applied, and {safe}; {way_out}"
 
     def to_record(self) -> dict[str, Any]:
-        """What faults.jsonl keeps."""
-        result, suspects = self.result, self._suspect_samples()
+        """Return the record for faults.jsonl."""
+        result = self.result
+        suspects = self._suspect_samples()
         record: dict[str, Any] = {
             "step": self.step,
             "kind": result.decision.reason,
@@ -75,31 +77,34 @@ class StepFault:
             "samples": suspects,
             "origins": [self.sampler.origin(sample) for sample in suspects[:MAX_LISTED_SAMPLES]],
         }
-        if (culprit := result.nonfinite_report) is not None:
-            record["loss_ranks"], record["gradient_ranks"] = list(culprit.loss_ranks), list(culprit.gradient_ranks)
-            record["is_lasting"] = culprit.is_reproducible
-            record["parameters"] = {f.rank: list(f.bad_parameters) for f in culprit.findings if f.bad_parameters}
+        if (report := result.nonfinite_report) is not None:
+            record["loss_ranks"] = list(report.loss_ranks)
+            record["gradient_ranks"] = list(report.gradient_ranks)
+            record["is_lasting"] = report.is_reproducible
+            record["parameters"] = {f.rank: list(f.bad_parameters) for f in report.findings if f.bad_parameters}
         return record
 
     def _suspect_samples(self) -> list[int]:
-        """Samples of the batch that can be at fault: those that the ranks at fault read, or all."""
+        """Return the samples that may be at fault: those read by the faulty ranks, or all."""
         size = len(self.samples)
-        culprit = self.result.nonfinite_report
-        ranks = culprit.loss_ranks or culprit.gradient_ranks if culprit else ()
+        report = self.result.nonfinite_report
+        ranks = report.loss_ranks or report.gradient_ranks if report else ()
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         count = size // self.cfg.parallel.dp
-        places = [place for place in range(size) if not replicas or place // count in replicas]
-        return [self.samples[place] for place in places]
+        indices = [i for i in range(size) if not replicas or i // count in replicas]
+        return [self.samples[i] for i in indices]
 
 
 def _describe_intact_checkpoint(folder: Path) -> str:
-    """The newest checkpoint of a folder that sizes of files find nothing wrong with, and later ones, in words."""
+    """Describe the newest checkpoint of a folder whose file sizes are right, and the damaged later ones."""
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
         if not (faults := quick_validate(path)):
-            which, later = "the last checkpoint", ""
+            which = "the last checkpoint"
+            later = ""
             if damaged:
-                which, later = "the last sound checkpoint", f" ({format_list(damaged)})"
-            return f"{which}, {str(path)!r}, is intact as far as sizes of files tell{later}"
+                which = "the last sound checkpoint"
+                later = f" ({format_list(damaged)})"
+            return f"{which}, {str(path)!r}, is intact as far as file sizes show{later}"
         damaged.append(f"{path.name} is damaged: {format_list(faults)}")
     return f"no checkpoint is intact ({format_list(damaged)})" if damaged else "there is no checkpoint yet"

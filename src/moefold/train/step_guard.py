@@ -1,4 +1,4 @@
-"""Whether a step may change the weights: judged by numbers that all ranks know alike. Pure and torch-free."""
+"""Step guard: decides from globally reduced metrics whether a step may change the weights. Pure and torch-free."""
 
 import math
 from collections import deque
@@ -15,34 +15,35 @@ FaultAction = Literal["update", "log", "skip", "rollback", "stop"]
 MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median: 1 / Phi^-1(3/4)."""
 MIN_RELATIVE_SPREAD = 0.01
-"""A row of equal values has no spread; it counts as so much of the median at least."""
+"""Lower bound of the spread relative to the median, as equal values have no spread."""
 SPIKE_METRICS = ("loss", "gradient norm")
-"""The numbers whose spikes are looked for."""
+"""The metrics that are checked for spikes."""
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What becomes of a step."""
+    """Decision about one step."""
 
     action: FaultAction
     reason: Literal["", "nonfinite", "spike"] = ""
     description: str = ""
-    """What was seen, in words; empty if nothing was."""
+    """Description of the fault; empty if there is none."""
 
     @property
     def updates(self) -> bool:
-        """Whether the weights take the step."""
+        """True if the step is applied to the weights."""
         return self.action in ("update", "log")
 
 
 class StepGuard:
-    """Judges the steps of a run, one after another, and remembers what it needs for the next ones.
+    """Decides about the steps of a run, one after another, and keeps the history that later decisions need.
 
-    A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, MAD their median distance
-    from the median: the Hampel identifier (L. Davies, U. Gather: The identification of multiple outliers, JASA 88,
-    1993), which a few spikes in the window do not move. Only steps that change the weights enter the window.
+    A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, where MAD is their median
+    distance from the median: the Hampel identifier (L. Davies, U. Gather: The identification of multiple outliers, JASA
+        88,
+    1993), which is robust against a few spikes in the window. Only steps that change the weights enter the window.
 
-    All that a resumed run needs to decide alike is in `state`.
+    `state` has everything that a resumed run needs for the same decisions.
     """
 
     def __init__(self, cfg: FaultsConfig) -> None:
@@ -52,38 +53,38 @@ class StepGuard:
         self._rollbacks = 0
         self._skipped_ranges: list[tuple[int, int]] = []
         self.num_skipped = 0
-        """Steps since the start of the run that changed nothing."""
+        """Number of steps since the start of the run that were not applied."""
 
     def decide(self, metrics: Mapping[str, float]) -> StepDecision:
         """Decide about a step.
 
         Args:
-            metrics: of the whole global batch, the same on every rank, by their names in a message: those of `SPIKE_METRICS`
-                and whatever else must be finite.
+            metrics: metrics of the whole global batch, the same on every rank, by their names in a message: those of
+                `SPIKE_METRICS` and all others that must be finite.
         """
-        verdict = self._apply_limits(self._initial_decision(metrics))
-        if verdict.updates:
+        decision = self._apply_limits(self._initial_decision(metrics))
+        if decision.updates:
             self._consecutive_skips = 0
             for name, values in self._recent_values.items():
                 values.append(metrics[name])
-        elif verdict.action == "skip":
+        elif decision.action == "skip":
             self._consecutive_skips += 1
             self.num_skipped += 1
-        elif verdict.action == "rollback":
+        elif decision.action == "rollback":
             self._rollbacks += 1
-        return verdict
+        return decision
 
     def skip_samples(self, first: int, end: int) -> None:
-        """Remember that samples first .. end - 1 of the run are not to be taken again."""
+        """Skip samples first .. end - 1 of the run from now on."""
         self._skipped_ranges.append((first, end))
 
     @property
     def skipped_ranges(self) -> tuple[range, ...]:
-        """The samples of the run that are not to be taken."""
+        """The samples of the run to skip."""
         return tuple(range(start, end) for start, end in self._skipped_ranges)
 
     def state(self) -> dict[str, Any]:
-        """All that is remembered, as JSON keeps it."""
+        """Return the history as JSON values."""
         return {
             "last": {name: list(values) for name, values in self._recent_values.items()},
             "skips_in_row": self._consecutive_skips,
@@ -93,12 +94,12 @@ class StepGuard:
         }
 
     def restore(self, state: Any) -> None:
-        """Go on from a state that `state` gave; None is that of a run without faults.
+        """Restore a history that `state` returned; None stands for that of a run without faults.
 
-        What this object has rolled back stays counted and left out: a state from before does not know of it yet.
+        Rollbacks and skipped ranges of this object are kept, as a state saved before a rollback lacks them.
 
         Raises:
-            ConfigError: it is no such state.
+            ConfigError: the state is malformed.
         """
         state = StepGuard(self._cfg).state() if state is None else state
         try:
@@ -106,7 +107,7 @@ class StepGuard:
             counts = [int(state[name]) for name in ("skips_in_row", "num_skipped", "rollbacks")]
             left_out = [(int(start), int(end)) for start, end in state["left_out"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the checkpoint's memory of faults is broken: {error!r}") from None
+            raise ConfigError(f"the checkpoint's fault history is broken: {error!r}") from None
         for name, values in last.items():
             self._recent_values[name].clear()
             self._recent_values[name].extend(values)
@@ -115,17 +116,17 @@ class StepGuard:
         self._skipped_ranges = list(dict.fromkeys(left_out + self._skipped_ranges))
 
     def _initial_decision(self, metrics: Mapping[str, float]) -> StepDecision:
-        """What the recipe wants of this step, whatever came before."""
+        """Return the decision about this step by itself, without the limits on skips and rollbacks."""
         cfg = self._cfg
         if wrong := [f"the {name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]:
             return StepDecision(cfg.nonfinite, "nonfinite", " and ".join(wrong))
         if cfg.spike == "ignore":
             return StepDecision("update")
-        high = [words for name in SPIKE_METRICS if (words := self._describe_spike(name, metrics[name]))]
+        high = [spike for name in SPIKE_METRICS if (spike := self._describe_spike(name, metrics[name]))]
         return StepDecision(cfg.spike, "spike", " and ".join(high)) if high else StepDecision("update")
 
     def _describe_spike(self, name: str, value: float) -> str:
-        """How far a value is above the last ones, in words; empty if it is none to speak of."""
+        """Describe a spike by its distance from the recent values; empty if the value is no spike."""
         values = self._recent_values[name]
         if len(values) < self._cfg.spike_window:
             return ""
@@ -137,7 +138,7 @@ class StepGuard:
         return f"the {name} is {value:.6g}{above} after a median of {middle:.6g} over {len(values)} steps"
 
     def _apply_limits(self, decision: StepDecision) -> StepDecision:
-        """The verdict, or that to stop if the recipe's patience is at its end."""
+        """Return the decision, or "stop" if the limit on skips or rollbacks is reached."""
         cfg = self._cfg
         if decision.action == "skip" and self._consecutive_skips == cfg.max_skips:
             after = f"after {cfg.max_skips} skipped steps in a row (faults.max_skips)"

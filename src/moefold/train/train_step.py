@@ -1,4 +1,4 @@
-"""One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
+"""One optimizer step: forward, backward, gradient clipping, update, and the metrics reduced over all ranks."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,85 +31,85 @@ from moefold.train.step_guard import StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
 STOP_POLL_EVERY = 8
-"""Batches of an evaluation between two questions whether to stop: each is an all-reduce that the host waits for."""
+"""Evaluation batches between two polls of the stop flags: each poll is an all-reduce that the host waits for."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured over the whole global batch; equal on all ranks."""
+    """Metrics of one step over the whole global batch; equal on all ranks."""
 
     loss: float
     """Language-model loss."""
     aux_loss: float
-    """As optimised: summed over layers, coefficient included. So is z_loss."""
+    """Summed over layers, multiplied by its coefficient; `z_loss` likewise."""
     z_loss: float
     mtp_loss: float
-    """As optimised: mean over the depths, coefficient included; 0 without multi-token prediction."""
+    """Mean over the MTP depths, multiplied by its coefficient; 0 without multi-token prediction."""
     grad_norm: float
     lr: float
     expert_load: tuple[float, ...]
     expert_counts: np.ndarray
-    """Copies that chose each expert of each MoE layer, before any is dropped, int64 [MoE layers, E]."""
+    """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     dropped_fraction: float
     moe_layers: tuple[MoELayerMetrics, ...]
     flags: tuple[int, ...]
-    """For each flag given to `run`: how many ranks raised it."""
+    """For each flag given to `run`: the number of ranks that raised it."""
     peak_memory_gib: float
-    """Largest peak memory of a rank since it started, up to the gradients of this step."""
+    """Largest peak memory over the ranks since they started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
-    """Own work, data and waiting of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
     decision: StepDecision = StepDecision("update")
-    """Whether weights, moments, expert bias and the counts of the last step took this one."""
+    """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: NonFiniteReport | None = None
-    """Where a step went wrong that is not finite."""
+    """Ranks and parameters where a non-finite step went wrong; else None."""
     replicas: ReplicaMetrics | None = None
-    """How the replicas differ; None unless the step was checked."""
+    """Differences between replicas; None unless the step was checked."""
     memory_by_part: MemoryByPart | None = None
-    """What the two passes had in memory; None unless the step was measured."""
+    """Memory of the forward and backward passes; None unless the step was measured."""
     offload: OffloadMetrics | None = None
-    """What the activations did outside of memory; None where all of them stay."""
+    """Activation offload statistics; None without offload."""
     divergences: tuple[Divergence, ...] = ()
-    """What ranks should hold alike after the step and do not, as far as it was checked."""
+    """Values that differ between ranks although they should be equal, if the step was checked."""
 
 
 @dataclass(frozen=True)
 class ReducedMetrics:
-    """What the one all-reduce of a step brings, on the host; the same on every rank."""
+    """Result of the one all-reduce of a step, on the host; the same on every rank."""
 
     losses: Tensor
-    """Language-model loss, and the losses of the further tokens."""
+    """Language-model loss, then the MTP losses."""
     device_grad_norm: Tensor
-    """Gradient norm, 0-dim on the device, so that clipping waits for nothing."""
+    """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     grad_norm: float
     flags: tuple[int, ...]
     peak_memory_gib: float
     rank_times: Tensor
-    """Own work, data and waiting of each rank in seconds, [ranks, 3]; zeros where nothing is timed."""
+    """Compute, data and communication time of each rank in seconds, [ranks, 3]; zeros if nothing is timed."""
     layer_scalars: Tensor
-    """Aux loss, z loss, copies, drops and entropy of each MoE layer, [MoE layers, 5]."""
+    """Aux loss, z loss, routed tokens, dropped tokens and entropy of each MoE layer, [MoE layers, 5]."""
     expert_counts: Tensor
-    """[MoE layers, E], as are thresholds and biases."""
+    """[MoE layers, E], like `thresholds` and `biases`."""
     thresholds: Tensor
     biases: Tensor
     offload: tuple[float, ...]
-    """Of `train.offload`: bytes stored and kept, seconds of carrying and of waiting."""
+    """For `train.offload`: bytes offloaded and kept, seconds of copying and of waiting."""
     memory: Tensor
-    """Bytes by part at the peak and now, [ranks, 2 * parts]; of a step that is not measured [ranks, 0]."""
+    """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
 
     def guarded_metrics(self) -> dict[str, float]:
-        """What must be finite, by its name in a message."""
+        """Return the values that must be finite, by their name in a message."""
         aux, z = self.layer_scalars[:, :2].sum(0).tolist()
         losses = {"loss": float(self.losses[0]), "balance loss": aux, "z loss": z}
         if len(self.losses) > 1:
-            losses["loss of the further tokens"] = float(self.losses[1:].sum())
+            losses["MTP loss"] = float(self.losses[1:].sum())
         return {**losses, "gradient norm": self.grad_norm}
 
 
 class TrainingStep:
-    """Runs optimizer steps on a parallel model; `guard` decides whether a step changes anything.
+    """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `parameters` and `buffers` are what a checkpoint has to hold of the model; `router_replay` records and replays its routing,
-    where the recipe asks for that.
+    `parameters` and `buffers` are the model state for checkpoints; `router_replay` records and replays the routing if
+    the recipe asks for it.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -122,7 +122,8 @@ class TrainingStep:
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
-        faults, zero = cfg.faults, cfg.parallel.zero
+        faults = cfg.faults
+        zero = cfg.parallel.zero
         if cfg.parallel.world_size > 1:
             self._comm_timer.is_on = faults.straggler_factor > 0
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
@@ -138,7 +139,7 @@ class TrainingStep:
         self._is_first_in_stage = groups.attn.stage.rank == 0
 
     def start_clock(self) -> None:
-        """Count what follows as part of the next step; else it begins with `run`."""
+        """Start timing the next step now rather than at the call of `run`."""
         self._comm_timer.start()
 
     def run(
@@ -149,95 +150,98 @@ class TrainingStep:
         data_s: float = 0.0,
         host_facts: Callable[[], Sequence[HostFact]] = tuple,
     ) -> StepResult:
-        """Train on this rank's part of a global batch.
+        """Train on this rank's shard of a global batch.
 
-        Collective: every rank calls it with its part of the same batch.
+        Collective: every rank calls it with its shard of the same batch.
 
         Args:
-            batch: this rank's part.
+            batch: this rank's shard.
             step: number of this step, 1-based.
-            flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
+            flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
             data_s: time that this rank took to load the batch.
-            host_facts: what a check of replicas compares beside what the step itself holds.
+            host_facts: returns further host values for the replica check to compare.
         """
         self.start_clock()
         self.begin_step(step)
-        replicas = (
+        replica_check = (
             None
             if self._replica_checker is None or step % self._cfg.faults.replica_check_every
             else self._replica_checker
         )
-        if replicas is not None:
-            replicas.enable()
-        loss, ledger = self._tracked_forward_backward(batch, step)
-        record = self.model.groups.recorder
-        record.set_phase("summing up the step")
-        totals = self._all_reduce_metrics(loss, flags(), data_s, ledger)
-        metrics = None if replicas is None else replicas.metrics(self._tp_dedup(loss.detach())[0])
-        verdict = self.guard.decide(totals.guarded_metrics())
-        record.set_phase("optimizer")
+        if replica_check is not None:
+            replica_check.enable()
+        loss, memory_tracker = self._tracked_forward_backward(batch, step)
+        recorder = self.model.groups.recorder
+        recorder.set_phase("reducing the metrics")
+        totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
+        metrics = None if replica_check is None else replica_check.metrics(self._tp_dedup(loss.detach())[0])
+        decision = self.guard.decide(totals.guarded_metrics())
+        recorder.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
-        culprit = None
-        if verdict.updates:
+        nonfinite_report = None
+        if decision.updates:
             if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
                 clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self._update_routers(totals.expert_counts, totals.thresholds)
-        elif verdict.reason == "nonfinite":
-            culprit = self._locate_nonfinite(batch, step, loss)
+        elif decision.reason == "nonfinite":
+            nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
-        result = self._result(totals, rate, verdict, culprit)
-        if replicas is None:
+        result = self._result(totals, rate, decision, nonfinite_report)
+        if replica_check is None:
             return result
         return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
 
     @property
     def checks_replicas(self) -> bool:
-        """Whether the recipe asks for checks, and there are ranks to compare."""
+        """True if the recipe asks for replica checks and there are several ranks."""
         return self._replica_checker is not None
 
     def divergences(
         self, batch: Batch, step: int, rate: float, host_facts: Sequence[HostFact]
     ) -> tuple[Divergence, ...]:
-        """What ranks should hold alike after a step and do not; nothing unless the recipe asks for checks. Collective.
+        """Return the values that differ between ranks after a step although they should be equal; collective.
+
+        Empty unless the recipe asks for replica checks.
 
         Args:
-            batch: this rank's part of the step's batch.
+            batch: this rank's shard of the step's batch.
             step: number of the step.
-            rate: its learning rate.
-            host_facts: as of `run`.
+            rate: learning rate of the step.
+            host_facts: further host values to compare.
         """
         if self._replica_checker is None:
             return ()
-        words = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
         return self._replica_checker.find_divergences(
-            batch, (HostFact("the position of the run", words, ("world",)), *host_facts)
+            batch, (HostFact("the position of the run", position, ("world",)), *host_facts)
         )
 
     def _tracked_forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, MemoryTracker | None]:
-        """Run both passes, under a ledger where the recipe wants it."""
+        """Run forward and backward, with a memory tracker if the recipe measures this step."""
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.model.forward_backward(batch), None
-        with track_memory(self.model, self.optimizer, batch.tensors()) as ledger:
-            return self.model.forward_backward(batch), ledger
+        with track_memory(self.model, self.optimizer, batch.tensors()) as memory_tracker:
+            return self.model.forward_backward(batch), memory_tracker
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
-        """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
+        """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction; collective."""
         device = self.model.groups.device
-        bad_loss, bad_parameters = not is_finite(loss), nonfinite_parameters(self.parameters)
+        has_bad_loss = not is_finite(loss)
+        bad_parameters = nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.begin_step(step)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
-        loss_again = self.model.forward_backward(batch)
+        rerun_loss = self.model.forward_backward(batch)
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
-        again = has_bad_gradient or not is_finite(loss_again) or bool(nonfinite_parameters(self.parameters))
-        return gather_findings(bad_loss, bad_parameters, has_bad_gradient, again)
+        is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
+        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
 
     def begin_step(self, step: int) -> None:
-        """Prepare the routers: what follows, up to the next call, belongs to step `step`.
+        """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.
@@ -248,7 +252,7 @@ class TrainingStep:
             self.router_replay.begin_step(step)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
+        """Return the weighted sum of the cross-entropies of validation tokens, in nats; collective."""
         loss, _ = self.evaluate_or_stop(batches, None)
         assert loss is not None
         return loss
@@ -256,14 +260,14 @@ class TrainingStep:
     def evaluate_or_stop(
         self, batches: Sequence[Batch], flags: StopFlags | None
     ) -> tuple[float | None, tuple[int, ...]]:
-        """As `evaluate`, unless a rank wishes to stop; collective.
+        """Compute the loss as `evaluate` does, unless a rank raises a stop flag; collective.
 
         Args:
-            batches: this rank's parts.
-            flags: as of `run`, asked before the first batch and every `STOP_POLL_EVERY` of them; None: nobody is asked.
+            batches: this rank's shards.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
 
         Returns:
-            The loss, None where the evaluation was given up; and how many ranks raised each flag then.
+            The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
         """
         self.model.train(False)
         losses: list[Tensor] = []
@@ -281,43 +285,54 @@ class TrainingStep:
         return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
 
     def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
-        """How many ranks raise each flag; collective."""
+        """Return how many ranks raise each flag; all-reduce over the world."""
         groups = self.model.groups
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
 
     def _tp_dedup(self, loss: Tensor) -> Tensor:
-        """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
+        """Return the loss on TP rank 0 and zero elsewhere: all TP ranks compute the same token losses."""
         return loss if self._is_first_in_tp else torch.zeros_like(loss)
 
     def _all_reduce_metrics(
         self, loss: Tensor, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
     ) -> ReducedMetrics:
-        """Sum everything that is counted over the ranks, in one all-reduce."""
-        world, device = self.model.groups.world, loss.device
-        mine = self._tp_dedup(loss.detach().double())
+        """Sum all metrics over the ranks, in one all-reduce."""
+        world = self.model.groups.world
+        device = loss.device
+        rank_losses = self._tp_dedup(loss.detach().double())
         squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
-        # A slot for each rank turns a maximum into a sum.
+        # One slot per rank, so that a sum over ranks can yield the maximum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
-        rows = self._local_router_stats(device)
+        router_stats = self._local_router_stats(device)
         total_s, waited_s = self._comm_timer.read()
         times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
         if total_s:
-            # One by one: a list would make the device wait for the host.
-            times[world.rank, COMPUTE], times[world.rank, DATA] = total_s - waited_s, data_s
+            # Element by element: copying a list would synchronise the host with the device.
+            times[world.rank, COMPUTE] = total_s - waited_s
+            times[world.rank, DATA] = data_s
             times[world.rank, COMM] = waited_s
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         offload = self._offload_metrics(device)
-        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), offload, by_part.flatten())
+        parts = (
+            rank_losses,
+            squares,
+            raised,
+            memory,
+            router_stats.flatten(),
+            times.flatten(),
+            offload,
+            by_part.flatten(),
+        )
         total = all_reduce_sum(torch.cat(parts), world)
-        norm = total[len(mine)].sqrt()
+        norm = total[len(rank_losses)].sqrt()
         on_host = total.cpu().split([part.numel() for part in parts])
         num_experts = self._cfg.model.num_experts
-        scalars, counts, thresholds, biases = on_host[4].view_as(rows).split([5, *[num_experts] * 3], 1)
+        scalars, counts, thresholds, biases = on_host[4].view_as(router_stats).split([5, *[num_experts] * 3], 1)
         return ReducedMetrics(
             losses=on_host[0],
             device_grad_norm=norm,
@@ -336,7 +351,7 @@ class TrainingStep:
     def _result(
         self, totals: ReducedMetrics, rate: float, decision: StepDecision, nonfinite_report: NonFiniteReport | None
     ) -> StepResult:
-        aux, z, copies, dropped, _ = totals.layer_scalars.sum(0).tolist()
+        aux, z, routed_tokens, dropped, _ = totals.layer_scalars.sum(0).tolist()
         layers = self._layer_metrics(
             totals.layer_scalars.tolist(), totals.expert_counts.tolist(), totals.biases.tolist()
         )
@@ -349,7 +364,7 @@ class TrainingStep:
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
             expert_counts=totals.expert_counts.long().numpy(),
-            dropped_fraction=dropped / copies if copies else 0.0,
+            dropped_fraction=dropped / routed_tokens if routed_tokens else 0.0,
             moe_layers=layers,
             flags=totals.flags,
             peak_memory_gib=totals.peak_memory_gib,
@@ -361,16 +376,20 @@ class TrainingStep:
         )
 
     def _offload_metrics(self, device: torch.device) -> Tensor:
-        """What this rank did with its activations, [4], or [0] where it keeps all."""
+        """Return the activation-offload statistics of this rank, [4], or [0] without offload."""
         numbers = () if self.model.offload is None else astuple(self.model.offload.end_step())
         return torch.tensor(numbers, dtype=torch.float64, device=device)
 
     def _local_router_stats(self, device: torch.device) -> Tensor:
-        """My part of the totals of every MoE layer of the model: five scalars, then counts, thresholds and biases."""
+        """Return this rank's part of every MoE layer's router statistics, [MoE layers, 5 + 3 * E].
+
+        The columns are five scalars, then counts, thresholds and biases.
+        """
         num_experts = self._cfg.model.num_experts
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
-            stats, bias_E = layer.stats, layer.router.expert_bias
+            stats = layer.stats
+            bias_E = layer.router.expert_bias
             parts = [
                 torch.stack(
                     [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]
@@ -384,7 +403,7 @@ class TrainingStep:
         return rows
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
-        """Tell every MoE layer its totals of the global batch, [MoE layers, E]."""
+        """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
         num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
@@ -409,12 +428,12 @@ class TrainingStep:
 
 
 def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
-    home = open_state_store(cfg.train, model.groups.device)
+    state_store = open_state_store(cfg.train, model.groups.device)
     if cfg.train.optimizer == "muon":
-        return build_muon(model.named_parameters, cfg, model.groups.attn.stage, home)
-    return build_optimizer(model.named_parameters, cfg.train, home)
+        return build_muon(model.named_parameters, cfg, model.groups.attn.stage, state_store)
+    return build_optimizer(model.named_parameters, cfg.train, state_store)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The logical tensor of a shard, on every rank of its mesh; collective over that mesh."""
+    """Return the full tensor of a sharded tensor, on every rank of its mesh; collective over that mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

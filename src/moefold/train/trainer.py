@@ -1,4 +1,4 @@
-"""The training run: steps, evaluation, checkpoints and metrics, from the recipe to the loss curve."""
+"""The training loop: steps, evaluation, checkpoints, metrics and fault handling of one run."""
 
 import errno
 import hashlib
@@ -45,27 +45,27 @@ from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
 
 SAVE_DRAIN_S = 60.0
-"""So long a run that fails waits for a save beside training to end."""
+"""How long a failing run waits for an asynchronous save to finish."""
 SAVE_DRAIN_LOST_RANK_S = 5.0
-"""The same where another rank is gone."""
+"""The same limit after a collective failed because another rank is gone."""
 
 
 class Trainer:
-    """One rank's part in a run. Everything that ranks must agree on is decided from values equal on all of them."""
+    """Training loop of one rank. Every branch that contains collectives depends only on values equal on all ranks."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups, messages: Sequence[str] = ()) -> None:
-        """Build the model and look at the data; collective.
+        """Build the model and open the data; collective.
 
         Args:
             cfg: the recipe.
-            groups: this rank's.
-            messages: lines for the log, before all others.
+            groups: the process groups of this rank.
+            messages: lines to log before all others.
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
         self._groups = groups
         self._flight_recorder = groups.recorder
-        # Nothing here draws from torch's own generator; what else does, draws alike on all ranks and in every run.
+        # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
         model = parallelize(cfg, groups)
@@ -74,7 +74,7 @@ class Trainer:
         self._data_loader = DataLoader(cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
-        # The peaks that are known are those of bfloat16.
+        # The known device peaks are for bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
             _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
         )
@@ -92,41 +92,42 @@ class Trainer:
         self._stragglers: Stragglers | None = None
 
     def run(self, stop: StopSignals) -> int:
-        """Train to the last step, or until a signal; returns the exit status. Collective.
+        """Train to the last step or until a signal, and return the exit status; collective.
 
         Args:
-            stop: entered while there is something to save.
+            stop: signal handlers, installed during the training loop.
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
-            RunError: a step is not finite or a spike and the recipe says to stop, or replicas have diverged.
+            RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
         resume = self._resume()
-        status, first_step = 0, self._step + 1
+        status = 0
+        first_step = self._step + 1
         self._init_stragglers()
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.enter_context(_explain_disk_full(self._cfg.run.dir))
-            report = None
+            run_log = None
             if self._is_first_rank:
-                report = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages()))
-            self._log_dropped_files(report, first_step)
+                run_log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages()))
+            self._log_dropped_files(run_log, first_step)
             try:
-                status = self._run_missed_evaluation(resume, report, stop)
+                status = self._run_missed_evaluation(resume, run_log, stop)
                 while self._step < self._cfg.run.steps and status == 0:
-                    status = self._one_step(report, stop)
-                self._flight_recorder.set_phase("ending the last save")
+                    status = self._one_step(run_log, stop)
+                self._flight_recorder.set_phase("finishing the last save")
                 self._finish_saves()
             except Exception as error:
-                # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
+                # The last checkpoint may be almost written; a save that waits for a lost rank never finishes.
                 self._saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
                 raise
-            if report is not None:
-                report.log_end(status, self._step, self._total_save_s)
+            if run_log is not None:
+                run_log.log_end(status, self._step, self._total_save_s)
         return status
 
     def _resume(self) -> Resume:
-        self._flight_recorder.set_phase("loading what it starts from")
+        self._flight_recorder.set_phase("loading the checkpoint or the initial weights")
         resume = resolve_resume(self._cfg, self._data_loader.fingerprints)
         self._resumed_from = resume.path
         self._data_loader.open(None if resume.path is None else read_meta(resume.path))
@@ -139,12 +140,14 @@ class Trainer:
         return resume
 
     def _load(self, path: Path) -> None:
-        """Be where a checkpoint was; collective."""
+        """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = self._train_step
         meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
-        self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
+        self._step = meta.step
+        self._tokens = meta.tokens
+        self._samples = 0
         guard = meta.guard
-        # A checkpoint that was named may be continued on other data, from its start.
+        # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(self._cfg, meta, self._data_loader.fingerprints):
             self._samples = meta.samples
             self._data_loader.train_sampler.restore(meta.stream)
@@ -152,12 +155,14 @@ class Trainer:
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
         set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
-        self._checkpoint_dp, self._checked_step = meta.dp, meta.checked_step
+        self._checkpoint_dp = meta.dp
+        self._checked_step = meta.checked_step
 
     def _startup_messages(self) -> tuple[str, ...]:
-        """What the log is to say before the first step."""
-        moe, dp = self._cfg.moe, self._cfg.parallel.dp
-        notes = [
+        """Return the lines to log before the first step."""
+        moe = self._cfg.moe
+        dp = self._cfg.parallel.dp
+        messages = [
             *self._initial_messages,
             *startup_lines(
                 self._cfg,
@@ -166,26 +171,29 @@ class Trainer:
                 self._data_loader.validation_sampler,
             ),
         ]
-        notes += [
-            note for note in (self._train_step.model.message, self._init_message, self._data_loader.message) if note
+        messages += [
+            message
+            for message in (self._train_step.model.message, self._init_message, self._data_loader.message)
+            if message
         ]
-        looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
-        if looks_at_dp and self._checkpoint_dp not in (None, dp):
-            notes.append(
+        depends_on_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
+        if depends_on_dp and self._checkpoint_dp not in (None, dp):
+            messages.append(
                 f"moe.aux_kind='global_batch' depends on dp, which was {self._checkpoint_dp} and is {dp}: the loss "
-                "goes on from other rounds; 'last_global_batch' does not depend on it"
+                "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
-        return tuple(notes)
+        return tuple(messages)
 
     def _init_stragglers(self) -> None:
-        """Get to know the hosts of all ranks, to name those that are slow; collective."""
-        factor, layout = self._cfg.faults.straggler_factor, self._groups.layout
+        """Gather the host names of all ranks for straggler messages; collective."""
+        factor = self._cfg.faults.straggler_factor
+        layout = self._groups.layout
         if factor and layout.world_size > 1:
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 
     def _one_step(self, run_log: "RunLog | None", stop: StopSignals) -> int:
-        """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
+        """Train one step, then evaluate and save if due; return the exit status if the run ends here, else 0."""
         started_s = time.perf_counter()
         self._flight_recorder.begin_step(self._step + 1, "loading data")
         self._train_step.start_clock()
@@ -202,25 +210,28 @@ class Trainer:
         self._tokens += self._cfg.tokens_per_step
         is_last = self._step == self._cfg.run.steps
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
-        eval_loss, is_eval_due = None, self._is_evaluation_due()
+        eval_loss = None
+        is_eval_due = self._is_evaluation_due()
         is_evaluated = not is_eval_due
         if is_eval_due and not raised:
             eval_loss, raised = self._evaluate(run_log, stop)
             is_evaluated = eval_loss is not None or not raised
-        tape = self._train_step.router_replay
-        if tape is not None and tape.is_due(self._step):
-            tape.save(self._step, None if run_log is None else run_log.trace_writer)
+        replay_buffer = self._train_step.router_replay
+        if replay_buffer is not None and replay_buffer.is_due(self._step):
+            replay_buffer.save(self._step, None if run_log is None else run_log.trace_writer)
         self._flight_recorder.set_phase("writing metrics")
         if run_log is not None:
             run_log.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
             run_log.log_stragglers(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
         is_save_due = _is_save_due(self._cfg.checkpoint, self._step, is_last=is_last, is_stopped=bool(raised))
-        found, is_checked = result.divergences, result.replicas is not None
+        divergences = result.divergences
+        is_checked = result.replicas is not None
         if is_save_due and not is_checked and self._train_step.checks_replicas:
-            # A resume makes all replicas alike: weights that have drifted apart would never be noticed again.
+            # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
             self._flight_recorder.set_phase("comparing replicas")
-            found, is_checked = self._train_step.divergences(batch, self._step, result.lr, self._host_facts()), True
-        self._raise_on_divergence(found, run_log)
+            divergences = self._train_step.divergences(batch, self._step, result.lr, self._host_facts())
+            is_checked = True
+        self._raise_on_divergence(divergences, run_log)
         self._checked_step = self._step if is_checked else self._checked_step
         self._save_s = 0.0
         if is_save_due:
@@ -231,9 +242,9 @@ class Trainer:
         return _is_due(self._cfg.train.eval_every, self._step, self._step == self._cfg.run.steps)
 
     def _evaluate(self, run_log: "RunLog | None", stop: StopSignals) -> tuple[float | None, list[Signals]]:
-        """The loss of held-out tokens, and the signals that came meanwhile; collective.
+        """Return the validation loss, and the signals received during the evaluation; collective.
 
-        The loss is None where signals came before it was known, and where all held-out samples are lost.
+        The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
         """
         batches = self._data_loader.eval_batches()
         self._log_dropped_files(run_log, self._step)
@@ -243,13 +254,17 @@ class Trainer:
         return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]
 
     def _run_missed_evaluation(self, resume: Resume, run_log: "RunLog | None", stop: StopSignals) -> int:
-        """Evaluate where a signal kept the run from it that it goes on from; collective.
+        """Run the evaluation that a signal prevented before the checkpoint was written; collective.
 
         Returns:
             The exit status if another signal came, else 0.
         """
-        is_lost = run_log is not None and run_log.lacks_evaluation(self._step)
-        if resume.path is None or not self._is_evaluation_due() or not any(current_world().all_gather_object(is_lost)):
+        is_missing = run_log is not None and run_log.lacks_evaluation(self._step)
+        if (
+            resume.path is None
+            or not self._is_evaluation_due()
+            or not any(current_world().all_gather_object(is_missing))
+        ):
             return 0
         for layer in self._train_step.model.moe_layers().values():
             layer.begin_step(self._step)
@@ -259,50 +274,48 @@ class Trainer:
         return SIGNAL_STATUS + raised[0] if raised and eval_loss is None else 0
 
     def _host_facts(self) -> list[HostFact]:
-        """What ranks draw and read by, for a check of replicas. It stands where the step found it."""
+        """Return the host state (RNG, data position) before the step, compared across ranks by the replica check."""
         routers = [layer.router.step for layer in self._train_step.model.moe_layers().values()]
         device = self._groups.device
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-        drawn = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
+        digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
         data = self._data_loader
         return [
-            HostFact("the random number generators", f"{self._cfg.run.seed} {routers} {drawn}", ("stage",)),
-            HostFact("the place in the data", f"{self._samples} {json.dumps(data.data_state())}", ("world",)),
-            # Replicas read other samples, and may have come to another block of a stream.
-            HostFact(
-                "the place in the stream", json.dumps(data.train_sampler.state(self._samples)), ("tp", "cp", "pp")
-            ),
+            HostFact("the random number generators", f"{self._cfg.run.seed} {routers} {digests}", ("stage",)),
+            HostFact("the data position", f"{self._samples} {json.dumps(data.data_state())}", ("world",)),
+            # Data-parallel ranks read different samples, so their streams may be at different blocks.
+            HostFact("the stream position", json.dumps(data.train_sampler.state(self._samples)), ("tp", "cp", "pp")),
         ]
 
     def _log_dropped_files(self, run_log: "RunLog | None", step: int) -> None:
-        """Log the files that were left out, each once, at the step that goes without them."""
+        """Log each dropped data file once, at the first step without it."""
         if run_log is not None:
-            for lost in self._data_loader.events:
-                run_log.log_dropped_file(step, lost)
+            for dropped in self._data_loader.events:
+                run_log.log_dropped_file(step, dropped)
         self._data_loader.events.clear()
 
     def _handle_fault(self, result: StepResult, samples: Sequence[int], run_log: "RunLog | None") -> bool:
-        """Answer a step that is not finite or a spike; returns False if the run has gone back. Collective.
+        """Log, skip, roll back or stop after a non-finite step or a spike; return False after a rollback. Collective.
 
         Raises:
-            RunError: it is to stop.
+            RunError: the recipe stops the run.
         """
         action = result.decision.action
-        incident = StepFault(
+        step_fault = StepFault(
             self._step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
         )
         if run_log is not None:
-            run_log.log_step_fault(incident)
+            run_log.log_step_fault(step_fault)
         if action in ("log", "skip"):
             return True
         self._saver.drain()
         if action == "stop":
-            raise RunError(incident.stop_message())
-        self._roll_back(incident, run_log)
+            raise RunError(step_fault.stop_message())
+        self._roll_back(step_fault, run_log)
         return False
 
     def _raise_on_divergence(self, divergences: Sequence[Divergence], run_log: "RunLog | None") -> None:
-        """End the run where replicas hold different bytes, before it saves them; collective."""
+        """End the run, before it saves, if data-parallel replicas hold different values; collective."""
         if not divergences:
             return
         if run_log is not None:
@@ -312,25 +325,26 @@ class Trainer:
             )
         self._saver.drain()
         hosts = current_world().all_gather_object(socket.gethostname())
-        odd = sorted({rank for one in divergences for rank in one.ranks})
-        last = "nothing tells since when, as no check came before: resume from a checkpoint that you trust"
+        odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})
+        last = "it is unknown since when, as no check came before: resume from a checkpoint that you trust"
         if self._checked_step is not None:
             last = f"all were alike at the check of step {self._checked_step}: resume from a checkpoint up to there"
         raise RunError(
-            f"step {self._step}: replicas have diverged: {format_list([one.describe() for one in divergences])}; look at "
-            f"{format_list([f'rank {rank} ({hosts[rank]})' for rank in odd])}; {last} (checkpoint.resume=PATH)"
+            f"step {self._step}: replicas have diverged: "
+            f"{format_list([divergence.describe() for divergence in divergences])}; look at "
+            f"{format_list([f'rank {rank} ({hosts[rank]})' for rank in odd_ranks])}; {last} (checkpoint.resume=PATH)"
         )
 
     def _roll_back(self, step_fault: StepFault, run_log: "RunLog | None") -> None:
-        """Load the newest sound checkpoint, and leave the batch out from there on; collective."""
+        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective."""
         found = Resume(self._resumed_from)
         if self._has_saved:
             own = replace(self._cfg.checkpoint, resume="auto")
             found = resolve_resume(replace(self._cfg, checkpoint=own), self._data_loader.fingerprints)
         if found.path is None:
             raise RunError(
-                f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
-                "set checkpoint.every lower, or skip such steps"
+                f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
+                "to: set checkpoint.every lower, or skip such steps"
             )
         self._load(found.path)
         self._train_step.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
@@ -393,10 +407,10 @@ class Trainer:
 
 @contextmanager
 def _explain_disk_full(run_dir: str) -> Iterator[None]:
-    """Say it in one message if the files of the run can no longer be written: metrics, counts, traces.
+    """Turn the OSError of a full or read-only disk under the run folder into one message.
 
     Raises:
-        RunError: the disk is full or writes nothing.
+        RunError: the disk is full or read-only.
     """
     try:
         yield
@@ -404,13 +418,13 @@ def _explain_disk_full(run_dir: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         raise RunError(
-            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; make room, and the same command goes "
-            "on from the last checkpoint"
+            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command "
+            "goes on from the last checkpoint"
         ) from error
 
 
 class RunLog:
-    """The run folder and the progress line, on the one rank that keeps them."""
+    """The run folder's files and the progress line; only rank 0 has one."""
 
     def __init__(self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...]) -> None:
         self._cfg = cfg
@@ -422,19 +436,20 @@ class RunLog:
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace_writer: RoutingTraceWriter | None = None
-        """Writes the routing of traced steps; None where the recipe traces nothing."""
+        """Writes the routing of traced steps; None if the recipe traces nothing."""
 
     def __enter__(self) -> Self:
-        cfg, done = self._cfg, self._first_step - 1
+        cfg = self._cfg
+        done = self._first_step - 1
         self._dir.mkdir(parents=True, exist_ok=True)
         write_config_json(cfg, self._dir / "config.json")
         with ExitStack() as stack:
-            # The writers are closed and opened anew by a run that goes back.
+            # A rollback closes and reopens the writers.
             stack.callback(lambda: self._writers.close())
             removed_lines = self._open_writers(done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            for note in self._messages:
-                self._progress.message(note)
+            for message in self._messages:
+                self._progress.message(message)
             self._log_resume(self._resume, "resumed from", done, removed_lines)
             self._stack = stack.pop_all()
         return self
@@ -452,40 +467,40 @@ class RunLog:
         self._progress.update(metrics)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether the log has a step and no held-out loss of it."""
+        """Return whether the log has step `step` but no validation loss for it."""
         return self._writer.lacks_evaluation(step)
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Log the held-out loss of a step that is in the log."""
+        """Log the validation loss of a step that is already in the log."""
         self._writer.add_evaluation(step, eval_loss)
-        self._progress.message(f"step {step}: eval {eval_loss:.4f}, which a signal had kept the run from")
+        self._progress.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
 
     def log_step_fault(self, step_fault: StepFault) -> None:
-        """Log a step that went wrong."""
+        """Log a non-finite step or a spike."""
         log_fault(self._dir, step_fault.to_record())
-        verdict = step_fault.result.decision
-        if verdict.action != "stop":
-            done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
-            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{verdict.reason} says")
+        decision = step_fault.result.decision
+        if decision.action != "stop":
+            done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
+            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{decision.reason} says")
 
     def log_dropped_file(self, step: int, dropped: DroppedFile | DroppedEvaluation) -> None:
-        """Log what the data goes without from a step on."""
+        """Log a dropped data file or a dropped evaluation."""
         log_fault(self._dir, {"step": step} | dropped.to_record())
         self._progress.message(f"step {step}: {dropped.describe()}, as data.corrupt says")
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Log ranks that have been slow for a while."""
+        """Log ranks that have been slow for several steps."""
         for record in records:
             log_fault(self._dir, {"step": step} | record)
             self._progress.message(describe_straggler(record))
 
     def rewind(self, resume: Resume, step: int) -> None:
-        """Drop what was logged past `step`, from which the run goes on."""
+        """Drop the log lines after `step`, where the run resumes."""
         self._writers.close()
-        self._log_resume(resume, "back at", step, self._open_writers(step))
+        self._log_resume(resume, "rolled back to", step, self._open_writers(step))
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
-        """Say how the run ended and for how long saving kept it waiting, the last save included; draw what it wrote."""
+        """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
         if step >= self._first_step:
             plot_loss(self._dir)
         if total_save_s > 0:
@@ -500,12 +515,13 @@ class RunLog:
             self._progress.message(f"{verb} {resume.path} at step {step}{_format_removed_lines(removed_lines)}")
 
     def _open_writers(self, resume_step: int) -> int:
-        """Begin or go on with all that is written step by step; what the folder holds past `resume_step` goes.
+        """Open all per-step writers; entries after `resume_step` are removed.
 
         Returns:
-            The lines of metrics.jsonl that went.
+            The number of lines removed from metrics.jsonl.
         """
-        cfg, shape = self._cfg, trace_shape(self._cfg)
+        cfg = self._cfg
+        shape = trace_shape(self._cfg)
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config)
@@ -537,7 +553,7 @@ def _is_due(every: int, step: int, is_end: bool) -> bool:
 
 
 def _is_save_due(checkpoint: CheckpointConfig, step: int, *, is_last: bool, is_stopped: bool) -> bool:
-    """Return whether to save after a step: a run that saves at all does so too where a signal stops it."""
+    """Return whether to save after a step; a run that saves at all also saves when a signal stops it."""
     is_end = (is_last and checkpoint.at_end) or (is_stopped and checkpoint.saves)
     return is_end or _is_due(checkpoint.every, step, False)
 

@@ -1,4 +1,4 @@
-"""What each rank of `moefold train` runs."""
+"""Entry point of each rank of `moefold train`."""
 
 import os
 from collections.abc import Sequence
@@ -22,16 +22,17 @@ from moefold.validate.config import check_config
 
 
 def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, train, leave; returns the exit status of the job.
+    """Join the job, train and leave; return the exit status of the job.
 
     Args:
         cfg: the recipe.
-        messages: lines for the log, before all others.
-        rank_env: of this rank.
+        messages: lines to log before all others.
+        rank_env: rank and world size of this process.
         device_type: "cpu" or "cuda".
 
     Raises:
-        ConfigError: what only training could show is wrong, in a job of one rank; ranks of many print it and exit.
+        ConfigError: training found an error in the recipe, in a job of one rank; in larger jobs, ranks print it and
+            exit.
     """
     layout = check_config(cfg)
     if cfg.run.deterministic:
@@ -44,24 +45,24 @@ def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device
     with failing, init_distributed(rank_env, device_type, limit_s, watchdog.start) as device, watchdog:
         groups = ParallelGroups.create(layout, device, watchdog.flight_recorder)
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
-        # A network disk may look different on another machine: the first rank's view counts.
+        # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
         messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
-        trainer = Trainer(folder.cfg, groups, [note for note in messages if note])
-        with ExitStack() as alone:
+        trainer = Trainer(folder.cfg, groups, [message for message in messages if message])
+        with ExitStack() as locks:
             if rank_env.rank == 0:
                 watchdog.flight_recorder.set_phase("locking the folders of the run")
                 for lock in _run_locks(folder.cfg):
-                    alone.enter_context(lock)
+                    locks.enter_context(lock)
                 _reject_other_run(cfg, folder)
             return trainer.run(stop)
 
 
 def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
-    """Refuse a folder that another job wrote into while this one came up or waited for its lock.
+    """Reject a folder that another job wrote to while this job started or waited for the lock.
 
     Raises:
-        ConfigError: the recipe would now write into another folder.
+        ConfigError: the recipe would now choose another folder.
     """
     run_dir = folder.cfg.run.dir
     if choose_run_folder(cfg, locked_folder=Path(run_dir)).cfg.run.dir != run_dir:
@@ -72,8 +73,8 @@ def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
 
 
 def _run_locks(cfg: Config) -> list[RunLock]:
-    """One for each folder that the run writes into."""
-    # The other ranks wait for it, and must not take the first one for late.
+    """Return one lock for each folder that the run writes to."""
+    # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
     wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
     folders = {"run.dir": cfg.run.dir}
     if cfg.checkpoint.dir and cfg.checkpoint.saves:

@@ -116,14 +116,14 @@ def test_a_device_that_computes_rightly_is_used(name):
     assert all(scaled_mm_unsupported_reason(products, CPU, dtype) == "" for dtype in (torch.bfloat16, torch.float32))
     kernels = verified_kernels(products, CPU, torch.bfloat16)
     assert kernels.linear_backend is products
-    assert "on the matrix units" in kernels.message
+    assert "on the tensor cores" in kernels.message
 
 
 def test_only_devices_that_have_the_units_are_tried(monkeypatch):
     gpu, plain, wide = torch.device("cuda"), RunConfig(kernels="plain"), RunConfig(dtype="float64")
-    for capability, fault in (((9, 0), "the GPU has no matrix units for it"), ((10, 0), ""), ((12, 0), "")):
+    for capability, fault in (((9, 0), "the GPU has no tensor cores for it"), ((10, 0), ""), ((12, 0), "")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert tensor_core_unsupported_reason(RunConfig(dtype="bfloat16"), gpu, MIN_MX_CAPABILITY) == fault
     assert tensor_core_unsupported_reason(plain, gpu, MIN_MX_CAPABILITY) == "run.kernels='plain'"
     assert tensor_core_unsupported_reason(wide, gpu, MIN_MX_CAPABILITY).startswith("run.dtype='float64'")
-    assert tensor_core_unsupported_reason(RunConfig(), CPU, MIN_MX_CAPABILITY) == "cpu has no matrix units for it"
+    assert tensor_core_unsupported_reason(RunConfig(), CPU, MIN_MX_CAPABILITY) == "cpu has no tensor cores for it"
