@@ -98,7 +98,7 @@ class StagePanel:
 
     @property
     def _num_columns(self) -> int:
-        """As many columns as fit and are worthwhile, or more if one column would be too tall."""
+        """Number of columns: those that fit and are worthwhile, or more if one column would be too tall."""
         count = len(self.plan.stages)
         fitting = int((self.width - 2 * STAGES_MARGIN + COLUMN_GAP) / (self._column_width + COLUMN_GAP))
         return max(1, min(fitting, -(-count // MIN_COLUMN_STAGES)), -(-count // MAX_COLUMN_STAGES))
