@@ -1,7 +1,7 @@
 """Hugging Face folders: safetensors files, sidecar files and duplicate tensors. Torch-free.
 
-Sidecar files are the tokenizer, templates and configs. Only safetensors files inside the folder are read, and every tensor
-must occur once.
+Sidecar files are the tokenizer, templates and configs. Only safetensors files inside the folder are read, and every
+tensor must occur once.
 """
 
 from dataclasses import dataclass
