@@ -45,8 +45,8 @@ WRONG = {
     "{f}/run --text {f}/text.txt --seq-len 8 --logits {f}/ids.npy": "ids.npy exists already; add --force to replace it",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits '{f}/folder.npy' is a folder",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "would replace the file that is evaluated",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "would replace the file that is evaluated",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "would replace the file that is eval",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "would replace the file that is eval",
 }
 
 
