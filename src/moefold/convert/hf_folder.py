@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors files, sidecar files and duplicate tensors. Torch-free.
+"""Hugging Face folders: safetensors files, sidecar files and duplicate tensors.
 
 Sidecar files are the tokenizer, templates and configs. Only safetensors files inside the folder are read, and every
 tensor must occur once.
