@@ -10,7 +10,7 @@ from moefold.cli.main import main
     [
         (["--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--skew", "0.5", "1.5"], "--skew 1.5 must lie in [0, 1]: it is a part of the tokens"),
+        (["--skew", "0.5", "1.5"], "--skew 1.5 must lie in [0, 1]: it is a fraction of the tokens"),
     ],
 )
 def test_bad_words_are_refused(capsys, words, message):

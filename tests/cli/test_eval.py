@@ -45,8 +45,8 @@ WRONG = {
     "{f}/run --text {f}/text.txt --seq-len 8 --logits {f}/ids.npy": "ids.npy exists already; add --force to replace it",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits '{f}/folder.npy' is a folder",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "is the file that is read",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "is the file that is read, which",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "would replace the file that is eval",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "would replace the file that is eval",
 }
 
 
@@ -121,7 +121,7 @@ def test_the_length_of_a_folder_is_bounded_and_said(tmp_path, capsys, positions,
     (tmp_path / "config.json").write_text(json.dumps(keys))
     np.save(tmp_path / "ids.npy", np.zeros(8, dtype=np.int64))
     assert main(["eval", str(tmp_path), "--tokens", str(tmp_path / "ids.npy")]) == 2
-    said = f"--seq-len {seq_len}: what the model takes, {positions}, up to 2048\n"
+    said = f"--seq-len {seq_len}: the context length of the model, {positions}, up to 2048\n"
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -56,7 +56,7 @@ def test_the_list_says_what_each_is_for(capsys):
     [
         (["sftt"], "did you mean 'sft'?"),
         (["unknown", "folder"], "the recipes are mixtral-8x7b, quickstart,"),
-        (["sft", "a", "b"], "one word too many"),
+        (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],
 )

@@ -79,7 +79,7 @@ def test_of_many_experts_the_fullest_and_the_emptiest(tmp_path):
     assert len(rows) == 48
     assert {"0", "127"} <= set(rows)
     assert rows == sorted(rows, key=int)
-    assert "80 experts between the fullest and the emptiest left out" in text
+    assert "80 experts between the busiest and the idlest left out" in text
 
 
 def test_metrics_alone_name_no_expert(tmp_path):

@@ -246,7 +246,7 @@ def test_the_stages_are_printed_with_what_they_cost(tmp_path, capsys):
 def test_a_layout_by_itself_shows_its_stages(capsys):
     assert run(["world_size=4", "pp=4", "pipeline_layout=Et*3|(t*4|)*2t*3mL"]) == 0
     printed = capsys.readouterr().out
-    assert "layers 11-13, 1 further, loss" in printed
+    assert "layers 11-13, 1 MTP, loss" in printed
     assert "weights" not in printed
 
 

@@ -76,8 +76,8 @@ def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "as if nothing were offloaded" in out
     assert re.search(r"rank +measured +formula +off by +rows +with rows +off by", out)
-    assert "a rank keeps activations for the rows" in out
-    assert "train.offload_waits=true waits for it" in out
+    assert "a rank saves activations for the rows" in out
+    assert "train.offload_waits=true waits for the disk" in out
 
 
 def _check_loads(ranks: list[MeasuredMemory]) -> None:
@@ -132,7 +132,7 @@ def test_all_ranks_are_shown_in_a_narrow_terminal(capsys, monkeypatch):
         (["--imbalance", "nan", "--dry"], "--imbalance nan must be a number of at least 1"),
         (["--imbalance", "inf", "--dry"], "--imbalance inf must be a number of at least 1"),
         (["--device", "cuda"], "add --dry"),
-        (["run.device=cuda"], "measured on the CPU alone"),
+        (["run.device=cuda"], "measured on the CPU only"),
         (["parallel.world_size=128", "train.global_batch_size=512"], "add --dry"),
         (['train.recompute=["auto"]', "run.device=auto"], "needs train.memory_budget_gib"),
         (["train.offload_optimizer=host"], "train.offload_optimizer='host' needs CUDA GPUs"),

@@ -134,7 +134,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
         (["--overlap", "parallel.schedule=zero-bubble"], "parallel.overlap_experts=true needs a schedule"),
         (["--overlap", "parallel.zero=3"], "parallel.overlap_experts=true"),
         (["--overlap", "parallel.ep=1"], "parallel.overlap_experts=true"),
-        (["--straggler", "0=0.5"], "its stage has 4 ranks and goes at the pace of the slowest"),
+        (["--straggler", "0=0.5"], "its stage has 4 ranks and waits for the slowest one"),
         (["--precision", "mxfp8"], "--precision mxfp8 has no price here, as h100 has matrix units for bf16, fp8, fp8-"),
         (
             ["run.dtype=float64"],

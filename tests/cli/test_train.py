@@ -75,7 +75,7 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
         f"{path} has all 10 steps of run.steps; nothing to do",
         f"next: moefold checkpoint show {tmp_path}/run",
         "or train on: the same command with run.steps=20",
-        "or start anew: the same command with run.dir=ANOTHER_FOLDER",
+        "or start a new run: the same command with run.dir=ANOTHER_FOLDER",
     ]
 
 

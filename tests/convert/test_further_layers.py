@@ -92,7 +92,7 @@ def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_tied, is_s
     folder = published(tmp_path / "hf", shard=is_split, tie_word_embeddings=is_tied).folder
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
     again = "model.layers.3.embed_tokens.weight, model.layers.3.shared_head.head.weight" if is_tied else ""
-    assert f"passed over (the embedding again): {again}" in capsys.readouterr().out
+    assert f"ignored (the embedding again): {again}" in capsys.readouterr().out
     assert read_meta(tmp_path / "ckpt").model["mtp_layers"] == 2
     assert "mtp_layers = 2\n" in (tmp_path / "ckpt" / "recipe.toml").read_text()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
@@ -194,7 +194,7 @@ def test_they_are_left_out_on_request(tmp_path, monkeypatch, capsys, caplog):
     further = "model.layers.3.eh_proj.weight"
     values = load_file(made.folder / WEIGHTS)[further]
     assert main(["import", str(made.folder), str(tmp_path / "without"), "--without-mtp", "--check"]) == 0
-    assert "passed over (multi-token prediction): model.layers.3." in capsys.readouterr().out
+    assert "ignored (multi-token prediction): model.layers.3." in capsys.readouterr().out
     listed = json.loads((tmp_path / "without" / "hf" / MANIFEST_FILE).read_text())["tensors"][further]
     assert listed["passed_over"] == "multi-token prediction"
     assert listed["sha256"] == hashlib.sha256(values.numpy().tobytes()).hexdigest()
@@ -202,7 +202,7 @@ def test_they_are_left_out_on_request(tmp_path, monkeypatch, capsys, caplog):
     assert main(["import", str(made.folder), str(tmp_path / "with")]) == 0
     capsys.readouterr()
     assert main(["export", str(tmp_path / "with"), str(tmp_path / "b"), "--without-mtp", "--check"]) == 0
-    assert "passed over (multi-token prediction): layers.3." in capsys.readouterr().out
+    assert "ignored (multi-token prediction): layers.3." in capsys.readouterr().out
     assert main(["export", str(tmp_path / "without"), str(tmp_path / "a"), "--check"]) == 0
     for out in (tmp_path / "a", tmp_path / "b"):
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -226,7 +226,7 @@ def test_what_transformers_counts_and_does_not_save_is_noted(tmp_path, capsys):
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert read_model_config(folder).mtp_layers == 0
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
-    assert "note: config.json counts num_nextn_predict_layers=1, but the folder holds none" in capsys.readouterr().out
+    assert "note: config.json has num_nextn_predict_layers=1, but the folder holds none" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
 

@@ -86,7 +86,7 @@ def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split
     if is_split:
         _split(folder, tensors)
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
-    assert "passed over (the embedding again): lm_head.weight\n" in capsys.readouterr().out
+    assert "ignored (the embedding again): lm_head.weight\n" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
     manifest = (tmp_path / "again" / MANIFEST_FILE).read_text()
@@ -115,7 +115,7 @@ def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({**tensors, name: torch.ones(4)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
-    assert f"passed over (computed, not stored): {name}\n" in capsys.readouterr().out
+    assert f"ignored (computed, not stored): {name}\n" in capsys.readouterr().out
     listed = json.loads((tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text())["tensors"]
     assert [key for key, entry in listed.items() if entry["passed_over"]] == [name]
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0

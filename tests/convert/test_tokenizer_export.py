@@ -170,7 +170,7 @@ def test_a_start_with_another_tokenizer_is_noted_and_exported(place, capsys):
     assert "data.tokenizer='words/tokenizer.json' is not the tokenizer that these weights were trained with" in said
     assert "set data.tokenizer='hf/tokenizer.json'" in said
     out, said = export(capsys)
-    assert "note: passed over, as they belong to another tokenizer: chat_template.jinja, tokenizer.json, token" in said
+    assert "note: ignored, as they belong to another tokenizer: chat_template.jinja, tokenizer.json, token" in said
     assert_reads_as(out, trained)
     assert ids_in(out, "generation_config.json") == ids_in(out)
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.7

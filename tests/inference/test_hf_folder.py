@@ -93,7 +93,7 @@ def test_a_model_of_one_choice_that_weighs_1_is_read_and_not_trained(pool, tmp_p
     assert pool.run(1, evaluate_and_continue, folder, {})[0][0] == pytest.approx(loss, rel=1e-5)
     assert main(["import", "hf", "ckpt", "--no-tokenizer"]) == 0
     refusal = 'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router gets no'
-    assert f"note: moefold train refuses this model: {refusal}" in capsys.readouterr().out
+    assert f"note: moefold train rejects this model: {refusal}" in capsys.readouterr().out
     assert main(["export", "ckpt", "again"]) == 0
     assert main(["train", "ckpt/recipe.toml", "data.kind=synthetic"]) == 2
     assert refusal in capsys.readouterr().err

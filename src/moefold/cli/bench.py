@@ -1,4 +1,4 @@
-"""`moefold bench`: our step beside plain torch and transformers, part by part, with what the machine allows."""
+"""`moefold bench`: compare our step with plain torch and transformers, part by part and with the hardware's limits."""
 
 import argparse
 import importlib
@@ -19,19 +19,19 @@ SUBCOMMANDS = {
     "ranks": "where the ranks of a recipe spend a step",
     "scaling": "tokens/s over tokens, step time over experts",
     "leastloaded": "least-loaded dispatch under skewed routing",
-    "plot": "draw a report of any of them",
+    "plot": "plot a report of any of these commands",
 }
 MS_PER_S = 1e3
 CLOCK_NAMES = {"wall": "wall clock", "cpu": "CPU time of all threads"}
 
 
 def run(argv: list[str]) -> int:
-    """Measure and print tables; returns 0."""
+    """Run the benchmark and print its tables; return 0."""
     if argv[:1] and argv[0] in SUBCOMMANDS:
         return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
     args = _parser().parse_args(argv)
     shape = shape_from_args(args)
-    # What is wrong with the sizes is said before torch is loaded.
+    # Report wrong sizes before torch is imported.
     bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
     from moefold.launch.ranks import spawn_ranks
 
@@ -60,12 +60,12 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
 
 
 def format_comparison(shape: BenchShape, comparison: "BenchComparison") -> str:
-    """The report for a terminal."""
+    """Format a comparison for the terminal."""
     lines = [
-        f"{shape.name}: {comparison.tokens:,} tokens, {comparison.num_experts} experts, {comparison.routing} routing (busiest expert "
-        f"{comparison.load:.2f} x mean), {comparison.dtype}",
-        f"{comparison.machine}, torch {comparison.torch}; {CLOCK_NAMES[comparison.clock]}, medians of {comparison.rounds} rounds in turn "
-        "after 2",
+        f"{shape.name}: {comparison.tokens:,} tokens, {comparison.num_experts} experts, {comparison.routing} routing "
+        f"(busiest expert {comparison.load:.2f} x mean), {comparison.dtype}",
+        f"{comparison.machine}, torch {comparison.torch}; {CLOCK_NAMES[comparison.clock]}, medians of "
+        f"{comparison.rounds} rounds in turn after 2",
         f"GEMM {comparison.gemm_tflops:.3g} TFLOP/s, copy {comparison.copy_gbps:.3g} GB/s",
         "",
         f"{'':30}  {'ms':>8}  {'quartiles':>17}  {'tokens/s':>10}  {'TFLOP/s':>8}  {'MFU':>6}  {'peak GiB':>8}",
@@ -76,7 +76,7 @@ def format_comparison(shape: BenchShape, comparison: "BenchComparison") -> str:
             f"  {row.name:28}  {row.median_s * MS_PER_S:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
             f"{row.tflops:8.3g}  {row.mfu:6.1%}  {row.peak_gib:8.3f}"
         )
-    lines += [f"  {words}" for words in comparison.absent]
+    lines += [f"  {reason}" for reason in comparison.absent]
     lines += [f"ratio to transformers: {comparison.ratio_to_transformers:.3f}"]
     if comparison.ratio_to_plain is not None:
         lines.append(f"ratio to plain torch: {comparison.ratio_to_plain:.3f}")
@@ -104,33 +104,33 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SUBCOMMANDS))
     parser = CommandParser(
         prog="moefold bench",
-        description="Time a step of ours beside plain torch and transformers' fastest experts implementation, in turn "
-        "in one process, with the operations and bytes that the machine reaches in the same rounds. The "
+        description="Time our training step and, in turn in the same process, plain torch and transformers' fastest "
+        "experts implementation, with the FLOP/s and bandwidth that the machine reaches in the same rounds. The "
         "shape `small` is a whole training step; the others are forward and backward of one MoE layer, or of two with "
         "attention. With moefold[peers] the layers of megatron-core and torchtitan join the shapes that end in -layer.",
-        epilog="commands of their own, each with a --help:\n"
-        + "\n".join(f"  moefold bench {name:{width}}  {words}" for name, words in SUBCOMMANDS.items())
+        epilog="subcommands, each with a --help:\n"
+        + "\n".join(f"  moefold bench {name:{width}}  {summary}" for name, summary in SUBCOMMANDS.items())
         + f"\n\nshapes: {', '.join(bench_shapes())}",
     )
     parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
     parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="tokens of a step (default: 2048 for small, else 4096)"
+        "--tokens", type=int, default=0, metavar="N", help="tokens per step (default: 2048 for small, else 4096)"
     )
     parser.add_argument(
         "--experts",
         type=int,
         default=0,
         metavar="E",
-        help="experts of a layer (default: as many as fit)",
+        help="experts per layer (default: as many as fit)",
     )
     parser.add_argument(
         "--routing",
         choices=("natural", "balanced"),
         default="natural",
-        help="an untrained router over random states, or states that load all experts alike (default natural)",
+        help="an untrained router over random states, or states that load all experts equally (default natural)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the maths (default float32)"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation (default float32)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
@@ -138,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu: the CPU time of all threads, where other work shares the cores (default wall)",
+        help="cpu: CPU time of all threads, for machines with shared cores (default wall)",
     )
-    parser.add_argument("--steps", type=int, default=20, help="rounds that count (default 20)")
+    parser.add_argument("--steps", type=int, default=20, help="measured rounds (default 20)")
     add_output_options(parser)
     return parser

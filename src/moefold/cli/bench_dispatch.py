@@ -1,4 +1,4 @@
-"""`moefold bench dispatch`: one MoE layer by part, over the ways to map it on the ranks at hand."""
+"""`moefold bench dispatch`: time one MoE layer by part, over mappings of it on this machine's ranks."""
 
 import argparse
 from dataclasses import asdict
@@ -19,13 +19,13 @@ TITLES = {"etp": "ETP x EP at a fixed product", "context": "CP x EP, folded and 
 
 
 def run(argv: list[str]) -> int:
-    """Measure on the ranks of this machine and print tables; returns 0."""
+    """Run the benchmark on the ranks of this machine and print its tables; return 0."""
     args = _parser().parse_args(argv)
     for name in ("ranks", "tokens", "steps"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.hidden < 64 or args.hidden % 64:
-        raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine experts are a quarter as wide")
+        raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine-grained experts have a quarter of it")
     check_output_options(args)
     from moefold.launch.ranks import choose_device, spawn_ranks
 
@@ -70,7 +70,7 @@ def _tables(args: argparse.Namespace, machine: str, bars: "list[MappingTime]") -
     lines = [
         f"One MoE layer, forward and backward, on {args.ranks} ranks with {args.tokens:,} tokens each, "
         f"H={args.hidden}, {args.dtype}; ms, medians of {args.steps} rounds in turn after 1",
-        f"{machine} a rank; parts: mean over the ranks, waiting for others included; all: the slowest rank",
+        f"{machine} per rank; parts: mean over the ranks, including waits for other ranks; all: the slowest rank",
     ]
     for study, title in TITLES.items():
         for experts in dict.fromkeys(bar.experts for bar in bars if bar.study == study):
@@ -86,15 +86,15 @@ def _tables(args: argparse.Namespace, machine: str, bars: "list[MappingTime]") -
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold bench dispatch",
-        description="Time one MoE layer by part on ranks of this machine: over all ways to share them between ETP and "
-        "EP, and over CP x EP with EP folded over the ranks of CP or coupled to DP, with few wide experts and many "
-        "narrow ones. Ranks of one machine are all equally near: what folding saves between nodes, it cannot show.",
+        description="Time one MoE layer by part on ranks of this machine: over all ways to split them between ETP and "
+        "EP, and over CP x EP with EP folded over the ranks of CP or coupled to DP, with few large experts and many "
+        "small ones. Ranks of one machine are equally close: the benchmark cannot show the savings between nodes.",
     )
     parser.add_argument("--ranks", type=int, default=4, help="processes, or GPUs (default 4)")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per rank (default 1024)")
     parser.add_argument("--hidden", type=int, default=256, metavar="H", help="hidden size (default 256)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
-    parser.add_argument("--steps", type=int, default=7, help="rounds that count (default 7)")
+    parser.add_argument("--steps", type=int, default=7, help="measured rounds (default 7)")
     add_output_options(parser)
     return parser

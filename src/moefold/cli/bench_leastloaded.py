@@ -1,4 +1,4 @@
-"""`moefold bench leastloaded`: least-loaded dispatch beside the plain all-to-all, under skewed routing."""
+"""`moefold bench leastloaded`: compare least-loaded dispatch with the plain all-to-all under skewed routing."""
 
 import argparse
 import json
@@ -21,14 +21,14 @@ MIB = 2**20
 
 
 def run(argv: list[str]) -> int:
-    """Measure on CPU ranks of this machine and print a table; returns 0."""
+    """Run the benchmark on CPU ranks of this machine and print a table; return 0."""
     args = _parser().parse_args(argv)
     for name in ("steps", "tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     for skew in args.skew:
         if not 0 <= skew <= 1:
-            raise ConfigError(f"--skew {skew:g} must lie in [0, 1]: it is a part of the tokens")
+            raise ConfigError(f"--skew {skew:g} must lie in [0, 1]: it is a fraction of the tokens")
     from moefold.launch.ranks import spawn_ranks
 
     return spawn_ranks(partial(_measure, args), args.ranks, "cpu")
@@ -65,14 +65,15 @@ def _table(args: argparse.Namespace, measurements: "list[DispatchMeasurement]") 
     lines = [
         f"{args.ranks} ranks, {args.tokens} tokens each, {NUM_EXPERTS} experts, top-1, float32, medians of "
         f"{args.steps} steps in turn, after 2",
-        "of the rank with the most; experts: forward and backward while the other ranks wait",
+        "maximum over the ranks; experts: forward and backward while the other ranks wait",
         "",
         "hot expert  dispatcher   step ms  rows  rows/mean  peak MiB   experts CPU ms  loans",
     ]
-    for m in measurements:
+    for row in measurements:
         lines.append(
-            f"{m.skew:9.0%}   {m.dispatcher:11} {m.step_s * 1e3:8.1f} {m.rows:5}  {m.rows / m.mean_rows:9.2f}  "
-            f"{m.peak_bytes / MIB:8.1f}  {m.experts_cpu_s * 1e3:16.1f}  {m.experts_moved:5}"
+            f"{row.skew:9.0%}   {row.dispatcher:11} {row.step_s * 1e3:8.1f} {row.rows:5}  "
+            f"{row.rows / row.mean_rows:9.2f}  {row.peak_bytes / MIB:8.1f}  "
+            f"{row.experts_cpu_s * 1e3:16.1f}  {row.experts_moved:5}"
         )
     lines += ["", "leastloaded against alltoall", "hot expert  step time  peak memory  experts CPU"]
     for plain, ours in zip(measurements[::2], measurements[1::2], strict=True):
@@ -85,20 +86,20 @@ def _table(args: argparse.Namespace, measurements: "list[DispatchMeasurement]") 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold bench leastloaded",
-        description="Time one MoE layer, forward and backward, on CPU ranks when one expert draws most of the tokens: "
-        "parallel.dispatcher=leastloaded beside alltoall. Ranks that share cores also share the idle ones' time: there "
-        "the step time shows less than the rows and the CPU time of the experts do.",
+        description="Time one MoE layer, forward and backward, on CPU ranks when one expert receives most of the "
+        "tokens: parallel.dispatcher=leastloaded compared with alltoall. Ranks that share cores also use the idle "
+        "ranks' time: there the step time differs less than the rows and the CPU time of the experts do.",
     )
     parser.add_argument("--ranks", type=int, choices=NUM_RANKS, default=4, help="ranks of ep (default 4)")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per rank (default 1024)")
     parser.add_argument(
         "--skew",
         type=float,
         nargs="+",
         default=[0.3, 0.5, 0.8, 0.95],
         metavar="PART",
-        help="parts of the tokens that go to one expert (default 0.3 0.5 0.8 0.95)",
+        help="fractions of the tokens that one expert receives (default 0.3 0.5 0.8 0.95)",
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps that count (default 10)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps (default 10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser

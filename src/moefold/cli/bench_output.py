@@ -1,4 +1,4 @@
-"""What several benches have in common: which shape and device they are given, and what they do with a report."""
+"""Options and report output that several benchmarks share."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ from moefold.terminal import print_escaped
 
 
 def shape_from_args(args: argparse.Namespace) -> BenchShape:
-    """The shape that --shape names, once the counts beside it are seen to be positive.
+    """Return the shape of --shape, after checking that the count options are positive.
 
     Raises:
-        ConfigError: there is no such shape, or a count is not positive.
+        ConfigError: the shape is unknown, or a count is not positive.
     """
     check_output_options(args)
     for name in ("steps", "threads"):
@@ -30,20 +30,20 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
 
 
 def device_type_from_args(args: argparse.Namespace) -> str:
-    """The device that --device means, where the clock of --clock can see what it does; loads torch."""
+    """Resolve --device, and check that the clock of --clock can time it. Imports torch."""
     from moefold.launch.ranks import choose_device
 
     with reworded_errors(*DEVICE_OPTION):
         device = choose_device(args.device, 1, None)
     if device == "cuda" and args.clock == "cpu":
-        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
+        raise ConfigError("--clock cpu cannot time a GPU; leave it out, or set --device cpu")
     return device
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add --json, --plot and --force."""
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the report")
+    parser.add_argument("--plot", metavar="FILE.png", help="plot the report")
     add_force(parser)
 
 
@@ -53,10 +53,10 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output_options(args: argparse.Namespace) -> None:
-    """Refuse files that cannot be written, before anything is measured.
+    """Check that the output files can be written, before any measurement.
 
     Raises:
-        ConfigError: a folder is missing, the place may not be written to, or a file exists and --force is not given.
+        ConfigError: a folder is missing, a path is not writable, or a file exists and --force is not given.
     """
     for option, name in (("--json", args.json), ("--plot", args.plot)):
         if name is not None and (option, name) != ("--json", "-"):
@@ -65,7 +65,7 @@ def check_output_options(args: argparse.Namespace) -> None:
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
-    """Print the table, or do with the report what the options say.
+    """Print the table, and write the report where the options ask for it.
 
     Raises:
         ConfigError: a file cannot be written.

@@ -1,4 +1,4 @@
-"""`moefold bench plot`: draw a report."""
+"""`moefold bench plot`: plot a report."""
 
 from pathlib import Path
 
@@ -10,11 +10,9 @@ from moefold.planner.export_recipe import check_writable, reject_existing
 
 
 def run(argv: list[str]) -> int:
-    """Draw and return 0."""
-    parser = CommandParser(
-        prog="moefold bench plot", description="Draw a report that one of the benches has written with --json."
-    )
-    parser.add_argument("report", metavar="REPORT.json", help="a report that --json has written")
+    """Plot a report and return 0."""
+    parser = CommandParser(prog="moefold bench plot", description="Plot a report that a benchmark wrote with --json.")
+    parser.add_argument("report", metavar="REPORT.json", help="a report written by --json")
     parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
     add_force(parser)
     args = parser.parse_args(argv)

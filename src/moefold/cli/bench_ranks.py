@@ -1,4 +1,4 @@
-"""`moefold bench ranks`: where the ranks of a recipe spend a step."""
+"""`moefold bench ranks`: measure where the ranks of a recipe spend the time of a step."""
 
 import argparse
 from functools import partial
@@ -31,7 +31,7 @@ MS_PER_S = 1e3
 
 
 def run(argv: list[str]) -> int:
-    """Measure and print a table; returns 0."""
+    """Run the benchmark and print a table; return 0."""
     args = _parser().parse_args(argv)
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
@@ -62,17 +62,17 @@ def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_ty
     ):
         found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.report)
     if rank_env.rank == 0:
-        part = time_shares(found)
+        shares = time_shares(found)
         report = {
             "kind": "ranks",
             "steps": args.steps,
             "tokens": cfg.tokens_per_step,
-            "shares": part,
+            "shares": shares,
             "step_s": max(rank.wall_s for rank in found),
             "per_rank": [rank.cpu_s for rank in found],
             "waiting_s": [rank.wall_s - rank.thread_s for rank in found],
         }
-        write_report(args, report, _table(cfg, args, found, part))
+        write_report(args, report, _table(cfg, args, found, shares))
     return 0
 
 
@@ -96,11 +96,11 @@ def _table(cfg: Config, args: argparse.Namespace, ranks: "list[RankCpuTimes]", t
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold bench ranks",
-        description="Train some steps on CPU ranks and say what each spends them on, in CPU time: matrix products, "
-        "attention, other tensor work, communication (gloo's threads and the calls), Python and all else. Without a "
+        description="Train some steps on CPU ranks and break the CPU time of each rank down: matrix products, "
+        "attention, other tensor work, communication (gloo's threads and the calls), Python and the rest. Without a "
         "recipe: the quickstart's model on eight ranks, tp=2 cp=2 pp=2 and ep=4. Data are random tokens.",
     )
     parser.add_argument("words", nargs="*", metavar="[RECIPE.toml] section.key=value", help="what to train")
-    parser.add_argument("--steps", type=int, default=5, help="steps that count, of each of two kinds (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each of two kinds (default 5)")
     add_output_options(parser)
     return parser

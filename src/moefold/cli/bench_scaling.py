@@ -1,4 +1,4 @@
-"""`moefold bench scaling`: does cost grow as the work does."""
+"""`moefold bench scaling`: measure how cost grows with tokens and with experts."""
 
 import argparse
 from dataclasses import asdict
@@ -14,7 +14,7 @@ MS_PER_S = 1e3
 
 
 def run(argv: list[str]) -> int:
-    """Measure and print two tables; returns 0."""
+    """Run the benchmark and print two tables; return 0."""
     args = _parser().parse_args(argv)
     shape = shape_from_args(args)
     for tokens in args.tokens:
@@ -68,16 +68,16 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold bench scaling",
-        description="Time our step with more and more tokens, and one MoE layer with more and more experts of which a "
-        "token meets as many as ever, in turn in one process.",
+        description="Time our step with increasing numbers of tokens, and one MoE layer with increasing numbers of "
+        "experts at a constant top-k, in turn in one process.",
     )
-    parser.add_argument("--shape", default="small", metavar="NAME", help="as of moefold bench (default small)")
+    parser.add_argument("--shape", default="small", metavar="NAME", help="a shape of moefold bench (default small)")
     parser.add_argument(
         "--tokens",
         type=int,
         nargs="+",
         default=[2048, 4096, 8192, 16384],
-        help="tokens of a rank (2048 to 16384)",
+        help="tokens per rank (2048 to 16384)",
     )
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="(default 8 to 128)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
@@ -86,6 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of all threads (default wall)"
     )
-    parser.add_argument("--steps", type=int, default=7, help="rounds that count (default 7)")
+    parser.add_argument("--steps", type=int, default=7, help="measured rounds (default 7)")
     add_output_options(parser)
     return parser

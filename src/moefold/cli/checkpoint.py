@@ -1,7 +1,4 @@
-"""`moefold checkpoint`: what checkpoints there are and what is in them, whether they are sound, where two differ.
-
-Checkpoints as tables in the terminal.
-"""
+"""`moefold checkpoint`: list, show, verify, compare and remove checkpoints."""
 
 import argparse
 import json
@@ -38,17 +35,17 @@ DEGREES = ("tp", "cp", "pp", "ep", "etp")
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A checkpoint of a folder."""
+    """One checkpoint of a folder, as `moefold checkpoint list` shows it."""
 
     path: Path
     meta: CheckpointMeta | None
-    """None where it cannot be read."""
+    """None if the metadata cannot be read."""
     size_bytes: int
     faults: list[str]
 
 
 def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:
-    """Print the checkpoints of a folder, oldest first, and what is wrong with their files."""
+    """Print the checkpoints of a folder, oldest first, with the faults of their files."""
     if not rows:
         text = (
             f"{folder} holds no checkpoint (a run saves with checkpoint.at_end=true, the default, or checkpoint.every)"
@@ -59,16 +56,16 @@ def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointR
     for row in rows:
         state = "; ".join(row.faults) if row.faults else "there"
         size_mib = f"{row.size_bytes / 2**20:,.1f}"
-        said = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
+        counts = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
         writer = "?" if row.meta is None else describe_mapping(row.meta)
-        table.add_row(*map(printable, (row.path.name, *said, size_mib, writer, state)))
+        table.add_row(*map(printable, (row.path.name, *counts, size_mib, writer, state)))
     console.print(table)
 
 
 def print_content(
     console: Console, path: Path, meta: CheckpointMeta, tensors: "Sequence[StoredTensor]", *, lists_tensors: bool
 ) -> None:
-    """Print what a checkpoint holds."""
+    """Print the metadata and tensors of a checkpoint."""
     console.print(
         printable(f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"),
         soft_wrap=True,
@@ -101,12 +98,12 @@ def print_content(
 
 
 def describe_mapping(meta: CheckpointMeta) -> str:
-    """The mapping that wrote a checkpoint, in one line."""
-    found = meta.parallel
-    if not found:
+    """Return the mapping of the run that wrote a checkpoint, in one line."""
+    parallel = meta.parallel
+    if not parallel:
         return "no training run"
-    degrees = " ".join(f"{name}={found[name]}" for name in DEGREES if found.get(name, 1) != 1)
-    return f"{found.get('world_size', 1)} rank{'s' if found.get('world_size', 1) != 1 else ''} {degrees}".rstrip()
+    degrees = " ".join(f"{name}={parallel[name]}" for name in DEGREES if parallel.get(name, 1) != 1)
+    return f"{parallel.get('world_size', 1)} rank{'s' if parallel.get('world_size', 1) != 1 else ''} {degrees}".rstrip()
 
 
 def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
@@ -117,11 +114,11 @@ def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredT
 
 
 MAX_SHOWN_DIFFERENCES = 20
-"""Tensors of a `diff` that are printed without --json."""
+"""Tensors that `diff` prints without --json."""
 MAX_VALUE_CHARS = 60
-"""Characters of a value of the description that are printed without --json."""
+"""Characters of a metadata value that `diff` prints without --json."""
 
-EPILOG = """CKPT: a folder step-000100; or a run, or its folder of checkpoints, for the newest complete one in it
+EPILOG = """CKPT: a folder step-000100, or a run or its checkpoints folder, which means its newest complete checkpoint
 
 examples:
   moefold checkpoint list runs/quickstart
@@ -131,10 +128,10 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one of the actions; 0: done, or sound, or equal. 1: damaged, or different.
+    """Run one action. Return 0 for done, sound or equal; 1 for damaged or different.
 
     Raises:
-        ConfigError: a folder holds no checkpoint, or one that cannot be read.
+        ConfigError: a folder holds no checkpoint, or the checkpoint cannot be read.
     """
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
@@ -147,7 +144,6 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
-    pass
     from moefold.terminal import PrintableConsole
 
     print_checkpoints(PrintableConsole(highlight=False, markup=False), folder, rows)
@@ -173,7 +169,6 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"path": str(path), **asdict(meta), "tensors": [asdict(tensor) for tensor in tensors]}))
         return 0
-    pass
     from moefold.terminal import PrintableConsole
 
     print_content(PrintableConsole(highlight=False, markup=False), path, meta, tensors, lists_tensors=arguments.tensors)
@@ -213,7 +208,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _rm(arguments: argparse.Namespace) -> int:
-    # All are looked at before the first one goes.
+    # Check all paths before removing anything.
     for path in arguments.checkpoints:
         if step_of(path.resolve()) < 0:
             raise ConfigError(f"{str(path)!r} is not named like a checkpoint, step-000100; name the folder itself")
@@ -221,22 +216,22 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{str(path)!r} is a link; name the folder that it leads to, or remove the link itself")
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} does not exist")
-    doomed = {path.resolve() for path in arguments.checkpoints}
-    for folder in sorted({path.parent for path in doomed}):
-        # The newest first: it is the one to go on from, and the reading ends with the first that is sound.
-        rest = [path for path in reversed(named_checkpoints(folder)) if path not in doomed]
+    to_remove = {path.resolve() for path in arguments.checkpoints}
+    for folder in sorted({path.parent for path in to_remove}):
+        # Newest first: runs resume from it, and the check stops at the first sound checkpoint.
+        rest = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
         if not arguments.force and all(map(_validate_checkpoint, rest)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
-    for path in sorted(doomed):
+    for path in sorted(to_remove):
         remove_checkpoint(path)
         print(printable(f"removed {path}"))
     return 0
 
 
 def _validate_checkpoint(path: Path) -> list[str]:
-    """List what is wrong with a checkpoint; reads it whole unless the sizes tell.
+    """List the faults of a checkpoint; hash every file unless the file sizes are wrong already.
 
-    Files may be what was written and still hold no checkpoint: their index and each part are looked into as well.
+    Intact files may still not form a checkpoint, so the index and each part are checked as well.
     """
     if faults := quick_validate(path):
         return faults
@@ -249,7 +244,7 @@ def _validate_checkpoint(path: Path) -> list[str]:
 
 
 def _resolve_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that a path names, or all of a folder of them."""
+    """Return the checkpoint at a path, or all checkpoints of a folder."""
     if step_of(path.resolve()) >= 0 and path.is_dir():
         return [path]
     if not (found := named_checkpoints(locate_folder(path))):
@@ -264,7 +259,7 @@ def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, 
 
 
 def _shorten(value: object) -> str:
-    """A value in a line; of a long one the beginning, and how much there is."""
+    """Return a value as text; a long value is truncated, with its length."""
     text = str(value)
     return (
         text
@@ -296,29 +291,31 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        made.set_defaults(action=action)
-        return made
+        action_parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action_parser.set_defaults(action=action)
+        return action_parser
 
-    listed = add("list", _list, "list the checkpoints of a run: step, size, mapping that wrote it, what files it lacks")
-    listed.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
-    listed.add_argument("--json", action="store_true", help="print one JSON array")
-    shown = add("show", _show, "show what one checkpoint holds")
-    shown.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
-    shown.add_argument("--tensors", action="store_true", help="every tensor, not the sums alone")
-    shown.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
-    verified = add(
+    list_parser = add(
+        "list", _list, "list the checkpoints of a run: step, size, the mapping that wrote it, missing files"
+    )
+    list_parser.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
+    list_parser.add_argument("--json", action="store_true", help="print one JSON array")
+    show_parser = add("show", _show, "show the contents of one checkpoint")
+    show_parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
+    show_parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the sums")
+    show_parser.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
+    verify_parser = add(
         "verify",
         _verify,
-        "compare every file with what was written, and open its index and parts; exit 1 if one is wrong",
+        "check the hash of every file, the index and the parts; exit 1 if one is wrong",
     )
-    verified.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
-    compared = add("diff", _diff, "show where two checkpoints differ, in description and values; exit 1 if they do")
-    compared.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
-    compared.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare it with")
-    compared.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
-    compared.add_argument("--json", action="store_true", help="print one JSON object")
-    removed = add("rm", _rm, "remove checkpoints, but not the last sound one")
-    removed.add_argument("checkpoints", type=Path, nargs="+", metavar="CKPT", help="folders step-000100")
-    removed.add_argument("--force", action="store_true", help="the last sound one too")
+    verify_parser.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
+    diff_parser = add("diff", _diff, "compare the metadata and values of two checkpoints; exit 1 if they differ")
+    diff_parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
+    diff_parser.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare it with")
+    diff_parser.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
+    diff_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    rm_parser = add("rm", _rm, "remove checkpoints, but not the last sound one")
+    rm_parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CKPT", help="folders step-000100")
+    rm_parser.add_argument("--force", action="store_true", help="remove the last sound one too")
     return parser

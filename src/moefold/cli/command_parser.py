@@ -1,8 +1,6 @@
-"""The parser of every command's words: help as wide as the terminal, messages that a terminal can show.
+"""Argument parsing shared by all commands: help that fits the terminal, errors in terms of the command's options.
 
-Errors of code that several commands share, in the words of the command at hand.
-
-One message for all ranks of a machine.
+`report_on_local_rank0` prints an error once for all ranks of a machine.
 """
 
 import argparse
@@ -23,22 +21,22 @@ UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses wrong words as argparse does, with the control characters in them escaped.
+    """Argument parser that escapes control characters in its error messages.
 
-    Its description and epilog are paragraphs, which are wrapped, and indented lines, which keep their breaks.
+    Paragraphs of the description and epilog are wrapped; indented lines keep their line breaks.
     """
 
     def __init__(self, **settings: Any) -> None:
-        """Build the parser with the settings of argparse."""
+        """Build the parser from argparse's settings."""
         super().__init__(**{"formatter_class": _ParagraphFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and a message that repeats the user's words, and leave with status 2."""
+        """Print the usage and an error message, with control characters escaped, and exit with status 2."""
         super().error(printable(message, MULTILINE_CHARS))
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):
-    """Wraps text at the width of the terminal, never within a word such as --keep-tail."""
+    """Help formatter that wraps text at the terminal's width, never within a word such as --keep-tail."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         found = list[str]()
@@ -56,13 +54,13 @@ class _ParagraphFormatter(argparse.HelpFormatter):
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
-    """Break an indented line that is too long: a row of a table within its last column, a command with backslashes."""
+    """Wrap a long indented line: table rows in their last column, commands with backslashes."""
     if len(line) <= width:
         return [line]
     head = re.match(r" +\S.*? {2,}", line)
     is_command = re.search(r"^ *(\S+ .*\| )?moefold ", line) is not None
     broken = textwrap.wrap(
-        # A quoted argument stays whole.
+        # A quoted argument stays on one line.
         re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace(" ", UNBROKEN_SPACE), line),
         width - 2 * is_command,
         subsequent_indent=" " * (len(head[0]) if head else 6),
@@ -77,39 +75,39 @@ DEVICE_OPTION = (
     (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
     (r"run\.device=", "--device "),
 )
-"""For commands whose device is an option."""
+"""Replacements for commands that take the device as an option."""
 TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
-"""For commands whose tokenizer is an option."""
+"""Replacements for commands that take the tokenizer as an option."""
 
 
 @contextmanager
 def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
-    """Replace what the messages of errors inside say of a recipe by the options of a command.
+    """Reword ConfigErrors raised inside: replace recipe keys by the command's options.
 
     Args:
-        replacements: regular expressions, and what stands in their place.
+        replacements: pairs of a regular expression and its replacement.
 
     Raises:
-        ConfigError: the one that came, reworded.
+        ConfigError: the original error, reworded.
     """
     try:
         yield
     except ConfigError as error:
         text = str(error)
-        for pattern, words in replacements:
-            text = re.sub(pattern, words, text)
+        for pattern, replacement in replacements:
+            text = re.sub(pattern, replacement, text)
         raise ConfigError(text) from error
 
 
 RANK0_REPORT_WAIT_S = 10.0
-"""A launcher ends all ranks once one has ended, also the first before it has spoken. So the others stay as long."""
+"""A launcher ends all ranks once one has exited, so the other ranks wait this long for local rank 0's message."""
 
 
 @contextmanager
 def report_on_local_rank0(rank_env: RankEnv | None) -> Iterator[None]:
-    """Around what fails alike on all ranks of a machine: the first of them alone says so, and ends the others by that.
+    """Report a ConfigError that is raised on every rank of a machine once, on local rank 0.
 
-    Where a launcher lets ranks end one by one, they follow after `RANK0_REPORT_WAIT_S`.
+    The other ranks wait `RANK0_REPORT_WAIT_S` and exit, in case the launcher does not end them first.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What import, export and upcycle share: the ranks of a launcher, the progress line, the summary."""
+"""Parts that import, export and upcycle share: joining the ranks of a launcher, the progress bar, the summary."""
 
 import shlex
 import sys
@@ -19,45 +19,47 @@ if TYPE_CHECKING:
 
 @contextmanager
 def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]]:
-    """Join the ranks that a launcher started, if it did, and show the bytes that go through this one.
+    """Join the ranks that a launcher started, if any, and yield the world and a progress callback for bytes.
 
-    One of several ranks ends here, with status 0, when it is done.
+    With several ranks, the process exits with status 0 at the end of the context.
     """
-    place = read_rank_env()
-    # torch takes seconds to import: a wrong environment is answered without it.
+    rank_env = read_rank_env()
+    # torch takes seconds to import: errors in the environment are reported without it.
     from moefold.comm.groups import current_world
     from moefold.launch.exit import hard_exit
     from moefold.launch.failure import RankErrorHandler
     from moefold.launch.ranks import init_distributed
 
     with ExitStack() as stack:
-        if place is not None and place.world_size > 1:
-            stack.enter_context(RankErrorHandler(place, lambda: False))
-            stack.enter_context(init_distributed(place, "cpu"))
-        # What a job that repeats its steps would keep is used once here.
+        if rank_env is not None and rank_env.world_size > 1:
+            stack.enter_context(RankErrorHandler(rank_env, lambda: False))
+            stack.enter_context(init_distributed(rank_env, "cpu"))
+        # A conversion uses each buffer once, so freed blocks go back to the system rather than to malloc's cache.
         return_large_blocks()
-        crew = current_world()
-        yield crew, stack.enter_context(_byte_progress(label, crew))
-    if crew.size > 1:
+        world = current_world()
+        yield world, stack.enter_context(_byte_progress(label, world))
+    if world.size > 1:
         hard_exit(0)
 
 
 def training_command(out: Path) -> str:
-    """How to train from a checkpoint, for the shell."""
+    """Return the shell command that trains from a checkpoint."""
     return printable(f"train from it: moefold train {shlex.quote(str(out / 'recipe.toml'))}")
 
 
 def conversion_summary(conversion: "Conversion", out: Path, was_checked: bool) -> str:
-    """One line on what was written, and what was not, and one for each note."""
+    """Return one line on the written and ignored tensors, and one line for each note."""
     checked = ", read again and equal" if was_checked else ""
-    passed: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, reason in conversion.ignored.items():
-        passed.setdefault(reason, []).append(name)
-    over = "".join(f"; passed over ({reason}): {format_list(sorted(names))}" for reason, names in passed.items())
+        names_by_reason.setdefault(reason, []).append(name)
+    ignored = "".join(
+        f"; ignored ({reason}): {format_list(sorted(names))}" for reason, names in names_by_reason.items()
+    )
     size = f"{conversion.tensors} tensors, {conversion.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in conversion.messages)
     return printable(
-        f"{out}: {size}{checked}; {_other_files(len(conversion.sidecar_files))}{over}{notes}", MULTILINE_CHARS
+        f"{out}: {size}{checked}; {_other_files(len(conversion.sidecar_files))}{ignored}{notes}", MULTILINE_CHARS
     )
 
 

@@ -1,4 +1,4 @@
-"""`moefold doctor`: show what this machine has for a run, to be read before the first one or sent with a report."""
+"""`moefold doctor`: show the hardware and software of this machine that matter to a run or a bug report."""
 
 import argparse
 import importlib.metadata
@@ -28,7 +28,7 @@ OPTIONAL_PACKAGES = (
     ("lm-eval", "lm_eval", "eval", "moefold lm-eval"),
     ("triton", "triton", "gpu", "kernels on CUDA"),
 )
-"""Package, module, extra of moefold that brings it, and what needs it."""
+"""Package, module, the extra of moefold that installs it, and the feature that needs it."""
 
 EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. Optional packages come with
 extras: pip install -e '.[EXTRA]' in a checkout.
@@ -37,16 +37,16 @@ extras: pip install -e '.[EXTRA]' in a checkout.
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer."""
+    """One line of the report."""
 
     topic: str
     words: str
     is_fault: bool = False
-    """Training cannot start because of it."""
+    """True if training cannot start because of it."""
 
 
 def run(argv: list[str]) -> int:
-    """Print what is found; returns 1 if training cannot start here."""
+    """Print the report; return 1 if training cannot start on this machine, else 0."""
     arguments = _parser().parse_args(argv)
     found = [*_software(), *_host(), *_torch(), _cache(), *_optional()]
     if arguments.json:
@@ -68,14 +68,14 @@ def _host() -> Iterator[Finding]:
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     threads = os.environ.get("OMP_NUM_THREADS")
-    says = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Finding("cores", f"{usable} of {total} usable by this process{says}")
+    omp_threads = f", OMP_NUM_THREADS={threads}" if threads else ""
+    yield Finding("cores", f"{usable} of {total} usable by this process{omp_threads}")
     yield Finding("memory", _memory())
 
 
 def _memory() -> str:
-    room = available_host_memory()
-    return f"{physical_bytes() / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.description}"
+    available = available_host_memory()
+    return f"{physical_bytes() / GIB:.1f} GiB, {available.size / GIB:.1f} GiB {available.description}"
 
 
 def _torch() -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def _c_kernels() -> str:
     try:
         build_libraries(*C_LIBRARIES)
     except CompilerError as error:
-        return f"not built, plain operations of torch are used on CPUs: {error}"
+        return f"not built, plain torch operations are used on CPUs: {error}"
     return "built (used on CPUs)"
 
 
@@ -116,7 +116,7 @@ def _cache() -> Finding:
     from moefold.cache_dir import default_cache_dir
 
     folder = default_cache_dir()
-    # What is missing is made in the nearest folder that is there.
+    # Missing folders are created in the nearest existing parent.
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         return Finding("cache", f"{folder} cannot be written; set XDG_CACHE_HOME to a folder that can")
@@ -125,7 +125,7 @@ def _cache() -> Finding:
 
 def _optional() -> Iterator[Finding]:
     for package, module, extra, purpose in OPTIONAL_PACKAGES:
-        # A folder of that name in the working directory has no origin.
+        # A folder of the same name in the working directory has no origin.
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             yield Finding(package, f"not installed (extra {extra!r}; for {purpose})")

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from moefold.inference.token_dataset import TokenDataset
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
-the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
-another, and every token but the first of each is predicted. Tokens after the last whole sequence are left out,
-unless --keep-tail. Without --seq-len, S is train.seq_len of the run, or, of a Hugging Face folder, its
-max_position_embeddings, but at most 2048; stderr says so.
+the newest complete one is taken, or a Hugging Face folder. The file is split into consecutive sequences of S tokens,
+and every token but the first of each is predicted. Tokens after the last whole sequence are left out, unless
+--keep-tail is given. Without --seq-len, S is train.seq_len of the run, or, for a Hugging Face folder, its
+max_position_embeddings, but at most 2048; stderr reports it.
 
 Overrides are parallel.tp, cp, pp, ep, etp, world_size (by default as many ranks as the others need), order, moe_order,
 dispatcher, context; and moe.eval_capacity_factor, drop_policy, drop_scope: without them no token is dropped.
@@ -41,15 +41,15 @@ examples:
 
 
 MAX_DEFAULT_SEQ_LEN = 2048
-"""Models say that they take 128 k tokens and more, which few machines and texts have room for."""
+"""Many models support 128 k tokens and more, which few machines and texts can fill."""
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate; returns the exit status."""
+    """Run `moefold eval` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    place = read_rank_env()
-    with report_on_local_rank0(place):
-        return _evaluate(arguments, place)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        return _evaluate(arguments, rank_env)
 
 
 def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
@@ -68,7 +68,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     report_skipped(source.skipped, rank_env)
     if arguments.seq_len is None:
         arguments.seq_len = _default_seq_len(source, rank_env)
-    wish = InferenceRequest(
+    request = InferenceRequest(
         overrides=tuple(arguments.overrides),
         dtype=arguments.dtype,
         device=arguments.device,
@@ -76,7 +76,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         seq_len=arguments.seq_len,
         batch_size=arguments.batch_size,
     )
-    cfg = inference_config(source, wish, "evaluate")
+    cfg = inference_config(source, request, "evaluate")
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size)
     _check_logits(arguments)
@@ -85,20 +85,21 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
 
     if arguments.tokens is not None:
-        name, given = f"--tokens {str(arguments.tokens)!r}", arguments.tokens
+        name = f"--tokens {str(arguments.tokens)!r}"
+        given = arguments.tokens
     else:
         name = f"--text {str(arguments.text)!r}"
         text = read_text(arguments.text, "--text")
         with reworded_errors(*(TOKENIZER_OPTION if arguments.tokenizer else ())):
             given = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
     ids = open_ids(given) if isinstance(given, Path) else given
-    row = TokenDataset(ids, arguments.seq_len, arguments.keep_tail)
-    check_dataset(row, source.model.vocab_size, name)
-    _check_disk_space(arguments.logits, row, source.model.vocab_size)
+    dataset = TokenDataset(ids, arguments.seq_len, arguments.keep_tail)
+    check_dataset(dataset, source.model.vocab_size, name)
+    _check_disk_space(arguments.logits, dataset, source.model.vocab_size)
     if cfg.moe.eval_capacity_factor <= 0:
-        # Without a capacity, what fills a batch up changes nothing but the time it takes.
-        batch_size = min(arguments.batch_size, -(-row.num_sequences // cfg.parallel.dp))
-        cfg = inference_config(source, replace(wish, batch_size=batch_size), "evaluate")
+        # Without a capacity, padding sequences cost time but do not change the result: shrink the batch.
+        batch_size = min(arguments.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
+        cfg = inference_config(source, replace(request, batch_size=batch_size), "evaluate")
 
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
     check = partial(
@@ -109,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
 
-    # torch takes seconds to import: everything above answers without it, where there is no GPU.
+    # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import EvalJob, eval_worker
     from moefold.launch.ranks import run_ranks
 
@@ -126,13 +127,13 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 
 def _default_seq_len(source: "ModelSource", rank_env: RankEnv | None) -> int:
-    """Return the length of the samples of training, or else what the model takes, up to a bound; stderr says which."""
+    """Return train.seq_len of the run, or else the model's context length up to a bound; report it on stderr."""
     if source.trained_len:
         seq_len = source.trained_len
         origin = "train.seq_len of the run"
     else:
         seq_len = min(source.context, MAX_DEFAULT_SEQ_LEN)
-        origin = f"what the model takes, {source.context}, up to {MAX_DEFAULT_SEQ_LEN}"
+        origin = f"the context length of the model, {source.context}, up to {MAX_DEFAULT_SEQ_LEN}"
     if rank_env is None or rank_env.rank == 0:
         print_escaped(f"--seq-len {seq_len}: {origin}", file=sys.stderr)
     return seq_len
@@ -145,20 +146,20 @@ def _check_logits(arguments: argparse.Namespace) -> None:
     if arguments.keep_tail:
         raise ConfigError("--logits writes whole sequences only, and --keep-tail adds a shorter one; leave one out")
     if path.suffix != ".npy":
-        raise ConfigError(f"--logits {str(path)!r} must end in .npy, the form that is written")
+        raise ConfigError(f"--logits {str(path)!r} must end in .npy, the file format")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--logits {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
     if path.is_dir():
         raise ConfigError(f"--logits {str(path)!r} is a folder; name a file in it: {str(path / 'logits.npy')!r}")
-    read = arguments.tokens if arguments.tokens is not None else arguments.text
-    if path.resolve() == read.resolve():
-        raise ConfigError(f"--logits {str(path)!r} is the file that is read, which it would replace; name another one")
+    source_file = arguments.tokens if arguments.tokens is not None else arguments.text
+    if path.resolve() == source_file.resolve():
+        raise ConfigError(f"--logits {str(path)!r} would replace the file that is evaluated; name another one")
     reject_existing("--logits", path, force=arguments.force)
     check_writable("--logits", path)
 
 
 def _check_disk_space(path: Path | None, dataset: "TokenDataset", vocab_size: int) -> None:
-    """Refuse logits that the disk has no room for; a mapped file that finds none ends the process."""
+    """Reject logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
     if path is None:
         return
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
@@ -173,7 +174,7 @@ def _check_disk_space(path: Path | None, dataset: "TokenDataset", vocab_size: in
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold eval",
-        description="Mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
+        description="Compute mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
         "machine; joins them under torchrun or srun.",
         epilog=EPILOG,
     )
@@ -182,8 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tokens", type=Path, metavar="FILE.npy", help="ids, one row of integers")
     source.add_argument("--text", type=Path, metavar="FILE", help="text in UTF-8, for the model's tokenizer")
-    parser.add_argument("--seq-len", type=int, metavar="S", help="tokens of a sequence (that of the run; see above)")
-    parser.add_argument("--keep-tail", action="store_true", help="evaluate what is left at the end, as a shorter one")
+    parser.add_argument("--seq-len", type=int, metavar="S", help="tokens per sequence (default: see above)")
+    parser.add_argument("--keep-tail", action="store_true", help="evaluate the remaining tokens as a shorter sequence")
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="sequences at once on each data-parallel rank (8)"
     )

@@ -1,4 +1,4 @@
-"""`moefold export`: a checkpoint made a Hugging Face folder."""
+"""`moefold export`: convert a checkpoint to a Hugging Face folder."""
 
 import argparse
 import re
@@ -18,18 +18,18 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(argv: list[str]) -> int:
-    """Export; returns the exit status."""
+    """Run `moefold export` and return the exit status."""
     args = _parser().parse_args(argv)
     shard_bytes = None if args.shard_size is None else _parse_size(args.shard_size)
     out = Path(args.out)
-    place = read_rank_env()
-    with report_on_local_rank0(place):
-        check_export(Path(args.checkpoint), out, place)
-    with conversion_job("export") as (crew, advance):
-        # torch takes seconds to import: a wrong word is answered without it.
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        check_export(Path(args.checkpoint), out, rank_env)
+    with conversion_job("export") as (world, advance):
+        # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.export_folder import ExportOptions, export_folder
 
-        wish = ExportOptions(
+        options = ExportOptions(
             dtype=args.dtype,
             family=args.family,
             shard_bytes=shard_bytes,
@@ -38,13 +38,13 @@ def run(argv: list[str]) -> int:
             mtp_inside=args.mtp_inside,
             verify=not args.no_verify,
         )
-        # The first process decides: a run may save one more meanwhile.
-        checkpoint = crew.all_gather_object(locate_checkpoint(Path(args.checkpoint)))[0]
-        if crew.is_rank0:
+        # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
+        checkpoint = world.all_gather_object(locate_checkpoint(Path(args.checkpoint)))[0]
+        if world.is_rank0:
             report_skipped_for(Path(args.checkpoint), checkpoint)
-        done = export_folder(checkpoint, out, crew, wish, on_bytes=advance)
-        if crew.is_rank0:
-            print_escaped(conversion_summary(done, out, args.check))
+        conversion = export_folder(checkpoint, out, world, options, on_bytes=advance)
+        if world.is_rank0:
+            print_escaped(conversion_summary(conversion, out, args.check))
     return 0
 
 
@@ -58,39 +58,39 @@ def _parse_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold export",
-        description="Make a Hugging Face folder of a checkpoint: config.json, safetensors files, the tokenizer that "
+        description="Convert a checkpoint to a Hugging Face folder: config.json, safetensors files, the tokenizer that "
         "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
-        epilog="Under torchrun the ranks share the work. In memory is one parameter at a time, never the model.",
+        epilog="Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a checkpoint (runs/x/checkpoints/step-000100), or a run: its newest"
+        "checkpoint", metavar="CKPT", help="a checkpoint (runs/x/checkpoints/step-000100), or a run: its newest one"
     )
     parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="type of the tensors; auto: imported weights keep theirs, trained ones have the run's run.dtype",
+        help="dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run",
     )
     parser.add_argument(
         "--family",
         choices=("auto", *FAMILIES),
         default="auto",
         metavar="NAME",
-        help=f"{', '.join(FAMILIES)}, or auto: the family that the weights came from, else the first that computes the "
-        "same (default auto)",
+        help=f"{', '.join(FAMILIES)}, or auto: the family of the imported weights, else the first one that computes "
+        "the same (default auto)",
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
     parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare the checkpoint with its hashes first, only sizes"
+        "--no-verify", action="store_true", help="check only the sizes of the checkpoint's files, not their hashes"
     )
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
-    further = parser.add_mutually_exclusive_group()
-    further.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
-    further.add_argument(
+    mtp_group = parser.add_mutually_exclusive_group()
+    mtp_group.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
+    mtp_group.add_argument(
         "--mtp-inside",
         action="store_true",
-        help="write them among the other layers, as DeepSeek does; transformers reports them as unexpected unless the "
-        "only one is layer 61, so they have files of their own else",
+        help="write MTP layers among the other layers, as DeepSeek does; by default they have files of their own, "
+        "because transformers reports them as unexpected unless the only one is layer 61",
     )
     return parser

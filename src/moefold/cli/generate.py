@@ -1,4 +1,4 @@
-"""`moefold generate`: continue a text."""
+"""`moefold generate`: generate text from prompts."""
 
 import argparse
 import re
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from moefold.inference.source import ModelSource
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
-the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
-newline. One prompt streams to standard output with its continuation; several are continued together and printed when
-all are done. With --chat each prompt is a message to a model that was fine-tuned on conversations: its chat template
-goes around it, and the answer ends where the assistant's turn does. Words of the form parallel.KEY=N are the mapping:
-tp, pp, ep, etp, world_size (by default as many ranks as the others need). Any other word is a prompt; one that looks
-like the mapping can come on standard input.
+the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is the prompt, without its
+last newline. A single prompt streams to standard output with its continuation; several are continued together and
+printed when all are done. With --chat each prompt is a message to a model that was fine-tuned on conversations: it is
+rendered with the chat template, and the answer ends with the assistant's turn. Arguments of the form parallel.KEY=N are
+the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the others need). Any other argument is a prompt;
+a prompt that looks like the mapping can come on standard input.
 
 examples:
   moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95
@@ -41,11 +41,11 @@ _OVERRIDE = re.compile(r"([a-z]+)\.[a-z_]+=\S+")
 
 
 def run(argv: list[str]) -> int:
-    """Generate; returns the exit status."""
+    """Run `moefold generate` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    place = read_rank_env()
-    with report_on_local_rank0(place):
-        return _generate(arguments, place)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        return _generate(arguments, rank_env)
 
 
 def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
@@ -64,8 +64,8 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     sampling.check()
     source = find_source(arguments.model)
     report_skipped(source.skipped, rank_env)
-    # A wrong mapping is answered before anybody is asked for a prompt.
-    wish = InferenceRequest(
+    # Report a wrong mapping before reading the prompt.
+    request = InferenceRequest(
         overrides=tuple(word for word in arguments.words if _is_override(word)),
         dtype=arguments.dtype,
         device=arguments.device,
@@ -73,7 +73,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         seq_len=2,
         batch_size=1,
     )
-    cfg = inference_config(source, wish, "generate")
+    cfg = inference_config(source, request, "generate")
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size)
     with reworded_errors(*(TOKENIZER_OPTION if arguments.tokenizer else ())):
@@ -88,7 +88,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         ids = encode_prompts(source, tokenizer, prompts)
         ends = frozenset()
     longest = max(map(len, ids)) + arguments.max_tokens
-    cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
+    cfg = inference_config(source, replace(request, seq_len=longest, batch_size=len(prompts)), "generate")
 
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {arguments.max_tokens}"
     extra = {cache: kv_cache_bytes(cfg, cfg.train.seq_len, len(ids))}
@@ -98,7 +98,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
 
-    # torch takes seconds to import: everything above answers without it, where there is no GPU.
+    # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import GenerateJob, generate_worker
     from moefold.launch.ranks import run_ranks
 
@@ -122,7 +122,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 def _encode_chat(
     arguments: argparse.Namespace, source: "ModelSource", tokenizer: "Tokenizer", messages: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
-    """The ids of messages in the chat template, the tokens that end an answer, and the text that does."""
+    """Return the messages as token ids in the chat template, the ids that end a turn, and the text that ends it."""
     from moefold.inference.text import encode_messages, open_chat_template, turn_end
 
     with reworded_errors(
@@ -138,20 +138,20 @@ def _encode_chat(
 
 
 def _is_override(word: str) -> bool:
-    """Whether a word is meant as a setting, be it one that is refused, and not as a prompt."""
+    """Return whether a word is meant as a setting, valid or not, rather than as a prompt."""
     found = _OVERRIDE.fullmatch(word)
-    # A slip in the one section that counts is no prompt either.
+    # A misspelt `parallel.` is a setting as well.
     return found is not None and (found[1] == "moe" or closest_match(found[1], ("parallel",), cutoff=0.75) is not None)
 
 
 def _read_prompt(rank_env: RankEnv | None) -> str:
-    """The prompt on standard input, which ranks that a launcher started do not all have."""
+    """Read the prompt from standard input; rejected under a launcher, whose ranks do not share standard input."""
     if rank_env is not None:
         raise ConfigError("a prompt is missing: ranks of a launcher share no standard input; give it as an argument")
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
     try:
-        # Whatever the locale says: under that of C, bytes that are no text would come through.
+        # Decode as UTF-8 whatever the locale: the C locale would pass undecodable bytes through.
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -169,20 +169,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most new tokens of a prompt (128)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most new tokens per prompt (128)")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: the likeliest token (1)"
+        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: greedy decoding (1)"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: from all (0)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that reach probability P (1)"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0: from all (0)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that reach probability P (1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
     parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
-    parser.add_argument("--chat-template", default="", metavar="FILE", help="template for --chat, not the model's")
+    parser.add_argument(
+        "--chat-template", default="", metavar="FILE", help="template for --chat instead of the model's"
+    )
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     add_inference_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt: prompt, text, tokens, end")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"
+    )
     return parser

@@ -1,4 +1,4 @@
-"""`moefold import`: a Hugging Face folder made a checkpoint to train from."""
+"""`moefold import`: convert a Hugging Face folder to a checkpoint to train from."""
 
 import argparse
 from pathlib import Path
@@ -11,20 +11,21 @@ from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:
-    """Import; returns the exit status."""
+    """Run `moefold import` and return the exit status."""
     args = _parser().parse_args(argv)
-    folder, out = Path(args.folder), Path(args.out)
-    place = read_rank_env()
-    with report_on_local_rank0(place):
-        check_import(folder, out, place, needs_tokenizer=not args.no_tokenizer)
-    with conversion_job("import") as (crew, advance):
-        # torch takes seconds to import: a wrong word is answered without it.
+    folder = Path(args.folder)
+    out = Path(args.out)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
+    with conversion_job("import") as (world, advance):
+        # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.import_folder import ImportOptions, import_folder
 
-        wish = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
-        done = import_folder(folder, out, crew, wish, on_bytes=advance)
-        if crew.is_rank0:
-            print_escaped(conversion_summary(done, out, args.check))
+        options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
+        conversion = import_folder(folder, out, world, options, on_bytes=advance)
+        if world.is_rank0:
+            print_escaped(conversion_summary(conversion, out, args.check))
             print_escaped(training_command(out))
     return 0
 
@@ -32,13 +33,13 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold import",
-        description="Make a checkpoint of a Hugging Face folder (config.json and safetensors files). OUT holds the "
-        "weights in their own type, recipe.toml to train from them, and hf/ with the tokenizer and a manifest.",
-        epilog="Under torchrun the ranks share the work. In memory is one tensor at a time, never the model.",
+        description="Convert a Hugging Face folder (config.json and safetensors files) to a checkpoint. OUT receives "
+        "the weights in their own dtype, recipe.toml to train from them, and hf/ with the tokenizer and a manifest.",
+        epilog="Under torchrun the ranks share the work. One tensor at a time is in memory, never the model.",
     )
     parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
     parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without tokenizer.json")
-    parser.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
+    parser.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
     return parser

@@ -1,7 +1,4 @@
-"""Options of every command that computes with a finished model.
-
-What a command says when the newest checkpoint of a run is not the one that it takes.
-"""
+"""Options of every command that runs a finished model, and the notice about skipped checkpoints."""
 
 import argparse
 import sys
@@ -14,20 +11,20 @@ from moefold.terminal import print_escaped, printable
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
-    """Add what evaluation and generation have in common."""
+    """Add the options that evaluation and generation share."""
     parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the type of the stored weights (auto)"
+        "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the dtype of the stored weights (auto)"
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
 
 
 def report_skipped(skipped: Sequence[str], rank_env: RankEnv | None = None) -> None:
-    """Name on stderr what was passed over; of the ranks of a launcher the first one does."""
+    """Report skipped checkpoints on stderr, on rank 0 only."""
     if rank_env is None or rank_env.rank == 0:
-        for words in skipped:
-            print_escaped(f"moefold: skipped a damaged checkpoint, {printable(words)}", file=sys.stderr)
+        for description in skipped:
+            print_escaped(f"moefold: skipped a damaged checkpoint, {printable(description)}", file=sys.stderr)
 
 
 def report_skipped_for(requested: Path, found: Path) -> None:
-    """As `report_skipped`, of a path that the user gave and what was found for it."""
+    """Report the checkpoints skipped between the path that the user gave and the checkpoint found for it."""
     report_skipped(skipped_checkpoints(requested, found))

@@ -1,4 +1,4 @@
-"""`moefold init`: write a recipe that comes with moefold into a folder, to train from and to change."""
+"""`moefold init`: write a recipe that ships with moefold into a folder, as a starting point."""
 
 import argparse
 import shutil
@@ -22,10 +22,10 @@ EPILOG = """examples:
 
 
 def run(argv: list[str]) -> int:
-    """Write a recipe and the files that it reads.
+    """Write a recipe and the files that it reads into a folder.
 
     Raises:
-        ConfigError: there is no such recipe, a file exists, or the folder cannot be written.
+        ConfigError: the recipe is unknown, a file exists, or the folder cannot be written.
     """
     arguments = _parser().parse_args(argv)
     known = shipped_files()
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
             print_escaped(f"{name:{width}}  {_first_sentence(files[0])}")
         return 0
     if len(arguments.words) > 2:
-        raise ConfigError(f"{arguments.words[2]!r} is one word too many: moefold init [NAME] [DIR]")
+        raise ConfigError(f"{arguments.words[2]!r} is one argument too many: moefold init [NAME] [DIR]")
     name, folder = _parse_words(arguments.words, set(known))
     targets = {source: folder / source.name for source in known[name]}
     _check_targets(targets.values(), force=arguments.force)
@@ -52,13 +52,15 @@ def run(argv: list[str]) -> int:
 
 
 def _parse_words(words: list[str], known: set[str]) -> tuple[str, Path]:
-    """The recipe and the folder that the words mean: NAME, NAME DIR or DIR."""
+    """Parse the arguments NAME, NAME DIR or DIR; return the recipe's name and the folder."""
     if len(words) == 2:
         name, folder = words
     elif not words or words[0] in known:
-        name, folder = (words or [DEFAULT_RECIPE])[0], "."
+        name = (words or [DEFAULT_RECIPE])[0]
+        folder = "."
     else:
-        name, folder = DEFAULT_RECIPE, words[0]
+        name = DEFAULT_RECIPE
+        folder = words[0]
     guess = closest_match(words[0], known) if words and words[0] not in known else None
     if name not in known or (guess and not Path(folder).is_dir()):
         hint = f"did you mean {guess!r}?" if guess else f"the recipes are {', '.join(sorted(known))}"
@@ -67,7 +69,7 @@ def _parse_words(words: list[str], known: set[str]) -> tuple[str, Path]:
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
-    """Refuse files that exist, unless they are to be replaced."""
+    """Reject files that exist, unless --force is given."""
     found = [str(path) for path in targets if path.exists()]
     if found and not force:
         raise ConfigError(
@@ -76,7 +78,7 @@ def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
 
 
 def _first_sentence(file: Path) -> str:
-    """The first sentence of the comment at the head of a file."""
+    """Return the first sentence of the comment at the head of a file."""
     lines = [line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines()]
     text = " ".join(line for line in lines[: lines.index("") if "" in lines else None] if not line.startswith("!"))
     return text.partition(". ")[0].removesuffix(".")
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="[NAME] [DIR]",
-        help=f"which recipe ({DEFAULT_RECIPE}) and into which folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
+        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
     )
     parser.add_argument("--list", action="store_true", help="list the recipes, with a sentence on each")
     parser.add_argument("--force", action="store_true", help="replace files that exist")

@@ -1,4 +1,4 @@
-"""`moefold inspect`: how evenly the experts of a run were used, in the terminal, as JSON or as a picture."""
+"""`moefold inspect`: show the load balance of a run's experts in the terminal, as JSON or as a picture."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from moefold.planner.export_recipe import check_writable, reject_existing
 from moefold.terminal import print_escaped
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
-loads in RUN/metrics.jsonl, which do not name the experts; works while the run goes on
+loads in RUN/metrics.jsonl, which do not identify the experts; works while the run goes on
 
 example:
   moefold inspect runs/quickstart --png balance.png
@@ -20,16 +20,16 @@ example:
 
 
 def run(argv: list[str]) -> int:
-    """Show the balance of a run.
+    """Show the load balance of a run.
 
     Raises:
-        ConfigError: the folder is no run with experts, or it has no such layer.
+        ConfigError: the folder is not a run with experts, or the layer does not exist.
     """
     arguments = _parser().parse_args(argv)
     if arguments.png is not None:
         check_writable("--png", arguments.png)
         reject_existing("--png", arguments.png, force=arguments.force)
-    # numpy takes a tenth of a second to import, which the help need not spend.
+    # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
 
     balance = read_balance(arguments.run)
@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold inspect",
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
-        "experts, dropped copies.",
+        "experts, dropped tokens.",
         epilog=EPILOG,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
-    parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show; the least even otherwise")
+    parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show (default: the least even)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw all layers into FILE (.png, .svg or .pdf)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")

@@ -1,4 +1,4 @@
-"""The balance of a run as a picture: heat maps of each layer's experts over time, with load, dead experts and drops."""
+"""Picture of a run's load balance: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,24 +17,26 @@ MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
 MAX_NAMED_LAYERS = 6
-"""Layers that the legend of the curves names, one by one."""
+"""With more layers, the legend names only the first and the last curve."""
 DPI = 150
-INK, FAINT, DEAD = "#1c2430", "#7a8594", "#16181d"
+INK = "#1c2430"
+FAINT = "#7a8594"
+DEAD = "#16181d"
 LOAD_COLORS = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
-"""Emptier than the mean, the mean, fuller."""
+"""Below the mean, at the mean, above the mean."""
 MAX_LOG2_LOAD = 2.0
-"""The colours end at 2**-2 and 2**2 times the mean."""
+"""The colour scale ends at 2**-2 and 2**2 times the mean."""
 
 
 def save_picture(balance: ExpertBalance, path: Path) -> None:
-    """Draw a run's balance into a .png, .svg or .pdf file.
+    """Draw a run's load balance into a .png, .svg or .pdf file.
 
     Raises:
-        ConfigError: the ending is another one, or the file cannot be written.
+        ConfigError: the file has another suffix or cannot be written.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--png {path} must end in .png, .svg or .pdf")
-    # The figure is made without pyplot, which would pick a display and keep every figure alive.
+    # Avoid pyplot, which would pick a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,7 +62,7 @@ def save_picture(balance: ExpertBalance, path: Path) -> None:
 
 
 def _shown_layers(balance: ExpertBalance) -> list[int]:
-    """Places of the layers that get a map: all, or of too many the least even and some spread over the depth."""
+    """Return the indices of the layers to draw: all, or the least even ones and an even spread over the depth."""
     count = len(balance.layers)
     if count <= MAX_MAPS:
         return list(range(count))
@@ -88,8 +90,9 @@ def _colours() -> Any:
 
 
 def _extent(balance: ExpertBalance, rows: int) -> tuple[float, float, float, float]:
-    """Left, right, bottom, top of a map: steps to the right, experts or layers downwards."""
-    first, last = float(balance.steps[0]), float(balance.steps[-1])
+    """Return left, right, bottom and top of a map: steps along x, experts or layers downwards along y."""
+    first = float(balance.steps[0])
+    last = float(balance.steps[-1])
     return first - 0.5, last + 0.5, rows - 0.5, -0.5
 
 
@@ -100,7 +103,7 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], gri
     image = None
     for axes, index in zip(all_axes.flat, shown, strict=False):
         share_TE = shares[:, index]
-        # A dead expert has no logarithm and gets a colour of its own.
+        # A dead expert has no logarithm; it gets a separate colour.
         logarithm = np.log2(np.where(share_TE > 0, share_TE, np.nan))
         image = axes.imshow(
             np.ma.masked_invalid(logarithm.T),
@@ -123,13 +126,13 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], gri
     assert image is not None
     bar = figure.colorbar(image, ax=all_axes, pad=0.01, aspect=28, extend="both")
     bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼", "½", "even", "2", "4"])
-    bar.set_label("copies over the mean (black: none)", color=INK, fontsize=9)
+    bar.set_label("tokens over the mean (black: none)", color=INK, fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(colors=INK, labelsize=8, length=0)
 
 
 def _draw_layer_map(figure: Any, balance: ExpertBalance) -> None:
-    """What is left to show where no file names the experts: the load of each layer over time."""
+    """Draw the load of each layer over time, for runs whose files do not identify the experts."""
     axes = figure.subplots()
     rows = np.stack([balance.load[a:b].mean(0) for a, b in split_into_bins(len(balance.steps), MAX_BINS)])
     image = axes.imshow(
@@ -160,10 +163,10 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
         dead = np.stack([(np.asarray(balance.counts[a:b]) == 0).sum(2).mean(0) for a, b in edges])
         panels.append(("dead experts in a step", steps, dead))
     if np.nansum(balance.dropped) > 0:
-        cuts = split_into_bins(len(balance.drop_steps), MAX_BINS)
-        drop_steps = np.array([balance.drop_steps[a:b].mean() for a, b in cuts])
+        drop_edges = split_into_bins(len(balance.drop_steps), MAX_BINS)
+        drop_steps = np.array([balance.drop_steps[a:b].mean() for a, b in drop_edges])
         panels.append(
-            ("dropped copies, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in cuts]))
+            ("dropped tokens, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in drop_edges]))
         )
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (name, at, values) in zip(row, panels, strict=True):
@@ -185,12 +188,12 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 
 
 def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Array) -> None:
-    """A thin line for each layer, light at the bottom of the model and dark at the top, and their mean."""
+    """Draw a thin line for each layer, shaded from light (first layer) to dark (last layer), and their mean."""
     from matplotlib import colormaps
 
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
     count = len(balance.layers)
-    # Of more layers the shades between the first and the last say where a line belongs.
+    # With more layers, the shade between the two named ones tells a layer's depth.
     named = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):

@@ -1,4 +1,4 @@
-"""The balance of a run as text: numbers for each layer, then maps over time, which read well without colour too."""
+"""Text view of a run's load balance: numbers of each layer, then maps over time, readable without colour."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,21 +13,24 @@ from moefold.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
-"""The same eight heights for terminals without Unicode."""
+"""The same eight levels for terminals without Unicode."""
 MAX_COLUMNS = 72
 MAX_EXPERTS = 48
 MIN_ROW_COLUMNS = 24
-"""Blocks become wider so that a row has about so many columns."""
-COLD, EVEN, WARM, HOT = "blue", "green", "yellow", "red"
+"""Blocks are widened until a row has about this many columns."""
+COLD = "blue"
+EVEN = "green"
+WARM = "yellow"
+HOT = "red"
 
 
 def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -> None:
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
     Args:
-        console: where to.
-        balance: of the run.
-        layer: whose experts; None takes the layer that is least even at the end.
+        console: output.
+        balance: load balance of the run.
+        layer: layer whose experts to print; None selects the least even layer at the end of the run.
     """
     summaries = balance.summaries()
     steps = f"steps {balance.steps[0]} to {balance.steps[-1]}, {len(balance.steps)} recorded in {balance.source}"
@@ -51,7 +54,8 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
 
 def _numbers(summaries: Sequence[LayerSummary]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
     for name in ("layer", "load start", "end", "worst", "at step", "cv", "dead", "dropped", "entropy"):
         table.add_column(name, justify="right", no_wrap=True)
     for summary in summaries:
@@ -78,7 +82,7 @@ def _print_layers(console: Console, balance: ExpertBalance, columns: int, blocks
     edges = split_into_bins(len(balance.steps), columns)
     rows = np.stack([balance.load[a:b].mean(0) for a, b in edges])
     console.print()
-    console.print(Text("load of the fullest expert over time", style="bold"))
+    console.print(Text("load of the busiest expert over time", style="bold"))
     console.print(_legend(edges, blocks, "even", "3x the mean or more"))
     for i, number in enumerate(balance.layers):
         console.print(_heat_row(f"layer {number}", rows[:, i], blocks, lambda load: (load - 1) / 2))
@@ -97,11 +101,11 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
             _heat_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True)
         )
     if left_out:
-        console.print(Text(f"{left_out} experts between the fullest and the emptiest left out", style="dim"))
+        console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:
-    """The experts to show, ascending: all, or of too many the fullest and the emptiest; and how many are left out."""
+    """Return the experts to show, ascending, and the number left out: all, or the busiest and the idlest."""
     if len(last_E) <= MAX_EXPERTS:
         return list(range(len(last_E))), 0
     order = np.argsort(last_E, kind="stable").tolist()
@@ -112,7 +116,7 @@ def _extremes(last_E: Array) -> tuple[list[int], int]:
 def _heat_row(
     label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False
 ) -> Text:
-    """A line of a block for each span, wider where there are few; `height` of a value, in [0, 1], says how high."""
+    """Return a line with one block per bin, widened if there are few; `height` maps a value to [0, 1]."""
     text = Text(f"{label:>12}  ", no_wrap=True, overflow="crop")
     width = max(1, MIN_ROW_COLUMNS // len(values))
     for value in values.tolist():
@@ -133,10 +137,10 @@ def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) 
 
 
 def _load_color(load: float) -> str:
-    """The colour of a max/mean load."""
+    """Return the colour of a max/mean load."""
     return EVEN if load < 1.5 else WARM if load < 2.5 else HOT
 
 
 def _share_color(share: float) -> str:
-    """The colour of an expert's copies over the mean."""
+    """Return the colour of an expert's tokens over the mean."""
     return COLD if share < 0.5 else EVEN if share < 1.5 else WARM if share < 2.5 else HOT

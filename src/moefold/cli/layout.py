@@ -1,4 +1,4 @@
-"""`moefold layout`: which rank stands where in the two views and what is on its stage: table, JSON or picture."""
+"""`moefold layout`: show the position of each rank in both views, and its stage, as table, JSON or picture."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ NODE_KEY = "gpus_per_node"
 LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)
 DEFAULT_GPUS_PER_NODE = 8
 MAX_SHOWN_CHARS = 60
-"""Characters of a wrong value in a message."""
+"""Characters of a wrong value that a message repeats."""
 
 EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
   degrees are 1 where they are left out, {NODE_KEY} is {DEFAULT_GPUS_PER_NODE}; dp and edp follow from world_size
@@ -42,10 +42,10 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the layout that the words describe.
+    """Print the layout that the arguments describe.
 
     Raises:
-        ConfigError: a word, a file or the folding is wrong.
+        ConfigError: an argument, a file or the folding is wrong.
     """
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.png is not None:
@@ -75,34 +75,34 @@ def run(argv: list[str]) -> int:
 
 
 def check_listable(layout: Layout) -> None:
-    """The ranks are few enough to list the groups of each.
+    """Check that the ranks are few enough to list all groups.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: there are too many ranks.
     """
     from moefold.cli.layout_table import MAX_LISTED_RANKS
 
     if layout.world_size > MAX_LISTED_RANKS:
         raise ConfigError(
-            f"world_size={layout.world_size} must be at most {MAX_LISTED_RANKS} for --json, which lists every rank of every "
-            "group; leave --json out for the pattern, which repeats itself"
+            f"world_size={layout.world_size} must be at most {MAX_LISTED_RANKS} for --json, which lists every rank of "
+            "every group; leave --json out for the pattern, which repeats itself"
         )
 
 
 def parse_layout(words: Sequence[str]) -> tuple[Layout, int]:
-    """The layout of the words, and the ranks of one node; see `parse_words`."""
+    """Return the layout of the arguments and the number of ranks per node; see `parse_words`."""
     cfg, gpus_per_node, _ = parse_words(words)
     return layout_from_config(cfg), gpus_per_node
 
 
 def parse_words(words: Sequence[str]) -> tuple[Config, int, bool]:
-    """Read `key=value` or `parallel.key=value`, after an optional recipe.
+    """Parse `key=value` or `parallel.key=value`, after an optional recipe.
 
     Returns:
-        The config, the ranks of one node, and whether a recipe says what the model is.
+        The config, the number of ranks per node, and whether a recipe describes the model.
 
     Raises:
-        ConfigError: a word is unknown or of the wrong type, the recipe cannot be read, or the degrees do not fold.
+        ConfigError: a key is unknown or a value invalid, the recipe cannot be read, or the degrees do not fold.
     """
     recipe = Path(words[0]) if words and "=" not in words[0] else None
     gpus_per_node = DEFAULT_GPUS_PER_NODE
@@ -123,7 +123,7 @@ def parse_words(words: Sequence[str]) -> tuple[Config, int, bool]:
 
 
 def layout_from_config(cfg: Config) -> Layout:
-    """The two views of a config.
+    """Return the folded layout (both views) of a config.
 
     Raises:
         ConfigError: the degrees do not fold.
@@ -132,7 +132,7 @@ def layout_from_config(cfg: Config) -> Layout:
 
 
 def stages_from_config(cfg: Config) -> StagePlan:
-    """The stages of a config.
+    """Return the pipeline stages of a config.
 
     Raises:
         ConfigError: the schedule, the layout or its file is wrong.
@@ -142,7 +142,7 @@ def stages_from_config(cfg: Config) -> StagePlan:
 
 
 def stages_as_dict(plan: StagePlan) -> dict[str, object]:
-    """The stages in the form that `moefold layout --json` prints."""
+    """Return the stages in the form that `moefold layout --json` prints."""
     return {
         "pipeline_layout": plan.layout,
         "stages": [
@@ -164,7 +164,7 @@ def _validate_pp(cfg: Config) -> Iterator[str]:
 
 
 def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
-    """As many layers as a layout spells; of their sizes nothing is known, and nothing is shown."""
+    """Return the model with the number of layers that a pipeline layout spells; their sizes are unknown and unused."""
     try:
         kinds = [part.kind for part in expand_layout(text)]
     except LayoutSyntaxError as error:
@@ -175,11 +175,11 @@ def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold layout",
-        description="Show which rank stands where in the attention view and in the MoE view.",
+        description="Show the position of each rank in the attention view and in the MoE view.",
         epilog=EPILOG,
     )
     parser.add_argument(
-        "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that replace its own"
+        "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that override it"
     )
     parser.add_argument("--json", action="store_true", help="print the rank groups of both views as one JSON object")
     parser.add_argument(
@@ -194,7 +194,7 @@ def _parse_key_value(word: str) -> tuple[str, str]:
     key = name.strip().removeprefix("parallel.")
     legal = f"the keys are {', '.join(LEGAL_KEYS)}"
     if not equals:
-        raise ConfigError(f"{word!r} must be key=value, such as tp=2 (a recipe stands first); {legal}")
+        raise ConfigError(f"{word!r} must be key=value, such as tp=2 (a recipe comes first); {legal}")
     if f"parallel.{key}" in DERIVED:
         raise ConfigError(f"{word!r}: {DERIVED[f'parallel.{key}']}")
     if key not in LEGAL_KEYS:

@@ -1,4 +1,4 @@
-"""The views of a layout as a picture, with and without folding: one card a rank, one band an axis; then the stages."""
+"""Picture of a layout's views, with and without folding: one card per rank, one band per axis; then the stages."""
 
 import colorsys
 from collections.abc import Iterator, Sequence
@@ -29,16 +29,25 @@ CARD_HEAD_HEIGHT = 0.36
 NODE_GAP = 0.52
 MARGIN = 0.3
 TITLE_HEIGHT = 1.0
-HEADING_HEIGHT, LINE_HEIGHT, CHAR_WIDTH = 1.0, 0.26, 0.092
-"""Inches of the heading with one line of text, of each further line, and of a letter."""
+HEADING_HEIGHT = 1.0
+"""Inches of a heading with one line of text."""
+LINE_HEIGHT = 0.26
+"""Inches of each additional line."""
+CHAR_WIDTH = 0.092
+"""Inches of a letter."""
 MIN_LARGE_RANKS = 32
-DPI, LARGE_DPI = 160, 110
-"""Dots to the inch, and those of more than LARGE_RANKS ranks."""
+DPI = 160
+LARGE_DPI = 110
+"""Dots per inch of pictures with more than `MIN_LARGE_RANKS` ranks."""
 MAX_HUE_ONLY_GROUPS = 4
-"""Groups of a stage that colour alone tells apart; more differ in lightness too."""
+"""Groups of a stage that hue alone tells apart; more groups differ in lightness too."""
 STAGE_HUE_SHARE = 0.7
-"""Part of a stage's share of the colour wheel that the groups of the stage take."""
-INK, FAINT, PAPER, TRAY, BLANK = "#1c2430", "#7a8594", "#ffffff", "#eef1f5", "#f3f4f6"
+"""Fraction of a stage's share of the colour wheel that its groups use."""
+INK = "#1c2430"
+FAINT = "#7a8594"
+PAPER = "#ffffff"
+TRAY = "#eef1f5"
+BLANK = "#f3f4f6"
 AXIS_MEANING = {
     "tp": "tensor",
     "cp": "context",
@@ -53,17 +62,17 @@ AXIS_MEANING = {
 def save_picture(
     layout: Layout, gpus_per_node: int, path: Path, plan: StagePlan | None = None, cfg: Config | None = None
 ) -> None:
-    """Draw both views of a layout into a .png, .svg or .pdf file, the experts without folding, and pipeline stages.
+    """Draw both views of a layout, the experts without folding and the stages into a .png, .svg or .pdf file.
 
     Args:
         layout: the two views.
-        gpus_per_node: ranks of one node.
-        path: of the file.
-        grid: the stages; None draws none.
-        cfg: the recipe, if there is one: then the stages show what they cost.
+        gpus_per_node: ranks per node.
+        path: output file.
+        plan: the pipeline stages; None draws none.
+        cfg: the recipe, if there is one; the stages then show their cost.
 
     Raises:
-        ConfigError: the ending is another one, the file cannot be written, or the ranks are too many for a picture.
+        ConfigError: the file has another suffix or cannot be written, or there are too many ranks for a picture.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--png {path} must end in .png, .svg or .pdf")
@@ -72,7 +81,7 @@ def save_picture(
             f"world_size={layout.world_size} must be at most {MAX_RANKS} for a picture, which has one card a rank; "
             f"use --json, or draw one part of the machine"
         )
-    # The figure is made without pyplot, which would pick a display and keep every figure alive.
+    # Avoid pyplot, which would pick a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,12 +91,13 @@ def save_picture(
     width = cards.width if stacked else len(panels) * (cards.width + MARGIN) - MARGIN
     views_height = len(panels) * cards.height if stacked else cards.height
     stages = None if plan is None else StagePanel(plan, cfg, width)
-    below = 0.0
+    stages_height = 0.0
     if stages is not None:
-        width, below = max(width, stages.min_width), stages.height
+        width = max(width, stages.min_width)
+        stages_height = stages.height
     lines = wrap(note, int((width - 2 * MARGIN) / CHAR_WIDTH))
     heading = HEADING_HEIGHT + LINE_HEIGHT * max(0, len(lines) - 1)
-    height = heading + views_height + below
+    height = heading + views_height + stages_height
     figure = Figure(
         figsize=(width, height), dpi=LARGE_DPI if layout.world_size > MIN_LARGE_RANKS else DPI, facecolor=PAPER
     )
@@ -106,7 +116,7 @@ def save_picture(
         top = heading + (index * cards.height if stacked else 0.0)
         _draw_view(axes_of(left, top, (cards.width, cards.height)), cards, panel)
     if stages is not None:
-        stages.draw(axes_of(0.0, heading + views_height, (width, below)))
+        stages.draw(axes_of(0.0, heading + views_height, (width, stages_height)))
     try:
         figure.savefig(path)
     except OSError as error:
@@ -115,18 +125,18 @@ def save_picture(
 
 @dataclass(frozen=True)
 class _Band:
-    """One axis of a view."""
+    """Band of the cards: one axis of a view."""
 
     axis: str
     groups: tuple[int, ...]
-    """Of each rank."""
+    """Group of each rank."""
     places: tuple[int, ...]
-    """Of each rank in its group."""
+    """Index of each rank in its group."""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One view as it is drawn."""
+    """Drawing data of one view."""
 
     name: str
     factors: str
@@ -137,7 +147,7 @@ class _Panel:
 
 
 def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
-    """Attention, experts, and the experts without folding where they differ; and what folding changes."""
+    """Return the attention view, the expert view, and the unfolded expert view if it differs; and a note on folding."""
     stages = tuple(layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size))
     unfolded = unfolded_experts(layout)
     views: list[tuple[str, View | DrawnView]] = list(named_views(layout))
@@ -172,7 +182,7 @@ def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _CardGrid:
-    """Where the cards of one view stand, in inches from the upper left corner of its panel."""
+    """Positions of the cards of one view, in inches from the upper left corner of its panel."""
 
     on_nodes: list[range]
     columns: int
@@ -209,12 +219,12 @@ class _CardGrid:
         return TITLE_HEIGHT + self.num_rows * self.node_height + 0.1
 
     def node_corner(self, node: int) -> tuple[float, float]:
-        """Upper left corner of a node's tray."""
+        """Return the upper left corner of a node's tray."""
         row, column = divmod(node, self.nodes_per_row)
         return MARGIN + column * self.node_width, TITLE_HEIGHT + row * self.node_height
 
     def cards(self) -> Iterator[tuple[int, float, float]]:
-        """Each rank with the upper left corner of its card."""
+        """Yield each rank with the upper left corner of its card."""
         for node, ranks in enumerate(self.on_nodes):
             left, top = self.node_corner(node)
             for i, rank in enumerate(ranks):
@@ -231,7 +241,7 @@ def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
     right = grid.width - MARGIN
     axes.text(right, 0.36, panel.factors, fontsize=12, color=INK, va="center", ha="right", family="monospace")
     meaning = ", ".join(f"{band.axis} {AXIS_MEANING[band.axis]}" for band in panel.bands)
-    note = f"one colour is one group, a stage one family; the number is the place in the group ({meaning})"
+    note = f"one colour is one group, a stage one family; the number is the rank in the group ({meaning})"
     axes.text(
         MARGIN, 0.72, note if meaning else "every rank is a group by itself", fontsize=9, color=FAINT, va="center"
     )
@@ -272,7 +282,7 @@ def _draw_box(axes: "Axes", box: tuple[float, float, float, float], fill: str, e
 
 
 def _colours(panel: _Panel, band: _Band) -> list[str]:
-    """Return the colour of a band on each rank: a family of colours for each stage, one of them for each group."""
+    """Return the colour of a band on each rank: a colour family for each stage, one colour for each group."""
     if band.axis == "pp":
         return [_shade((stage + STAGE_HUE_SHARE / 2) / panel.pp, 0.74) for stage in panel.stages]
     members: list[list[int]] = [
@@ -281,7 +291,8 @@ def _colours(panel: _Panel, band: _Band) -> list[str]:
     ]
     colours = []
     for group, stage in zip(band.groups, panel.stages, strict=True):
-        place, num_groups = members[stage].index(group), len(members[stage])
+        place = members[stage].index(group)
+        num_groups = len(members[stage])
         lightness = 0.84 if num_groups <= MAX_HUE_ONLY_GROUPS else (0.88, 0.72, 0.80)[place % 3]
         colours.append(_shade((stage + STAGE_HUE_SHARE * (place + 0.5) / num_groups) / panel.pp, lightness))
     return colours

@@ -1,4 +1,4 @@
-"""The pipeline stages as a panel of the layout picture: a row a stage, a box a layer, bars for what it costs."""
+"""Pipeline-stage panel of the layout picture: a row per stage, a box per layer, bars for the cost."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +23,14 @@ COLUMN_GAP = 0.35
 MAX_UNIT_WIDTH = 0.34
 MIN_NUMBERED_UNIT_WIDTH = 0.2
 MIN_COLUMN_STAGES = 8
-"""Stages of a column, before there is another one where it fits."""
+"""Stages per column before another column is added where it fits."""
 MAX_COLUMN_STAGES = 48
 MAX_LAYOUT_CHARS = 110
-INK, FAINT, TRAY, FLOPS_BAR_COLOR, WEIGHT_BAR_COLOR = "#1c2430", "#7a8594", "#eef1f5", "#5b7fb5", "#8a9a5b"
+INK = "#1c2430"
+FAINT = "#7a8594"
+TRAY = "#eef1f5"
+FLOPS_BAR_COLOR = "#5b7fb5"
+WEIGHT_BAR_COLOR = "#8a9a5b"
 UNIT_COLORS = {
     "E": ("#cfe0f7", "embedding"),
     "t": ("#e3e6eb", "layer"),
@@ -39,12 +43,12 @@ UNIT_COLORS = {
 
 @dataclass(frozen=True)
 class StagePanel:
-    """Draws the stages of a plan.
+    """Panel with the stages of a plan.
 
     Args:
         plan: the stages.
-        cfg: the recipe, which says what kind each layer is and what it costs; without one neither is drawn.
-        width: inches that the picture has; columns of stages stand side by side as far as they fit.
+        cfg: the recipe, for the kind and the cost of each layer; None draws neither.
+        width: inches of the picture; stages are drawn in as many columns as fit.
     """
 
     plan: StagePlan
@@ -58,20 +62,22 @@ class StagePanel:
 
     @property
     def min_width(self) -> float:
-        """What the columns need."""
+        """Width in inches that the columns need."""
         return 2 * STAGES_MARGIN + self._num_columns * (self._column_width + COLUMN_GAP) - COLUMN_GAP
 
     def draw(self, axes: "Axes") -> None:
-        """Draw into axes of the panel's size, whose unit is an inch and whose origin is the upper left corner."""
-        loads = None if self.cfg is None else [stage_cost(self.cfg, stage.parts) for stage in self.plan.stages]
+        """Draw into axes of the panel's size in inches, with the origin in the upper left corner."""
+        costs = None if self.cfg is None else [stage_cost(self.cfg, stage.parts) for stage in self.plan.stages]
         text = self.plan.layout
         shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
         axes.text(STAGES_MARGIN, 0.36, "pipeline stages", fontsize=17, fontweight="bold", color=INK, va="center")
         axes.text(STAGES_MARGIN, 0.72, shown, fontsize=10, color=INK, va="center", family="monospace")
         self._draw_legend(axes)
-        most = StageCost(1, 1)
-        if loads is not None:
-            most = StageCost(max(1, *(load.flops for load in loads)), max(1, *(load.num_parameters for load in loads)))
+        max_cost = StageCost(1, 1)
+        if costs is not None:
+            max_cost = StageCost(
+                max(1, *(cost.flops for cost in costs)), max(1, *(cost.num_parameters for cost in costs))
+            )
         for i, stage in enumerate(self.plan.stages):
             column, row = divmod(i, self._num_rows)
             corner = (
@@ -79,8 +85,8 @@ class StagePanel:
                 STAGES_HEAD_HEIGHT + row * STAGE_ROW_HEIGHT,
             )
             self._draw_stage(axes, stage, corner)
-            if loads is not None:
-                self._draw_bars(axes, corner, loads[i], most)
+            if costs is not None:
+                self._draw_bars(axes, corner, costs[i], max_cost)
 
     @property
     def _column_width(self) -> float:
@@ -92,7 +98,7 @@ class StagePanel:
 
     @property
     def _num_columns(self) -> int:
-        """As many as fit and are worth it, or more where one column would be a tower."""
+        """Number of columns: those that fit and are worthwhile, or more if one column would be too tall."""
         count = len(self.plan.stages)
         fitting = int((self.width - 2 * STAGES_MARGIN + COLUMN_GAP) / (self._column_width + COLUMN_GAP))
         return max(1, min(fitting, -(-count // MIN_COLUMN_STAGES)), -(-count // MAX_COLUMN_STAGES))
@@ -108,13 +114,11 @@ class StagePanel:
             left += 0.5 + 0.082 * len(meaning)
         if self.cfg is not None:
             left = STAGES_MARGIN + NAMES_WIDTH + UNITS_WIDTH
-            axes.text(
-                left, STAGES_HEAD_HEIGHT - 0.14, "operations, of the busiest", fontsize=8.5, color=FAINT, va="center"
-            )
+            axes.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", fontsize=8.5, color=FAINT, va="center")
             axes.text(
                 left + BARS_WIDTH,
                 STAGES_HEAD_HEIGHT - 0.14,
-                "weights of a rank",
+                "weights per rank",
                 fontsize=8.5,
                 color=FAINT,
                 va="center",
@@ -145,7 +149,8 @@ class StagePanel:
                 axes.text(centre, middle, label, fontsize=7.5, color=INK, va="center", ha="center")
 
     def _draw_bars(self, axes: "Axes", corner: tuple[float, float], cost: StageCost, max_cost: StageCost) -> None:
-        left, top = corner[0] + NAMES_WIDTH + UNITS_WIDTH, corner[1]
+        left = corner[0] + NAMES_WIDTH + UNITS_WIDTH
+        top = corner[1]
         bars = (
             (cost.flops / max_cost.flops, f"{cost.flops / max_cost.flops:.0%}", FLOPS_BAR_COLOR),
             (cost.num_parameters / max_cost.num_parameters, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR),
@@ -174,7 +179,7 @@ class StagePanel:
                 )
 
     def _units(self, stage: Stage) -> Iterator[tuple[str, str]]:
-        """The kind and the label of each box of a stage."""
+        """Yield the kind and the label of each box of a stage."""
         if stage.parts.has_embedding:
             yield "E", "E"
         for number in stage.parts.layers:

@@ -1,9 +1,4 @@
-"""The two views of a layout as text: node by node, then group by group.
-
-The pipeline stages of a recipe as text: what stands where, and what it costs.
-
-The experts of the same ranks without folding, and what folding changes, in words. Torch-free.
-"""
+"""Text view of a layout: nodes, groups, pipeline stages, and the experts without folding. Torch-free."""
 
 from collections.abc import Iterator
 from math import gcd, lcm
@@ -25,24 +20,24 @@ MAX_NODES = 16
 EDGE_NODES = 4
 GROUPS_WIDTH = 72
 MAX_LISTED_RANKS = 1 << 18
-"""Ranks that --json lists, each in its group of every axis: 20 MB."""
+"""Most ranks for --json, which lists each in its group of every axis: 20 MB."""
 
 
 def node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
-    """The ranks of each node, in order; the last node may be smaller."""
+    """Return the ranks of each node, in order; the last node may be smaller."""
     return [range(first, min(first + gpus_per_node, world_size)) for first in range(0, world_size, gpus_per_node)]
 
 
 def named_views(layout: Layout) -> tuple[tuple[str, View], tuple[str, View]]:
-    """Both views under the names that a reader sees."""
+    """Return both views with their display names."""
     return (("attention", layout.attention), ("experts", layout.moe))
 
 
 def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
-    """Print the degrees, the place of each rank of each node, and the groups of each axis.
+    """Print the degrees, the position of each rank of each node, and the groups of each axis.
 
-    A place is `group:member`: `3:1` is member 1 of group 3 of that axis. Beyond 16 nodes the ones in the middle are
-    left out, because they repeat the pattern.
+    A position is `group:member`: `3:1` is member 1 of group 3 of that axis. With more than 16 nodes, those in the
+    middle, which repeat the pattern, are left out.
     """
     num_nodes = -(-layout.world_size // gpus_per_node)
     console.print(f"{_count(layout.world_size, 'rank')} on {_count(num_nodes, 'node')}", style="bold")
@@ -62,7 +57,7 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
 
 
 def _group_position(view: View, axis: str, rank: int) -> Text:
-    """The place of a rank along one axis, coloured by group."""
+    """Return the position of a rank along one axis, coloured by group."""
     if view.degree(axis) == 1:
         return Text("-", style="dim")
     group = view.group_index(rank, axis)
@@ -96,7 +91,8 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
 
 def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
     return table
 
 
@@ -110,7 +106,8 @@ def _groups_table(layout: Layout, gpus_per_node: int) -> Table:
     table.add_column("ranks of each group")
     for name, view in named_views(layout):
         for axis in view.axes:
-            degree, label = view.degree(axis), name if axis == view.axes[0] else ""
+            degree = view.degree(axis)
+            label = name if axis == view.axes[0] else ""
             reach = _max_nodes_spanned(view, axis, gpus_per_node)
             row = (label, axis, str(view.world_size // degree), str(degree), str(reach), _list_groups(view, axis))
             table.add_row(*row, end_section=axis == view.axes[-1])
@@ -118,11 +115,12 @@ def _groups_table(layout: Layout, gpus_per_node: int) -> Table:
 
 
 def _max_nodes_spanned(view: View, axis: str, gpus_per_node: int) -> int:
-    """Most nodes that a group of an axis lies on."""
-    stride, degree = view.stride(axis), view.degree(axis)
+    """Return the largest number of nodes that a group of an axis spans."""
+    stride = view.stride(axis)
+    degree = view.degree(axis)
     if stride >= gpus_per_node:
         return degree
-    # Where a group begins on its node repeats itself, and a smaller stride leaves no node out.
+    # The offset of a group within its node repeats with this period, and a smaller stride skips no node.
     firsts = _first_members(view, axis, min(view.world_size, lcm(stride * degree, gpus_per_node)))
     return max((first + (degree - 1) * stride) // gpus_per_node - first // gpus_per_node + 1 for first in firsts)
 
@@ -134,16 +132,17 @@ def _first_members(view: View, axis: str, below: int) -> Iterator[int]:
 
 
 def _list_groups(view: View, axis: str) -> str:
-    """The groups as `{0,1} {2,3} ...`, cut where they no longer fit; groups of one are not worth a list."""
-    stride, degree = view.stride(axis), view.degree(axis)
+    """Return the groups as `{0,1} {2,3} ...`, truncated to `GROUPS_WIDTH`; groups of one are not listed."""
+    stride = view.stride(axis)
+    degree = view.degree(axis)
     if degree == 1:
         return "each rank by itself"
     text = ""
     for first in _first_members(view, axis, view.world_size):
-        word = "{" + _list_ranks(range(first, first + degree * stride, stride)) + "}"
-        if text and len(text) + len(word) > GROUPS_WIDTH:
+        group = "{" + _list_ranks(range(first, first + degree * stride, stride)) + "}"
+        if text and len(text) + len(group) > GROUPS_WIDTH:
             return text + "..."
-        text += word + " "
+        text += group + " "
     return text.rstrip()
 
 
@@ -163,10 +162,10 @@ BAR_WIDTH = 20
 
 
 def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
-    """Print the layout as a string, and a row for each stage: its rank, its parts, its operations and weights.
+    """Print the pipeline layout, and a row for each stage: its pp rank, parts, weights and FLOPs.
 
-    The operations are those of the forward pass, against the busiest stage; the weights are those of one rank. Without
-    a recipe nothing is known of either.
+    The FLOPs are those of the forward pass, relative to the busiest stage; the weights are those of one rank. Both need
+    a recipe.
     """
     table = Table(
         title=f"stages, {plan.layout}",
@@ -175,21 +174,22 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
         box=SIMPLE_HEAD,
         show_edge=False,
     )
-    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
     for name in ("stage", "pp rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("holds")
-    loads = None if cfg is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
-    if loads is not None:
+    costs = None if cfg is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
+    if costs is not None:
         table.add_column("weights", justify="right", no_wrap=True)
         table.add_column("operations", no_wrap=True)
     for stage in plan.stages:
         cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
-        if loads is not None:
-            load, most = loads[stage.number], max(1, *(load.flops for load in loads))
-            share = load.flops / most
+        if costs is not None:
+            cost, max_flops = costs[stage.number], max(1, *(cost.flops for cost in costs))
+            share = cost.flops / max_flops
             cells += [
-                compact_count(load.num_parameters),
+                compact_count(cost.num_parameters),
                 f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}",
             ]
         table.add_row(*cells)
@@ -198,22 +198,22 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
 
 
 def describe_stage(parts: StageParts) -> str:
-    """What a stage holds, in words."""
-    words = ["embedding"] if parts.has_embedding else []
+    """Describe the parts of a stage."""
+    names = ["embedding"] if parts.has_embedding else []
     layers = parts.layers
     if len(layers) == 1:
-        words.append(f"layer {layers[0]}")
+        names.append(f"layer {layers[0]}")
     elif layers:
-        words.append(f"layers {layers[0]}-{layers[-1]}")
+        names.append(f"layers {layers[0]}-{layers[-1]}")
     if parts.num_mtp_layers:
-        words.append(f"{parts.num_mtp_layers} further")
+        names.append(f"{parts.num_mtp_layers} MTP")
     if parts.has_loss:
-        words.append("loss")
-    return ", ".join(words) or "nothing"
+        names.append("loss")
+    return ", ".join(names) or "nothing"
 
 
 def compact_count(weights: int) -> str:
-    """A number of parameters, short."""
+    """Return a number of parameters in a short form such as 1.3 G."""
     for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if weights >= size:
             return f"{weights / size:.1f} {unit}"
@@ -221,16 +221,16 @@ def compact_count(weights: int) -> str:
 
 
 def unfolded_experts(layout: Layout) -> DrawnView | None:
-    """Return the expert view that the attention of a layout would force without folding.
+    """Return the expert view without folding: experts coupled to the attention of a layout.
 
-    Experts are then cut as attention is (etp = tp), ep is a factor of dp, and its neighbours are tp*cp ranks apart.
+    Experts are then sharded as attention is (etp = tp), ep is a factor of dp, and ep neighbours are tp*cp ranks apart.
 
     Args:
-        layout: the folded one.
+        layout: the folded layout.
 
     Returns:
-        The view with the largest ep that divides both ep and dp; None where the orders are not the default ones, or
-        where folding changes nothing.
+        The view with the largest ep that divides both ep and dp; None if the orders are not the default ones or
+        folding changes nothing.
     """
     orders = "-".join(layout.attention.axes), "-".join(layout.moe.axes)
     if orders != (DEFAULT_ORDER, DEFAULT_MOE_ORDER):
@@ -243,25 +243,28 @@ def unfolded_experts(layout: Layout) -> DrawnView | None:
 
 
 def describe_changes(layout: Layout, experts: DrawnView, gpus_per_node: int) -> list[str]:
-    """Say what folding changes: the degrees, the nodes that an ep group lies on, and the weights of a rank."""
-    ep, etp = experts.degree("ep"), experts.degree("etp")
+    """Describe what folding changes: the degrees, the nodes that an ep group spans, and the weights of a rank."""
+    ep = experts.degree("ep")
+    etp = experts.degree("etp")
     folded, coupled = (
         max_nodes_spanned(groups, gpus_per_node)
         for groups in (layout.moe.group_indices("ep"), experts.group_indices("ep"))
     )
-    words = []
+    changes = []
     if ep != layout.ep:
-        words.append(f"ep is {layout.ep} (dp {layout.dp} allows only {ep})")
+        changes.append(f"ep is {layout.ep} (dp {layout.dp} allows only {ep})")
     if etp != layout.etp:
-        words.append(f"experts {_describe_sharding(layout.etp)} ({_describe_sharding(etp)} with etp = tp)")
+        changes.append(f"experts {_describe_sharding(layout.etp)} ({_describe_sharding(etp)} with etp = tp)")
     if layout.ep > 1:
-        words.append(f"an ep group on {format_count(folded, 'node')}" + (f" ({coupled} without)" if ep > 1 else ""))
-    held, would = layout.ep * layout.etp, ep * etp
-    if held != would:
-        words.append(
-            f"1/{held} of a layer's expert weights on a rank ({'all' if would == 1 else f'1/{would}'} without)"
+        changes.append(f"an ep group on {format_count(folded, 'node')}" + (f" ({coupled} without)" if ep > 1 else ""))
+    num_shards = layout.ep * layout.etp
+    unfolded_shards = ep * etp
+    if num_shards != unfolded_shards:
+        changes.append(
+            f"1/{num_shards} of a layer's expert weights on a rank "
+            f"({'all' if unfolded_shards == 1 else f'1/{unfolded_shards}'} without)"
         )
-    return words
+    return changes
 
 
 def _describe_sharding(etp: int) -> str:
@@ -269,7 +272,7 @@ def _describe_sharding(etp: int) -> str:
 
 
 def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
-    """Return the most nodes that one group lies on, given the group of each rank."""
+    """Return the largest number of nodes that one group spans, given the group of each rank."""
     found: dict[int, set[int]] = {}
     for rank, group in enumerate(groups):
         found.setdefault(group, set()).add(rank // gpus_per_node)
@@ -277,5 +280,5 @@ def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

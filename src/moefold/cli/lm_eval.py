@@ -1,4 +1,4 @@
-"""`moefold lm-eval`: the tasks of lm-eval on our models, over as many ranks as a model needs."""
+"""`moefold lm-eval`: run lm-eval tasks on a model, on as many ranks as the model needs."""
 
 import importlib.util
 from functools import partial
@@ -11,19 +11,19 @@ from moefold.terminal import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
 DESCRIPTION = """Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face
-folder. All words are those of lm_eval's own command line, but --model, which is moefold. --model_args takes
+folder. All options are those of lm_eval's own command line except --model, which is moefold. --model_args takes
 
   path=MODEL        the model
   tp, pp, ep, etp   the mapping (1); the ranks are started on this machine, or joined under torchrun or srun
   world_size        ranks in all (as many as the others need)
-  dtype, device     as of `moefold eval` (auto)
+  dtype, device     as in `moefold eval` (auto)
   batch_size        texts at once (8)
-  max_length        longest text in tokens (what the model was trained on, or config.json says)
-  max_gen_toks      most new tokens where a task does not say (256)
+  max_length        longest text in tokens (the trained sequence length, or that of config.json)
+  max_gen_toks      most new tokens where a task sets no limit (256)
   tokenizer         bytes or a tokenizer.json, not the model's
   chat_template     a file, not the model's template, for --apply_chat_template
 
-In a program of your own, `import moefold.lm_eval` makes model="moefold" known to lm_eval.simple_evaluate.
+In your own program, `import moefold.lm_eval` registers model="moefold" with lm_eval.simple_evaluate.
 
 examples:
   moefold lm-eval --model_args path=runs/quickstart --tasks lambada_openai --limit 100
@@ -33,13 +33,13 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run lm-eval; returns the exit status."""
+    """Run `moefold lm-eval` and return the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print_escaped(CommandParser(usage=USAGE, description=DESCRIPTION, add_help=False).format_help(), end="")
         return 0
-    place = read_rank_env()
-    with report_on_local_rank0(place):
-        return _run_tasks(argv, place)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        return _run_tasks(argv, rank_env)
 
 
 def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
@@ -79,17 +79,17 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         extra_bytes={
             f"the cache of one text of max_length={cfg.train.seq_len}": kv_cache_bytes(cfg, cfg.train.seq_len, 1)
         },
-        suggestion="give a smaller --model_args max_length=, or cut the model with tp= and pp=",
+        suggestion="give a smaller --model_args max_length=, or shard the model with tp= and pp=",
     )
     device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
 
-    # torch takes seconds to import, lm-eval too: everything above answers without them.
+    # torch and lm-eval take seconds to import: every error above is reported without them.
     from moefold.inference.lm_eval_worker import lm_eval_worker
     from moefold.launch.ranks import run_ranks
 
-    # lm-eval would take 1. The user's own words come later and win.
-    ours = ["--model", "moefold", "--batch_size", str(settings.batch_size)]
-    argv = ["run", *ours, *(argv[1:] if argv[0] == "run" else argv)]
+    # lm-eval's default batch size is 1. The user's arguments come later and override ours.
+    defaults = ["--model", "moefold", "--batch_size", str(settings.batch_size)]
+    argv = ["run", *defaults, *(argv[1:] if argv[0] == "run" else argv)]
     return run_ranks(partial(lm_eval_worker, settings, argv), cfg.parallel.world_size, device_type, rank_env)

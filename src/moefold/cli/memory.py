@@ -1,7 +1,4 @@
-"""`moefold memory`: what a step has in memory on each rank, by part: measured, or by formula for any world.
-
-The tables of `moefold memory`: bytes by rank and part, and measured activations beside the formulas.
-"""
+"""`moefold memory`: show the memory of a step on each rank by part, measured or by formula, and compare the two."""
 
 import argparse
 import json
@@ -37,15 +34,15 @@ if TYPE_CHECKING:
 
 
 MAX_MEASURED_RANKS = 64
-"""Ranks that one machine is asked to start."""
+"""Most ranks to start on one machine."""
 RANKS_TIMEOUT_S = 3600.0
 STATE_PARTS = {"weights": "weights", "gathered": "gathered weights", "optimizer": "optimizer", "buffers": "buffers"}
 
-EPILOG = """Measured, the recipe's ranks run one step on this machine's CPU, and a ledger notes all tensors
-by the part of the step that made them. A column is the moment at which a rank had most. With --dry
-nothing runs: weights and moments are read off the sharded model of the first rank of each pipeline
-stage, built without memory, for any world size; gradients and activations are those of the formulas.
-The first rank of a stage holds as much as any other of it.
+EPILOG = """Measured, the recipe's ranks run one step on this machine's CPU, and a memory tracker assigns every
+tensor to the part of the step that allocated it. A column shows the memory peak of a rank. With --dry
+nothing runs: weights and optimizer states are read from the sharded model of the first rank of each
+pipeline stage, built without memory, for any world size; gradients and activations come from formulas.
+The first rank of a stage needs as much memory as its other ranks.
 
 examples:
   moefold memory recipes/quickstart.toml
@@ -55,10 +52,10 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the memory of each rank; returns 0, or 1 if the built model and the formulas disagree.
+    """Print the memory of each rank; return 0, or 1 if the built model and the formulas disagree.
 
     Raises:
-        ConfigError: the recipe is wrong, or cannot be measured here.
+        ConfigError: the recipe is wrong, or cannot be measured on this machine.
     """
     args = _parser().parse_intermixed_args(argv)
     if not 1 <= args.imbalance < float("inf"):
@@ -69,24 +66,24 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
     if args.dry and cfg.train.offload:
         raise ConfigError(
-            f"train.offload={list(cfg.train.offload)!r} has no formula: how much of it is away at the fullest moment "
+            f"train.offload={list(cfg.train.offload)!r} has no formula: how much of it is offloaded at the peak "
             "depends on the disk; measure it without --dry, or add train.offload=[]"
         )
     device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")
-    cfg, note = _resolve_recompute(cfg, KERNEL_PROFILES[device], args.imbalance)
+    cfg, message = _resolve_recompute(cfg, KERNEL_PROFILES[device], args.imbalance)
     formulas = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
     if args.dry:
-        return _report_formulas(cfg, layout, formulas, message=note, as_json=args.json)
-    return _report_measured(cfg, layout, message=note, as_json=args.json)
+        return _report_formulas(cfg, layout, formulas, message=message, as_json=args.json)
+    return _report_measured(cfg, layout, message=message, as_json=args.json)
 
 
 def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) -> tuple[Config, str]:
-    """The recipe with the parts that train.recompute "auto" stands for, and why."""
+    """Return the config with train.recompute "auto" resolved, and a description of the choice."""
     if AUTO not in cfg.train.recompute:
         return cfg, ""
     if not cfg.train.memory_budget_gib:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib here: no GPU is asked for its memory"
+            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib here: the memory of no GPU is queried"
         )
     budget = round(cfg.train.memory_budget_gib * GIB)
     choice = choose_recompute(cfg, budget, kernels, imbalance)
@@ -103,7 +100,7 @@ def _report_formulas(
     built: list[StateBytes] = []
     started_s = time.monotonic()
     for rank in first:
-        # Each is built in a forked process, beside which no thread may write: `WorkProgress` has one.
+        # Each model is built in a forked process, and no thread may print during a fork: `WorkProgress` has one.
         if time.monotonic() - started_s > SHOW_AFTER_S:
             print_escaped(f"memory: {len(built)} of {layout.pp} pipeline stages built", file=sys.stderr, flush=True)
             started_s = time.monotonic()
@@ -122,7 +119,7 @@ def _report_formulas(
     print_parts(rows, "by formula, first rank of each pipeline stage")
     print_escaped(f"\n{message}\n" if message else "")
     print_escaped(
-        "the built model holds other weights or moments:\n  " + "\n  ".join(faults)
+        "the weights or optimizer states of the built model differ from the formulas:\n  " + "\n  ".join(faults)
         if faults
         else f"weights, moments and buffers are those of the sharded model, of {layout.world_size} ranks, to the byte"
     )
@@ -130,22 +127,23 @@ def _report_formulas(
 
 
 def _validate_states(cfg: Config, memory: RankMemory, sharded: "StateBytes") -> Iterable[str]:
-    """Where the formulas and the sharded model differ."""
+    """Yield the differences between the formulas and the sharded model."""
     for name, part in STATE_PARTS.items():
         if name == "gathered" and cfg.parallel.zero == 3:
             continue
-        mine, real = getattr(memory.states, name), getattr(sharded, name)
-        if mine != real:
-            yield f"pipeline rank {memory.pp_rank}: {part} {real:,} bytes, by formula {mine:,}"
+        expected = getattr(memory.states, name)
+        built = getattr(sharded, name)
+        if expected != built:
+            yield f"pipeline rank {memory.pp_rank}: {part} {built:,} bytes, by formula {expected:,}"
 
 
 def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool) -> int:
     if cfg.run.device == "cuda":
-        raise ConfigError("run.device='cuda': a step is measured on the CPU alone; add --dry, or run.device=cpu")
+        raise ConfigError("run.device='cuda': a step is measured on the CPU only; add --dry, or run.device=cpu")
     if cfg.parallel.world_size > MAX_MEASURED_RANKS:
         raise ConfigError(
-            f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that one machine is "
-            "asked to start; add --dry"
+            f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that are "
+            "started on one machine; add --dry"
         )
     check_data_source(cfg)
     check_dispatch_device(cfg, "cpu")
@@ -165,13 +163,14 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     if as_json:
         print(json.dumps({"dry": False, "note": message, "ranks": [asdict(rank) for rank in ranks]}))
         return 0
-    print_parts({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank")
+    print_parts({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the memory peak of each rank")
     if message:
         print_escaped(f"\n{message}")
     print_comparison(cfg, layout, ranks, KERNEL_PROFILES["cpu"])
     if cfg.train.offload and not cfg.train.offload_waits:
         print(
-            "how much was away follows the disk's pace, so another run differs; train.offload_waits=true waits for it"
+            "how much was offloaded depends on the speed of the disk, so another run differs; train.offload_waits=true "
+            "waits for the disk"
         )
     return 0
 
@@ -190,26 +189,28 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
     parser.add_argument(
-        "--dry", action="store_true", help="by formula and from a model that is only built; any world size"
+        "--dry", action="store_true", help="use formulas and a model that is only built, not run; any world size"
     )
     parser.add_argument(
-        "--device", choices=tuple(KERNEL_PROFILES), help="with --dry: whose kernels (default: the recipe's, or cuda)"
+        "--device",
+        choices=tuple(KERNEL_PROFILES),
+        help="with --dry: device of the kernels (default: the recipe's, or cuda)",
     )
     parser.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X", help="with --dry: rows of the fullest rank over the mean"
+        "--imbalance", type=float, default=1.0, metavar="X", help="with --dry: rows of the busiest rank over the mean"
     )
     parser.add_argument("--json", action="store_true", help="print bytes as one JSON object")
     return parser
 
 
 BALANCING_DISPATCHERS = ("leastloaded",)
-"""Dispatchers that move rows between ranks, so that the router alone does not say how many a rank has."""
+"""Dispatchers that rebalance rows between ranks, so that the router alone does not determine a rank's rows."""
 
 
 def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
-    """Print a column for each rank, a row for each part that any of them has, and the total."""
+    """Print a column for each rank, a row for each part that any rank has, and the total."""
     console = open_console()
     console.print(f"{title}\n", style="bold")
     parts = list(dict.fromkeys(part for row in rows.values() for part, size in row.items() if size))
@@ -221,27 +222,27 @@ def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
 
 
 def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemory"], kernels: KernelProfile) -> None:
-    """Print measured activations beside those of the formulas, with even experts and with the rows of this step."""
+    """Print measured activations next to the formulas, with even experts and with the rows of the measured step."""
     console = open_console()
-    loads = [rank_imbalance(layout, ranks, i) for i in range(len(ranks))]
+    imbalances = [rank_imbalance(layout, ranks, i) for i in range(len(ranks))]
     even = compute_rank_memory(cfg, kernels=kernels)
     columns = [
         Column(name="rank", cells=[str(rank.rank) for rank in ranks], justify="right"),
         Column(name="measured", cells=[format_size(rank.activations) for rank in ranks], justify="right"),
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
-    uneven = any(load is not None for load in loads) and cfg.parallel.dispatcher not in BALANCING_DISPATCHERS
+    uneven = any(one is not None for one in imbalances) and cfg.parallel.dispatcher not in BALANCING_DISPATCHERS
     if uneven:
-        of_load = {load: compute_rank_memory(cfg, kernels=kernels, imbalance=load) for load in set(loads) if load}
+        by_imbalance = {one: compute_rank_memory(cfg, kernels=kernels, imbalance=one) for one in set(imbalances) if one}
         routed = [
-            (of_load[load] if load else even)[rank.pp_rank].activations.total
-            for rank, load in zip(ranks, loads, strict=True)
+            (by_imbalance[one] if one else even)[rank.pp_rank].activations.total
+            for rank, one in zip(ranks, imbalances, strict=True)
         ]
         columns.append(
-            Column(name="rows", cells=["-" if load is None else f"{load:.2f}x" for load in loads], justify="right")
+            Column(name="rows", cells=["-" if one is None else f"{one:.2f}x" for one in imbalances], justify="right")
         )
         columns += _formula_columns("with rows", ranks, routed)
-    console.print("\nactivations at their fullest moment, measured and by formula\n", style="bold")
+    console.print("\nactivations at their peak, measured and by formula\n", style="bold")
     print_columns(console, columns)
     console.print()
     if cfg.train.offload:
@@ -250,22 +251,22 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
 
 
 def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> float | None:
-    """Return the rows that a rank's experts worked on over the mean of its ep and etp group; None without experts.
+    """Return the rows of a rank's experts over the mean of its ep and etp group; None without experts.
 
-    Rows of an expert reach all etp ranks of the ep rank that holds it.
+    Rows of an expert are sent to all etp ranks of the ep rank that owns it.
     """
     group = layout.moe.group(rank, "ep", "etp")
     counts: list[int] = [sum(column) for column in zip(*(ranks[member].routed for member in group), strict=True)]
     if not sum(counts):
         return None
-    held = len(counts) // layout.ep
-    place = layout.moe.coordinate(rank, "ep")
-    mine: int = sum(counts[place * held : (place + 1) * held])
+    num_local_experts = len(counts) // layout.ep
+    ep_rank = layout.moe.coordinate(rank, "ep")
+    mine: int = sum(counts[ep_rank * num_local_experts : (ep_rank + 1) * num_local_experts])
     return mine * layout.ep / sum(counts)
 
 
 def format_size(size: int) -> str:
-    """Return bytes in a unit that suits, - for none."""
+    """Return bytes in a suitable unit, - for none."""
     return format_bytes(size) if size else "-"
 
 
@@ -281,12 +282,12 @@ def _formula_columns(name: str, ranks: Sequence["MeasuredMemory"], sizes: Sequen
 
 
 def _explanation(*, uneven: bool) -> str:
-    known = "within 10 % for even experts on one thread (docs/memory.md)"
+    accuracy = "within 10 % for even experts on one thread (docs/memory.md)"
     if not uneven:
-        return f"the formula is {known}."
+        return f"the formula is {accuracy}."
     return (
-        "`formula` counts even experts, but a rank keeps activations for the rows that the router sends to its "
+        "`formula` assumes even experts, but a rank saves activations for the rows that the router sends to its "
         "experts. `rows` is their number in this step over the mean of the ep group, and `with rows` is the formula "
-        f"with it. What is left is the error of the formula, {known}, and rows that differ between layers and "
-        "micro-batches."
+        f"with it. What remains is the error of the formula, {accuracy}, and differences of the rows between layers "
+        "and micro-batches."
     )

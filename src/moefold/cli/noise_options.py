@@ -1,4 +1,4 @@
-"""The options of a machine that is less than ideal: slow ranks, and times that vary. Torch-free."""
+"""Options for noise on a simulated machine: stragglers and jitter. Torch-free."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from moefold.errors import ConfigError
 
 
 def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:
-    """The options that make a machine less than ideal."""
+    """Add --straggler, --jitter and --seed."""
     add = parser.add_argument
     straggler = f"{help_prefix}a rank that computes slower; repeatable"
     add("--straggler", action="append", default=[], metavar="RANK=FACTOR", help=straggler)
@@ -18,10 +18,12 @@ def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") ->
 
 
 def parse_stragglers(cfg: Config, options: Sequence[str]) -> dict[int, float]:
-    """The factor of each slow pipeline rank, of words such as `17=1.3`; a stage waits for the slowest of its ranks.
+    """Return the slowdown of each pipeline rank with a straggler, from options such as `17=1.3`.
+
+    A stage waits for the slowest of its ranks.
 
     Raises:
-        ConfigError: a word is none, there is no such rank, or a rank is faster than others that its stage waits for.
+        ConfigError: an option is malformed, a rank does not exist, or a faster rank has no effect on its stage.
     """
     from moefold.cli.layout import layout_from_config
 
@@ -34,23 +36,24 @@ def parse_stragglers(cfg: Config, options: Sequence[str]) -> dict[int, float]:
         fast = next((rank for rank in stage if given.get(rank, 1.0) < 1), None)
         if fast is not None and found[pp_rank] == 1:
             raise ConfigError(
-                f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and goes at the pace of the "
-                "slowest, so one that is faster changes nothing; name all of them, or choose a factor of at least 1"
+                f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
+                "so a single faster rank changes nothing; name all of them, or choose a factor of at least 1"
             )
     return found
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
-    """The factor of each rank that words such as `17=1.3` name, the largest where one is named twice.
+    """Parse options such as `17=1.3` into the slowdown of each named rank; the largest one if a rank is named twice.
 
     Raises:
-        ConfigError: a word is none, or there is no such rank.
+        ConfigError: an option is malformed, or a rank does not exist.
     """
     found = dict[int, float]()
     for word in options:
         rank, _, factor = word.partition("=")
         try:
-            number, times = int(rank), float(factor)
+            number = int(rank)
+            times = float(factor)
         except ValueError:
             raise ConfigError(f"--straggler {word!r} must be RANK=FACTOR, such as 17=1.3") from None
         if not 0 <= number < num_ranks:
@@ -62,10 +65,10 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
 
 
 def check_jitter(value: float) -> float:
-    """The spread of the times of actions.
+    """Check and return the relative spread of action times.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not in [0, 1].
     """
     if not 0 <= value <= 1:
         raise ConfigError(
@@ -75,10 +78,10 @@ def check_jitter(value: float) -> float:
 
 
 def check_seed(args: argparse.Namespace) -> None:
-    """A seed has something to draw.
+    """Check that --seed is used: --jitter must not be 0.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: --seed is given without --jitter.
     """
     if args.seed is not None and not args.jitter:
         raise ConfigError(

@@ -25,8 +25,8 @@ from moefold.planner.search.search import PlannedMapping
 from moefold.progress import WorkProgress
 
 EPILOG = (
-    """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe says the batch,
-the number of GPUs and what its other sections say, where no option does.
+    """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe supplies the
+batch, the number of GPUs and its other settings wherever no option is given.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
 """
@@ -44,11 +44,11 @@ examples:
 )
 EXIT_NOT_FEASIBLE = 1
 DEFAULT_TABLE_ROWS = 10
-"""Of the table."""
+"""Rows of the table without --top."""
 
 
 def run(argv: list[str]) -> int:
-    """Answer the question; 1 where the mapping to explain is illegal or does not fit.
+    """Run `moefold plan`; return 1 if the mapping to explain is illegal or does not fit, else 0.
 
     Raises:
         ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
@@ -57,25 +57,25 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     _check_output(args)
     check_output_paths(args)
-    question = request_from_args(args)
-    check_contents(question, args)
+    request = request_from_args(args)
+    check_contents(request, args)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 
-        return compare_folding(question, args)
+        return compare_folding(request, args)
     if args.explain is not None:
         from moefold.cli.plan_explain import explain
 
-        return explain(question, args, argv)
-    # A plan takes seconds: in a file its answer or refusal stands alone.
+        return explain(request, args, argv)
+    # A plan takes seconds. Progress is shown on a terminal only, so that a log file holds nothing but the answer.
     with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
         progress.report("listing the legal mappings")
-        planner = make_planner(question, args)
+        planner = make_planner(request, args)
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
         if args.json and args.top is None:
             planner.rank_all()
         elif planner.num_folds:
-            # One search for all that shows some of the best.
+            # One search serves every output that shows some of the best mappings.
             planner.top_plans(max(args.top or DEFAULT_TABLE_ROWS, DEFAULT_TABLE_ROWS))
         best = planner.best()
     write_outputs(planner, best, args, argv)
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
         from moefold.cli.screen import open_console
 
         console = open_console()
-        print_question(console, question)
+        print_question(console, request)
         shown = planner.top_plans(DEFAULT_TABLE_ROWS if args.top is None else args.top)
         print_ranking(console, shown, wide=args.wide)
         if args.breakdown:
@@ -105,7 +105,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def request_from_args(args: argparse.Namespace) -> PlanRequest:
-    """What the options ask.
+    """Build the plan request from the options.
 
     Raises:
         ConfigError: an option is wrong or missing.
@@ -113,14 +113,15 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
     device = load_device(args.gpu)
     base, shape = read_model(args.model)
     is_recipe = args.model.endswith(".toml")
-    p, train = base.parallel, base.train
+    p = base.parallel
+    train = base.train
     num_gpus = _resolve_number("--num-gpus", args.num_gpus, p.world_size, MAX_GPUS, is_recipe=is_recipe)
     seq_len = _resolve_number(
         "--seq-len", args.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"], is_recipe=is_recipe
     )
-    most = MAX_BY_KEY["train.global_batch_size"]
+    max_batch = MAX_BY_KEY["train.global_batch_size"]
     batch = _resolve_number(
-        "--global-batch-size", args.global_batch_size, train.global_batch_size, most, is_recipe=is_recipe
+        "--global-batch-size", args.global_batch_size, train.global_batch_size, max_batch, is_recipe=is_recipe
     )
     reserve = default_reserve_gib(device) if args.memory_reserve is None else args.memory_reserve
     if not 0 <= reserve < device.memory_gib:
@@ -135,13 +136,13 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
         )
     factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
     fixed = parse_axes(args.fix, "--fix") if args.fix else {}
-    settled, precision = resolve_precision(base, args.precision, device)
+    base_with_precision, precision = resolve_precision(base, args.precision, device)
     cfg = replace(
-        settled,
+        base_with_precision,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
         moe=replace(base.moe, capacity_factor=factor),
         parallel=replace(p, world_size=num_gpus, mapping="given"),
-        train=replace(settled.train, seq_len=seq_len, global_batch_size=batch),
+        train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
     return PlanRequest(
         base_config=cfg,
@@ -161,7 +162,7 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
 
 
 def make_planner(request: PlanRequest, args: argparse.Namespace) -> Planner:
-    """What answers, under recorded routing if there is any."""
+    """Create the planner, with the recorded routing of --trace if it is given."""
     if args.trace is None:
         return Planner(request)
     from moefold.planner.cost_model.workload import RecordedRouting
@@ -171,7 +172,12 @@ def make_planner(request: PlanRequest, args: argparse.Namespace) -> Planner:
 
 
 def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
-    """The best mapping of every fold, best first, or of so many folds, in the form of `moefold plan --json`."""
+    """Return the result in the form of `moefold plan --json`: the best mapping of each fold, best first.
+
+    Args:
+        planner: the planner that searched.
+        count: number of folds to return; None returns all.
+    """
     q = planner.request
     return {
         "model": q.model_spec.name,
@@ -193,8 +199,9 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
 
 
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
-    """One mapping with its price."""
-    gib, time_of = 2**30, plan.time
+    """Return one mapping with its predicted time and memory, ready for JSON."""
+    gib = 2**30
+    time_of = plan.time
     return plan.mapping.as_dict() | {
         "step_time_s": time_of.total_s,
         "mfu": time_of.mfu,
@@ -211,7 +218,7 @@ def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
 
 def _resolve_number(option: str, given: int | None, recipe_value: int, maximum: int, *, is_recipe: bool) -> int:
     if given is None and not is_recipe:
-        raise ConfigError(f"{option} is missing; a recipe as MODEL would say it")
+        raise ConfigError(f"{option} is missing; set it, or give a recipe as MODEL, which supplies it")
     number = recipe_value if given is None else given
     if number < 1:
         raise ConfigError(f"{option} {number} must be at least 1")
@@ -222,7 +229,7 @@ def _resolve_number(option: str, given: int | None, recipe_value: int, maximum: 
 def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
     if given is not None and not model.mtp_layers:
         raise ConfigError(
-            f"--mtp-flops {given} has no effect: model.mtp_layers=0 predicts no further tokens; leave it out"
+            f"--mtp-flops {given} has no effect: model.mtp_layers=0 turns multi-token prediction off; leave it out"
         )
     return given != "without"
 
@@ -237,12 +244,12 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
-    add("--seq-len", type=int, metavar="S", help="tokens of a sample")
-    add("--global-batch-size", type=int, metavar="B", help="samples of a step")
+    add("--seq-len", type=int, metavar="S", help="tokens per sample")
+    add("--global-batch-size", type=int, metavar="B", help="samples per step")
     add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
-    add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
+    add("--imbalance", type=float, default=1.0, metavar="X", help="routed tokens of the busiest ep rank over mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
-    help_ = f"leave so much memory of each GPU free (default: {RESERVE_FRACTION:.0%}".replace("%", "%%") + " of it)"
+    help_ = f"memory of each GPU to leave free (default: {RESERVE_FRACTION:.0%}".replace("%", "%%") + " of it)"
     add("--memory-reserve", type=float, metavar="GIB", help=help_)
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
@@ -255,9 +262,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a part of the search, see below (default folding: all of it)",
     )
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
-    add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")
-    add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")
-    help_ = "best mapping with folding beside the best without, for samples of so many tokens (default: --seq-len)"
+    add("--explain", nargs="+", metavar="AXIS=VALUE", help="explain one mapping, and why it cannot run or fit")
+    add("--trace", type=Path, metavar="RUN_DIR", help="plan for the recorded routing of a run (moe.trace_every)")
+    help_ = "compare the best mapping with folding to the best without, at these sequence lengths (default: --seq-len)"
     add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
     add(
         "--top",

@@ -1,7 +1,4 @@
-"""`moefold plan-accuracy`: the planner's predictions against a table of published measurements.
-
-The table of `moefold plan-accuracy`.
-"""
+"""`moefold plan-accuracy`: compare the planner's predictions with a table of published measurements."""
 
 import argparse
 import json
@@ -15,9 +12,9 @@ from moefold.planner.validation import Accuracy, Prediction
 
 EPILOG = """the table is CSV with the columns
   source model gpu n_gpus precision seq_len gbs mbs tp etp cp ep pp vpp metric value method note
-metric is mfu_pct, tflops_per_gpu or tokens_per_s_per_gpu; value a number or OOM; an empty cell is not printed by the
-source. Rows without a complete mapping are skipped and counted; micro-batch size and virtual stages that are not
-printed are the planner's choice.
+metric is mfu_pct, tflops_per_gpu or tokens_per_s_per_gpu; value a number or OOM; an empty cell means that the source
+does not give it. Rows without a complete mapping are skipped and counted; the planner chooses the micro-batch size and
+virtual stages that the source does not give.
 
 example:
   moefold plan-accuracy published.csv --json
@@ -37,7 +34,6 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
-    pass
     from moefold.terminal import PrintableConsole
 
     print_accuracy(PrintableConsole(), accuracy)
@@ -47,7 +43,7 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold plan-accuracy",
-        description="Compare what the planner predicts with published measurements.",
+        description="Compare the planner's predictions with published measurements.",
         epilog=EPILOG,
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
@@ -56,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def print_accuracy(console: Console, accuracy: Accuracy) -> None:
-    """Print each row, the means by device and precision, what was skipped, and the mistakes about memory."""
+    """Print each row, the means by device and precision, the skipped rows, and the wrong memory predictions."""
     for prediction in accuracy.predictions:
         console.print(_line(prediction), markup=False, highlight=False, soft_wrap=True)
     console.print(_groups(accuracy))
@@ -73,11 +69,14 @@ def print_accuracy(console: Console, accuracy: Accuracy) -> None:
 
 
 def _line(prediction: Prediction) -> str:
-    """One row on one line, however wide the terminal is."""
+    """Format one row as one line, regardless of the terminal's width."""
     row = prediction.row
-    what = f"{row['gpu']:6} {prediction.precision:13} {row['model'][:26]:26} {row['method'][:22]:22} {_mapping(prediction):40}"
+    case = (
+        f"{row['gpu']:6} {prediction.precision:13} {row['model'][:26]:26} {row['method'][:22]:22} "
+        f"{_mapping(prediction):40}"
+    )
     values = f"{row['metric']:21} {_value(prediction.measured):>8} {_value(prediction.predicted):>8}"
-    return f"{what} {values} {_percent(prediction.error_pct, sign=True):>9}"
+    return f"{case} {values} {_percent(prediction.error_pct, sign=True):>9}"
 
 
 def _groups(accuracy: Accuracy) -> Table:

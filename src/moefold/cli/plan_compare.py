@@ -1,4 +1,4 @@
-"""`moefold plan --compare-folding`: the best mapping with folding beside the best without it."""
+"""`moefold plan --compare-folding`: compare the best mapping with folding to the best one without it."""
 
 import argparse
 import json
@@ -16,18 +16,18 @@ from moefold.terminal import print_escaped
 TEXT_WIDTH = 80
 INCOMPATIBLE_OPTIONS = ("explain", "recipe", "report", "top")
 NOTES = (
-    "Predicted by the cost model (docs/cost-model.md); we have measured none of it on GPUs. gain: tokens a second of "
-    "the folded mapping over the other one, less one.",
-    f"coupled: etp = tp, and ep divides dp*cp (method {COUPLED_WITH_CP}). ep in dp: etp = tp, and ep divides dp (method "
-    f"{COUPLED}). Everything else is searched alike; --fix restricts all three.",
+    "Predicted by the cost model (docs/cost-model.md); none of it is measured on GPUs. gain: tokens per second of "
+    "the folded mapping over the other one, minus one.",
+    f"coupled: etp = tp, and ep divides dp*cp (method {COUPLED_WITH_CP}). ep in dp: etp = tp, and ep divides dp "
+    f"(method {COUPLED}). The rest of the search is the same; --fix restricts all three.",
 )
 
 
 def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
-    """Print the comparison for each length that the option names.
+    """Print the comparison for each sequence length of the option.
 
     Raises:
-        ConfigError: an option does not go with it, a length is wrong, or nothing fits.
+        ConfigError: an option is incompatible, a length is wrong, or nothing fits.
     """
     from moefold.cli.plan import make_planner
 
@@ -42,7 +42,7 @@ def _check_options(args: argparse.Namespace) -> None:
     given = [option for option in INCOMPATIBLE_OPTIONS if getattr(args, option) is not None]
     given += ["timeline"] if args.timeline else []
     if given:
-        raise ConfigError(f"--{given[0]} is of one ranking, and --compare-folding makes several; leave one of them out")
+        raise ConfigError(f"--{given[0]} needs one ranking, and --compare-folding makes several; leave one of them out")
     if args.method != FOLDED:
         raise ConfigError(f"--method {args.method} with --compare-folding: it compares the methods; leave --method out")
     for number, length in enumerate(args.compare_folding):
@@ -76,7 +76,7 @@ def _lines(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> It
 
 
 def _distinct_plans(comparison: FoldingComparison) -> Iterator[tuple[str, PlannedMapping]]:
-    """The mappings of a length, each once."""
+    """Yield the mappings of one sequence length, each once."""
     if comparison.folded is not None:
         yield "folded" if not comparison.is_same_mapping else "both", comparison.folded
     if comparison.coupled is not None and not comparison.is_same_mapping:

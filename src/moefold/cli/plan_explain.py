@@ -1,4 +1,4 @@
-"""`moefold plan --explain`: one mapping by itself, or why it cannot be."""
+"""`moefold plan --explain`: predict one mapping, or explain why it is illegal."""
 
 import argparse
 import json
@@ -18,16 +18,16 @@ from moefold.terminal import print_escaped
 EXIT_NOT_FEASIBLE = 1
 GIB = 2**30
 TIE_TOLERANCE = 1e-9
-"""A search adds the parts of a step in another order; what is no faster than by this is as fast."""
+"""Relative tolerance of equal step times: the search adds the parts of a step in another order."""
 
 
 def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    """Price the mapping that the words name, with the best of what they leave open; 1 if it is illegal or does not fit.
+    """Predict the best mapping with the given axes; return 1 if it is illegal or does not fit, else 0.
 
-    The files that the other options name are of this mapping.
+    Files of other options are written for this mapping.
 
     Raises:
-        ConfigError: a word is wrong, or an option does not go with one mapping.
+        ConfigError: an axis is wrong, or an option is incompatible with a single mapping.
     """
     given = parse_axes(args.explain, "--explain")
     _check_options(request, given, args)
@@ -64,19 +64,19 @@ def _check_options(request: PlanRequest, given: Mapping[str, Any], args: argpars
 
 
 def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
-    """What is too much, in one sentence."""
+    """Explain in one sentence how much memory is missing, and which part takes most of it."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
     part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
     reserve = request.reserve_gib
-    kept = f" with {reserve:.1f} GiB kept free (--memory-reserve)" if reserve else ""
+    reserved = f" with {reserve:.1f} GiB kept free (--memory-reserve)" if reserve else ""
     return (
-        f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{kept}, {lacking:.1f} "
-        f"GiB too much even with {format_mapping(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
+        f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{reserved}, "
+        f"{lacking:.1f} GiB too much even with {format_mapping(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
     )
 
 
 def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
-    """Where it would stand among the best mappings of all folds."""
+    """Return the rank of the mapping among the best mappings of all folds."""
     from moefold.cli.plan import make_planner
 
     everything = make_planner(replace(request, restriction=Restriction({}, args.method)), args)

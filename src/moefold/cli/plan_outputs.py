@@ -1,7 +1,4 @@
-"""The files of `moefold plan`: a recipe, a report and timelines of the best mapping, checked before the search.
-
-The text below the table of `moefold plan`: best mapping, assumptions, how sure a prediction is, next command.
-"""
+"""Outputs of `moefold plan`: recipe, report and timelines of the best mapping, and the footer below the table."""
 
 import argparse
 import shlex
@@ -29,10 +26,10 @@ from moefold.terminal import print_escaped, printable
 
 
 def check_output_paths(args: argparse.Namespace) -> None:
-    """The files can be written, and what disturbs their steps is read by one of them.
+    """Check that the output files can be written, and that noise options have an output that uses them.
 
     Raises:
-        ConfigError: one cannot, or nothing would read it.
+        ConfigError: a file cannot be written, or a noise option has no effect.
     """
     for path in args.timeline:
         check_timeline_file(path)
@@ -50,15 +47,15 @@ def check_output_paths(args: argparse.Namespace) -> None:
 
 
 def check_contents(request: PlanRequest, args: argparse.Namespace) -> None:
-    """What is to stand in the files can: the slow ranks are there, and a recipe can say what is priced.
+    """Check the contents of the output files: straggler ranks exist, and a recipe can express the plan.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a straggler is wrong, or a recipe cannot express the plan.
     """
     for rank, factor in parse_straggler_factors(args.straggler, request.num_gpus).items():
         if factor < 1:
             raise ConfigError(
-                f"--straggler {rank}={factor:g} must be at least 1: the search decides whom a stage waits for; "
+                f"--straggler {rank}={factor:g} must be at least 1: the search decides which ranks a stage waits for; "
                 "`moefold simulate` takes faster ranks of a recipe"
             )
     if args.recipe is not None:
@@ -66,7 +63,7 @@ def check_contents(request: PlanRequest, args: argparse.Namespace) -> None:
 
 
 def can_write_recipe(request: PlanRequest) -> bool:
-    """Return True if a recipe can say what is priced."""
+    """Return whether a recipe can express the plan."""
     try:
         _check_recipe(request)
     except ConfigError:
@@ -76,21 +73,21 @@ def can_write_recipe(request: PlanRequest) -> bool:
 
 def _check_recipe(request: PlanRequest) -> None:
     check_recipe_precision(request.workload.precision, request.device)
-    # Where cp is 1, ep neighbours are tp = etp apart in either form, and the recipe trains what was priced.
+    # With cp = 1, ep neighbours are tp = etp ranks apart with and without folding, so the recipe trains the plan.
     method = request.restriction.method
     if not METHODS[method].ep_may_span_cp and request.restriction.fixed.get("cp") != 1:
         raise ConfigError(
             f"--method {method} with --recipe: it keeps ep neighbours tp*cp ranks apart, and a recipe folds them over "
-            "cp, which trains another mapping than was priced; add --fix cp=1, where both are the same, or leave "
+            "cp, which trains another mapping than the planned one; add --fix cp=1, which makes both equal, or leave "
             "--recipe out"
         )
 
 
 def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
-    """Write those that are asked for.
+    """Write the output files that the options ask for.
 
     Raises:
-        ConfigError: one cannot be written.
+        ConfigError: a file cannot be written.
     """
     for path in args.timeline:
         _write_timeline(planner, best, path, _noise(planner.config_for(best), args))
@@ -101,7 +98,7 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
 
 
 def report_unwritten(args: argparse.Namespace, reason: str) -> None:
-    """Say which files are not there, as there is no mapping for them."""
+    """Report the output files that are not written because there is no mapping for them."""
     for path in (*args.timeline, args.recipe, args.report):
         if path is not None:
             print_escaped(f"{path} is not written: {reason}", file=sys.stderr)
@@ -119,7 +116,7 @@ def _header_comments(best: PlannedMapping, argv: list[str], comments: dict[str, 
     fill_in = ["Set what has a comment below, then: moefold train THIS_FILE"] if comments else []
     return [
         *fill_in,
-        # A comment of TOML has no control characters.
+        # TOML comments must not contain control characters.
         printable(f"Planned by: moefold plan {shlex.join(argv)}"),
         f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, MFU {best.time.mfu:.0%}, "
         f"{best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
@@ -140,7 +137,7 @@ def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: N
 def _trainable_config(
     planner: Planner, best: PlannedMapping, args: argparse.Namespace
 ) -> tuple[Config, dict[str, str]]:
-    """Return the config of a mapping for its recipe, with comments on the keys that only the user knows, by name."""
+    """Return the config of a mapping for its recipe, and comments on the keys that only the user can set, by name."""
     from moefold.planner.export_recipe import PLACEHOLDER_COMMENTS, with_run_defaults
 
     cfg = planner.config_for(best)
@@ -175,7 +172,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
 
 
 def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> str:
-    """The recipe of a mapping as text; empty where it cannot say what was priced."""
+    """Return the recipe of a mapping as text; empty if a recipe cannot express it."""
     from moefold.planner.export_recipe import render_recipe
 
     if not can_write_recipe(planner.request):
@@ -195,8 +192,8 @@ RECIPE_PATH = Path("planned.toml")
 REPORT_PATH = Path("plan.html")
 ACCURACY_STATEMENT = (
     "by a cost model, never checked on a GPU by moefold. It is fitted on published measurements of other "
-    "software, which it meets within about 7 % on average and 30 % at worst (docs/cost-model.md); mappings that are "
-    "closer than that are as good as equal."
+    "software, which it meets within about 7 % on average and 30 % at worst (docs/cost-model.md); treat mappings that "
+    "differ by less as equal."
 )
 """The table of docs/cost-model.md: mean absolute error of all 255 rows, and of the worst device and precision."""
 
@@ -209,15 +206,15 @@ def print_footer(
     argv: Sequence[str],
     seconds: float,
 ) -> None:
-    """Print it.
+    """Print the best mapping, the assumptions, the accuracy of a prediction and the next command.
 
     Args:
-        console: where to.
-        planner: what has answered.
+        console: output.
+        planner: the planner that searched.
         shown: the mappings of the table, best first.
         args: the options.
-        argv: the words after `moefold plan`.
-        seconds: that the command has taken.
+        argv: the arguments after `moefold plan`.
+        seconds: run time of the command.
     """
     console.print()
     print_prose(console, "#1", format_mapping(shown[0]))
@@ -225,31 +222,32 @@ def print_footer(
         console,
         "searched",
         f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds (tp cp pp ep etp), in "
-        f"{seconds:.1f} s; of each fold the best is ranked.",
+        f"{seconds:.1f} s; the best of each fold is ranked.",
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
     others = [option for option in ("--wide", "--breakdown", "--report plan.html") if option.split()[0] not in argv]
     if others:
         print_prose(console, "more", f"{', '.join(others)}, --help")
-    # In one piece, so that it can be copied.
+    # On one line, so that it can be copied.
     console.print(f"{'next:':{HEAD_WIDTH}}{_next_command(planner.request, args, argv)}", soft_wrap=True)
 
 
 def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> list[str]:
-    """What a prediction rests on, in words."""
-    q, w = request, request.workload
+    """Describe the assumptions of a prediction."""
+    q = request
+    w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
-    words = [f"{even} (--imbalance)", describe_margin(q)]
+    assumptions = [f"{even} (--imbalance)", describe_margin(q)]
     if any(plan.mapping.dispatcher == "deepep" for plan in shown):
-        words.append(
-            "deepep is installed; a run takes alltoall without it, as --fix dispatcher=alltoall ranks the mappings"
+        assumptions.append(
+            "deepep is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
         )
-    return [*words, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
+    return [*assumptions, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
 
 
 def describe_margin(request: PlanRequest) -> str:
-    """What of the memory is left free, in words."""
+    """Describe the memory that is left free."""
     q = request
     if not q.reserve_gib:
         return f"all {q.device.memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
@@ -258,7 +256,7 @@ def describe_margin(request: PlanRequest) -> str:
 
 
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:
-    """The command that trains what was found, or writes it down; a recipe only where one can be written."""
+    """Return the command to run next: train the written recipe, or write a recipe (else a report)."""
     if args.recipe is not None:
         return f"moefold train {shlex.quote(str(args.recipe))}"
     output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--report {REPORT_PATH}"

@@ -1,7 +1,4 @@
-"""The tables of `moefold plan`.
-
-Mappings and restrictions as words of the command line: `tp=2 cp=1 pp=8`, `tp=2,ep=8`.
-"""
+"""Tables of `moefold plan`, and parsing of axis options such as `tp=2,ep=8`."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -27,7 +24,8 @@ DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 def print_question(console: Console, request: PlanRequest) -> None:
     """Print the model, the GPUs and the batch in one line."""
-    q, w = request, request.workload
+    q = request
+    w = request.workload
     method = "" if q.restriction.method == FOLDED else f", method {q.restriction.method}"
     console.print(
         f"{q.model_spec.name} on {q.num_gpus} x {q.device.name}: {w.global_batch_size} x {w.seq_len} tokens a step, "
@@ -37,7 +35,7 @@ def print_question(console: Console, request: PlanRequest) -> None:
 
 
 def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bool) -> None:
-    """Print a row for each mapping: its degrees in one word each, step time, MFU, memory and what takes most time."""
+    """Print a row for each mapping: its degrees, step time, MFU, memory and bottleneck."""
     times = [plan.time for plan in plans]
     console.print()
     rank = Column(name="#", cells=[str(place) for place in range(1, len(plans) + 1)], justify="right")
@@ -57,7 +55,7 @@ def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bo
 
 
 def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
-    """Print time and memory by part: a row for each part that some mapping has, a column for each mapping."""
+    """Print time and memory by part: a row for each part that any mapping has, a column for each mapping."""
     times = [{part: plan.time.parts[part] for part in TIME_PARTS} for plan in plans]
     memory = [{part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
     for title, unit, amounts, digits in (
@@ -108,10 +106,10 @@ AXIS_KEYS = (*NUMBER_AXES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
-    """The axes that some words set, such as `tp=2,ep=8` or `recompute=norms+moe`.
+    """Parse the axes of options such as `tp=2,ep=8` or `recompute=norms+moe`.
 
     Raises:
-        ConfigError: a word is no axis, has no such value, or an axis is set twice.
+        ConfigError: an axis is unknown, a value is invalid, or an axis is set twice.
     """
     found: dict[str, Any] = {}
     for word in " ".join(options).replace(",", " ").split():
@@ -128,7 +126,7 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {word}: {key} is set twice")
         found[key] = _parse_value(key, value, f"{option} {word}")
     if OFFLOAD in found:
-        # The optimizer's moments are a key of their own in a recipe.
+        # Optimizer moments have a separate key in a recipe.
         found["moments"] = "host" if OPTIMIZER in found[OFFLOAD] else "none"
         found[OFFLOAD] = tuple(part for part in found[OFFLOAD] if part != OPTIMIZER)
     if not found:
@@ -138,10 +136,10 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 def _parse_value(key: str, text: str, label: str) -> Any:
     if key in NUMBER_AXES:
-        least, most = (0, 3) if key == "zero" else (1, None)
+        minimum, maximum = (0, 3) if key == "zero" else (1, None)
         number = parse_count(text)
-        if number is None or number < least or (most is not None and number > most):
-            legal = f"{least} to {most}" if most is not None else f"a whole number of at least {least}"
+        if number is None or number < minimum or (maximum is not None and number > maximum):
+            legal = f"{minimum} to {maximum}" if maximum is not None else f"a whole number of at least {minimum}"
             raise ConfigError(f"{label} must be {legal}")
         return number
     if key in CHOICE_AXES:

@@ -1,4 +1,4 @@
-"""Width of what commands print, and tables that keep every number at any width."""
+"""Output width of commands, and tables that never truncate a number."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from moefold.terminal import PrintableConsole
 
 DEFAULT_WIDTH = 240
-"""Columns where the output is no terminal and COLUMNS is not set: as wide as any table needs."""
+"""Width without a terminal and without COLUMNS: enough for any table."""
 MIN_WIDTH = 40
 MAX_PROSE_WIDTH = 100
-"""Most columns of a sentence."""
+"""Maximum width of a paragraph."""
 HEAD_WIDTH = len("predicted: ")
-"""Columns of the head of a paragraph."""
+"""Width of the head of a paragraph."""
 GAP = 2
-"""Blanks between two columns of a table."""
+"""Blanks between the columns of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,23 +30,23 @@ class Column:
     cells: Sequence[str]
     justify: Literal["left", "right"] = "left"
     wraps: bool = False
-    """Whether long cells may be broken between words; numbers never are."""
+    """True if long cells may be wrapped between words; numbers never are."""
 
     @property
     def width(self) -> int:
-        """Columns that the longest cell takes."""
+        """Width of the longest cell."""
         return max(map(len, (self.name, *self.cells)))
 
     @property
     def min_width(self) -> int:
-        """Columns that it takes where long cells are broken."""
+        """Width with long cells wrapped."""
         if not self.wraps:
             return self.width
         return max(len(word) for cell in (self.name, *self.cells) for word in cell.split() or [""])
 
 
 def open_console() -> "PrintableConsole":
-    """Return a console as wide as COLUMNS says, else as the terminal, else as any table needs."""
+    """Return a console with the width of COLUMNS, else of the terminal, else `DEFAULT_WIDTH`."""
     from moefold.terminal import PrintableConsole
 
     width = max(MIN_WIDTH, get_terminal_size((DEFAULT_WIDTH, 25)).columns)
@@ -54,12 +54,12 @@ def open_console() -> "PrintableConsole":
 
 
 def print_columns(console: "Console", columns: Sequence[Column], *, num_keys: int = 1) -> None:
-    """Print a table; where it is too wide, as several tables one after another.
+    """Print a table, split into several tables if it is too wide.
 
     Args:
-        console: where to.
-        columns: of the table.
-        num_keys: the first so many columns name a row and are repeated in each of the tables.
+        console: output.
+        columns: columns of the table.
+        num_keys: number of leading columns that name a row and are repeated in each of the tables.
     """
     keys = columns[:num_keys]
     for i, part in enumerate(_split_columns(columns[num_keys:], console.width - _min_table_width(keys))):
@@ -69,7 +69,7 @@ def print_columns(console: "Console", columns: Sequence[Column], *, num_keys: in
 
 
 def print_prose(console: "Console", head: str, text: str) -> None:
-    """Print a paragraph behind a short head; further lines are indented as far as the first."""
+    """Print a paragraph after a short head, with a hanging indent."""
     from rich.table import Table
     from rich.text import Text
 
@@ -85,7 +85,7 @@ def _min_table_width(columns: Sequence[Column]) -> int:
 
 
 def _split_columns(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
-    """The columns in groups that fit beside the keys, each as full as can be."""
+    """Yield the columns in groups that fit next to the key columns, each group as large as possible."""
     part: list[Column] = []
     for column in columns:
         if part and _min_table_width([*part, column]) - GAP > width:
@@ -101,7 +101,7 @@ def _table(columns: Sequence[Column]) -> "Table":
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
     for column in columns:
-        # A word that is too long for a column is broken, never cut.
+        # A word that is too long for a column is wrapped, never truncated.
         table.add_column(column.name, justify=column.justify, no_wrap=not column.wraps, overflow="fold")
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)

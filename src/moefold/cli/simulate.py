@@ -1,4 +1,4 @@
-"""`moefold simulate`: one step of a recipe on GPUs that need not be there, as numbers, a trace or a picture."""
+"""`moefold simulate`: simulate one step of a recipe without its GPUs, as numbers, a trace or a picture."""
 
 import argparse
 import json
@@ -34,12 +34,12 @@ EPILOG = """examples:
   moefold simulate RECIPE.toml parallel.schedule=zbv parallel.virtual_stages=2 --timeline step.json --timeline step.png
   moefold simulate RECIPE.toml --straggler 17=1.3 --jitter 0.05 --seed 1
 
-Open step.json in ui.perfetto.dev or chrome://tracing. A straggler computes so many times as long as the others.
+Open step.json in ui.perfetto.dev or chrome://tracing. A straggler computes FACTOR times as long as the other ranks.
 """
 
 
 def run(argv: list[str]) -> int:
-    """Simulate and print.
+    """Simulate one step and print the result.
 
     Raises:
         ConfigError: the recipe, the device or an option is wrong, or a file cannot be written.
@@ -53,12 +53,12 @@ def run(argv: list[str]) -> int:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
     check_seed(args)
-    disturbance = Noise(
+    noise = Noise(
         slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
     )
     device = load_device(args.gpu)
     cfg = _with_recompute(cfg, device)
-    timeline = _simulate(cfg, device, args, disturbance)
+    timeline = _simulate(cfg, device, args, noise)
     for path in args.timeline:
         write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
 
 def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
-    """The step in the form that `--json` prints."""
+    """Return the step in the form that `--json` prints."""
     return {
         "step_time_s": timeline.total_s,
         "pipeline_s": timeline.span_s,
@@ -90,7 +90,7 @@ def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
 
 
 def _with_recompute(cfg: Config, device: Device) -> Config:
-    """The parts that train.recompute "auto" stands for on the device, as the runtime chooses them."""
+    """Resolve train.recompute "auto" for the device, as the trainer does."""
     if AUTO not in cfg.train.recompute:
         return cfg
     kind = "cpu" if device.name == "cpu" else "cuda"
@@ -105,10 +105,10 @@ def _simulate(cfg: Config, device: Device, args: argparse.Namespace, noise: Nois
     shape = model_spec_from_config(cfg.model)
     cfg, precision = resolve_precision(cfg, args.precision, device)
     workload = workload_from_config(cfg, precision, imbalance=_check_imbalance(args.imbalance))
-    pricer = CostModel(shape, device, workload)
+    cost_model = CostModel(shape, device, workload)
     path = cfg.parallel.schedule_csv
     return simulate_mapping(
-        pricer, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule_csv=path
+        cost_model, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule_csv=path
     )
 
 
@@ -138,19 +138,17 @@ def _print(timeline: Timeline) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold simulate",
-        description="Play one step of a recipe out on paper, on GPUs that need not be there.",
+        description="Simulate one step of a recipe, on GPUs that need not exist.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then its changes"
-    )
+    parser.add_argument("words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
     parser.add_argument("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's)")
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="busiest ep rank over the mean (default 1)"
     )
     parser.add_argument(
-        "--overlap", action="store_true", help="hide the experts' exchange under the work of another micro-batch"
+        "--overlap", action="store_true", help="overlap the experts' all-to-all with the compute of another micro-batch"
     )
     add_noise_options(parser)
     parser.add_argument(

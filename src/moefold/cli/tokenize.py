@@ -1,4 +1,4 @@
-"""`moefold tokenize`: text, JSON lines or parquet to memory-mapped token files."""
+"""`moefold tokenize`: convert text, JSON lines or parquet to memory-mapped token files."""
 
 import argparse
 import os
@@ -10,8 +10,8 @@ from moefold.errors import ConfigError
 from moefold.terminal import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within
-documents. The output does not depend on the number of processes. A run that was stopped, or killed, goes on when the
-same command is given again.
+documents. The output does not depend on the number of processes. The same command resumes a run that was stopped or
+killed.
 
 examples:
   moefold tokenize corpus/*.jsonl --out tokens --tokenizer tokenizer.json
@@ -20,10 +20,10 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Tokenise.
+    """Tokenize the input files.
 
     Raises:
-        ConfigError: the input cannot be used, or the folder holds something else.
+        ConfigError: the input cannot be used, or the output folder holds other files.
     """
     arguments = _parser().parse_args(argv)
     for name in ("processes", "shard_mb"):
@@ -43,35 +43,35 @@ def run(argv: list[str]) -> int:
             shard_bytes=arguments.shard_mb * 10**6,
             num_processes=arguments.processes,
         )
-    taken_s = time.perf_counter() - started_s
-    rate = result.num_new_tokens / taken_s
+    elapsed_s = time.perf_counter() - started_s
+    rate = result.num_new_tokens / elapsed_s
     print_escaped(
         f"{arguments.out}: {result.num_documents:,} documents, {result.num_tokens:,} tokens in {result.num_shards:,} "
-        f"shards; {result.num_new_tokens:,} of them new, in {taken_s:.1f} s: {rate:,.0f} a second"
+        f"shards; {result.num_new_tokens:,} of them new, in {elapsed_s:.1f} s: {rate:,.0f} a second"
     )
     return 0
 
 
 def _cores() -> int:
-    # Not every system can say which cores this process may use.
+    # Not every system reports the cores that this process may use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold tokenize",
-        description="Turn text, JSON lines or parquet into token files that a run maps into memory.",
+        description="Convert text, JSON lines or parquet to token files that a run maps into memory.",
         epilog=EPILOG,
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders that are read recursively")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder for the token files")
     parser.add_argument("--tokenizer", required=True, metavar="T", help="bytes, a tokenizer.json, or a folder with one")
     parser.add_argument(
-        "--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="auto goes by the files' names"
+        "--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="auto: by file name"
     )
     parser.add_argument("--column", default="text", help="field or column with the text (default: text)")
-    parser.add_argument("--processes", type=int, default=_cores(), metavar="N", help="default: one for each core")
+    parser.add_argument("--processes", type=int, default=_cores(), metavar="N", help="default: one per core")
     parser.add_argument(
-        "--shard-mb", type=int, default=64, metavar="N", help="input of one token file, in 10**6 bytes (default: 64)"
+        "--shard-mb", type=int, default=64, metavar="N", help="input per token file, in 10**6 bytes (default: 64)"
     )
     return parser

@@ -26,7 +26,7 @@ from moefold.validate.train import check_kernel_device
 
 
 def run(argv: list[str]) -> int:
-    """Train; returns the exit status."""
+    """Run `moefold train` and return the exit status."""
     args = _parser().parse_args(argv)
     if args.keys:
         from moefold.config.reference import keys_text
@@ -35,25 +35,25 @@ def run(argv: list[str]) -> int:
         return 0
     if args.recipe is None:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
-    place = read_rank_env()
-    with report_on_local_rank0(place):
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
         cfg, given, notes = load_recipe(Path(args.recipe), args.overrides)
         if cfg.parallel.mapping == "auto":
-            cfg, _met = _plan_mapping(cfg, given, place)
-        if place is not None and cfg.parallel.elastic:
-            cfg = with_world_size(cfg, place.world_size)
+            cfg, _store = _plan_mapping(cfg, given, rank_env)
+        if rank_env is not None and cfg.parallel.elastic:
+            cfg = with_world_size(cfg, rank_env.world_size)
         check_config(cfg)
-        if place is not None:
-            check_world_size(place, cfg.parallel.world_size)
-        # The ranks choose for good, under the lock of the folder.
+        if rank_env is not None:
+            check_world_size(rank_env, cfg.parallel.world_size)
+        # Provisional: the ranks make the final choice under the lock of the folder.
         folder = choose_run_folder(cfg)
         check_machine(folder.cfg)
         resume = find_resume(folder.cfg)
     if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_intact(resume, folder.cfg):
-        if place is None or place.rank == 0:
+        if rank_env is None or rank_env.rank == 0:
             _report_finished(folder, resume)
         return 0
-    return _start_training(_TrainRequest(cfg, notes), folder.cfg, place, resume)
+    return _start_training(_TrainRequest(cfg, notes), folder.cfg, rank_env, resume)
 
 
 def _report_finished(folder: RunFolder, checkpoint: Path) -> None:
@@ -62,7 +62,7 @@ def _report_finished(folder: RunFolder, checkpoint: Path) -> None:
     print(
         printable(
             "\n".join(
-                [*lines, *next_commands(folder.cfg), "or start anew: the same command with run.dir=ANOTHER_FOLDER"]
+                [*lines, *next_commands(folder.cfg), "or start a new run: the same command with run.dir=ANOTHER_FOLDER"]
             ),
             MULTILINE_CHARS,
         )
@@ -70,22 +70,25 @@ def _report_finished(folder: RunFolder, checkpoint: Path) -> None:
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
-    """The planned recipe, and what must live until the ranks have met."""
-    # Only a machine's devices tell what to plan for, and they take torch.
+    """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
+
+    With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
+    """
+    # Detecting the devices imports torch.
     from moefold.launch.hardware import DetectedMachine, detect_machine, slowest
     from moefold.planner.auto_parallel import plan_mapping
 
     machine = detect_machine(cfg.run.device, rank_env)
     if rank_env is None or rank_env.world_size == 1:
-        planned, words = plan_mapping(cfg, given, machine)
-        print_escaped(words)
+        planned, report = plan_mapping(cfg, given, machine)
+        print_escaped(report)
         return planned, None
     from moefold.launch.compute_on_rank0 import JsonDict, compute_on_rank0
 
-    def answer(said: list[JsonDict]) -> JsonDict:
-        planned, words = plan_mapping(cfg, given, slowest([DetectedMachine(**facts) for facts in said]))
+    def answer(machines: list[JsonDict]) -> JsonDict:
+        planned, report = plan_mapping(cfg, given, slowest([DetectedMachine(**facts) for facts in machines]))
         tree = config_to_dict(planned)
-        return {"parallel": tree["parallel"], "train": tree["train"], "words": words}
+        return {"parallel": tree["parallel"], "train": tree["train"], "words": report}
 
     found, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
     if rank_env.rank == 0:
@@ -95,28 +98,28 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
 
 def _is_intact(checkpoint: Path, cfg: Config) -> bool:
-    """Whether a finished run has what it needs; if not, the ranks say so and go on from the one before."""
+    """Return whether a finished checkpoint is intact; if not, the ranks report it and resume from an earlier one."""
     manifest = read_manifest(checkpoint)
     return not cfg.checkpoint.verify or not validate_hashes(checkpoint, manifest, manifest)
 
 
 class _TrainRequest(NamedTuple):
-    """What the ranks are told."""
+    """Arguments that every rank receives."""
 
     cfg: Config
-    """The recipe, with the run.dir that it names."""
+    """Recipe, with run.dir as the user wrote it."""
     messages: tuple[str, ...]
-    """Lines for the log."""
+    """Startup messages for the run log."""
 
 
 def _start_training(request: _TrainRequest, cfg: Config, rank_env: RankEnv | None, resume: Path | None) -> int:
     """Start or join the ranks.
 
     Args:
-        request: what they are told; they choose the folder for good.
-        cfg: the recipe, with the folder that it is about to write into.
-        rank_env: of this process, if a launcher started it.
-        resume: the checkpoint to go on from.
+        request: arguments of the ranks, which make the final choice of the run folder.
+        cfg: the recipe, with the run folder that was chosen provisionally.
+        rank_env: environment of this process, if a launcher started it.
+        resume: the checkpoint to resume from.
     """
     from moefold.data import prepare
     from moefold.data.fingerprint import fingerprint
@@ -127,10 +130,10 @@ def _start_training(request: _TrainRequest, cfg: Config, rank_env: RankEnv | Non
     if rank_env is None or rank_env.local_rank == 0:
         check_replay_content(cfg)
         if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
-            # Which token files are left out is for the ranks to agree on, and a matter of the checkpoint.
+            # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
             prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         check_compatible(resume, cfg, None if resume is None else fingerprint(cfg.data))
-    # torch takes seconds to import: everything above answers without it, where there is no GPU.
+    # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.launch.ranks import run_ranks
     from moefold.train.worker import train_worker
 
@@ -138,7 +141,7 @@ def _start_training(request: _TrainRequest, cfg: Config, rank_env: RankEnv | Non
 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
-    """Refuse what the recipe asks of another device, and a step that does not fit into the memory of this one."""
+    """Reject settings that the device does not support, and a step that does not fit into its memory."""
     check_dispatch_device(cfg, device_type)
     check_kernel_device(cfg, device_type)
     check_offload_device(cfg, device_type)
@@ -156,6 +159,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
     parser.add_argument("--keys", action="store_true", help="list every key of a recipe, with its default")
     return parser

@@ -1,4 +1,4 @@
-"""`moefold upcycle`: a dense model made one with experts, to train on."""
+"""`moefold upcycle`: turn a dense model into a model with experts, to continue training."""
 
 import argparse
 from dataclasses import asdict, fields, replace
@@ -25,22 +25,23 @@ from moefold.validate.config import check_config
 
 
 def run(argv: list[str]) -> int:
-    """Upcycle; returns the exit status."""
+    """Run `moefold upcycle` and return the exit status."""
     args = _parser().parse_intermixed_args(argv)
-    dense, out = Path(args.dense), Path(args.out)
-    place = read_rank_env()
-    with report_on_local_rank0(place):
+    dense = Path(args.dense)
+    out = Path(args.out)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
         model = upcycled_model(dense, args.overrides, args.granularity)
-        check_out(out, place)
-    with conversion_job("upcycle") as (crew, advance):
-        if crew.is_rank0:
+        check_out(out, rank_env)
+    with conversion_job("upcycle") as (world, advance):
+        if world.is_rank0:
             report_skipped_for(dense, resolve_weights_folder(dense))
-        # torch takes seconds to import: a wrong word is answered without it.
+        # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.upcycle_folder import upcycle_folder
 
-        done = upcycle_folder(dense, out, model, args.seed, crew, on_bytes=advance)
-        if crew.is_rank0:
-            print_escaped(conversion_summary(done, out, False))
+        conversion = upcycle_folder(dense, out, model, args.seed, world, on_bytes=advance)
+        if world.is_rank0:
+            print_escaped(conversion_summary(conversion, out, False))
             equal = (
                 "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
             )
@@ -52,10 +53,10 @@ def run(argv: list[str]) -> int:
 
 
 def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -> ModelConfig:
-    """The model that the words of the command line make of a dense one.
+    """Return the config of the upcycled model, from the dense model and the command's overrides.
 
     Raises:
-        ConfigError: a word is wrong, or the dense model cannot become that.
+        ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
     """
     for word in overrides:
         if not word.startswith("model."):
@@ -65,33 +66,38 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes are those of DENSE; leave it out")
     if "upcycle_from" in given:
         raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
-    before, slices = read_model(dense), 1 if granularity is None else granularity
-    if fault := dense_unsupported_reason(before):
-        raise ConfigError(f"{str(dense)!r}: {fault}")
-    if slices < 1 or before.ffn_hidden_size % slices:
-        raise ConfigError(f"--granularity {slices} must divide the width {before.ffn_hidden_size} of {str(dense)!r}")
-    kept = {field.name: getattr(before, field.name) for field in fields(before) if field.name not in MOE_KEYS}
-    kept |= {"moe_ffn_hidden_size": before.ffn_hidden_size // slices, "upcycle_from": str(dense)}
-    # The overrides alone, over the defaults, say what was given: the dense model's keys win over defaults only.
-    asked = asdict(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
-    model = config_from_dict({"model": {**kept, **{key: asked[key] for key in given}}}).model
-    width = before.ffn_hidden_size // slices
+    dense_model = read_model(dense)
+    slices = 1 if granularity is None else granularity
+    if reason := dense_unsupported_reason(dense_model):
+        raise ConfigError(f"{str(dense)!r}: {reason}")
+    if slices < 1 or dense_model.ffn_hidden_size % slices:
+        raise ConfigError(
+            f"--granularity {slices} must divide the width {dense_model.ffn_hidden_size} of {str(dense)!r}"
+        )
+    copied = {
+        field.name: getattr(dense_model, field.name) for field in fields(dense_model) if field.name not in MOE_KEYS
+    }
+    copied |= {"moe_ffn_hidden_size": dense_model.ffn_hidden_size // slices, "upcycle_from": str(dense)}
+    # Precedence: given overrides, then the dense model's keys, then the defaults.
+    overridden = asdict(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
+    model = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}}).model
+    width = dense_model.ffn_hidden_size // slices
     if granularity is not None and model.moe_ffn_hidden_size != width:
         raise ConfigError(
             f"model.moe_ffn_hidden_size={model.moe_ffn_hidden_size} is not the width {width} that --granularity "
             f"{slices} gives; leave one of the two out"
         )
     check_config(Config(model=model))
-    if fault := upcycle_unsupported_reason(before, model):
-        raise ConfigError(f"{str(dense)!r}: {fault}")
+    if reason := upcycle_unsupported_reason(dense_model, model):
+        raise ConfigError(f"{str(dense)!r}: {reason}")
     return replace(model, preset="")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold upcycle",
-        description="Make a model with experts of a dense one: each expert is a copy of the feed-forward layer, or, "
-        "with --granularity G, one of G slices of it, and the router begins with whole copies "
+        description="Turn a dense model into a model with experts: each expert is a copy of the feed-forward layer, "
+        "or, with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
         "model.upcycle_from.",
         epilog="example:\n  moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",

@@ -30,30 +30,30 @@ RANK_GIB = 0.35
 """Resident memory of one small CPU rank, torch included."""
 
 MODEL_COPIES = 12
-"""Whole models in float64 that stand in memory at once: weights, gradients, moments and records of both sides."""
+"""Float64 copies of the model in memory at once: weights, gradients, moments and records of both sides."""
 
 RANKS_TIMEOUT_S = 6 * 3600.0
 
 MAX_LISTED_DIFFERENCES = 10
-"""So many differences are listed, worst first."""
+"""Most differences to list, worst first."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
-"""Trains some steps of a recipe on its ranks and says what it is at; returns what each rank knows."""
+"""Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
 
 
 def run(argv: list[str]) -> int:
-    """Verify; returns 0 if the mapping equals the oracle, 1 if not."""
+    """Run `moefold verify`; return 0 if the mapping equals the oracle, 1 if not."""
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(Path(args.recipe), args.overrides)
     check_config(cfg)
     if AUTO in cfg.train.recompute:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] depends on the memory of the run, which this is not: name the parts that its "
-            'log names, such as train.recompute=["norms"] train.memory_budget_gib=0'
+            f"train.recompute=['{AUTO}'] depends on the memory of the real run: name the parts that the log of the run "
+            'names, such as train.recompute=["norms"] train.memory_budget_gib=0'
         )
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
-    note = ""
+    message = ""
     if args.ranks is not None and (not args.shrink or args.ranks < 1):
         raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
@@ -61,28 +61,28 @@ def run(argv: list[str]) -> int:
 
         large = cfg
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
-        note = _describe_shrinking(large, cfg)
+        message = _describe_shrinking(large, cfg)
     _check_memory(cfg)
     check_data_source(cfg)
     steps = max(cfg.run.steps, args.steps)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain"))
-    # With float64, moments are float64, and so are the products that the oracle knows.
+    # In float64, moments are float64 too, and the oracle has no low-precision GEMM.
     cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32", precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
-    return verify(cfg, args.steps, _run_on_ranks, note)
+    return verify(cfg, args.steps, _run_on_ranks, message)
 
 
 def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: str = "") -> int:
-    """Train both sides and print the comparison; returns 0 if they are equal, 1 if not.
+    """Train with the oracle and under the mapping, and print the comparison; return 0 if they are equal, 1 if not.
 
     Args:
         cfg: the recipe, in float64 on the CPU.
         steps: optimizer steps.
-        run_distributed: trains under the mapping.
-        message: how the recipe was shrunk.
+        run_distributed: trains the recipe under its mapping.
+        message: description of how the recipe was shrunk.
     """
     from moefold.data import prepare
     from moefold.verify.compare import compare_records, run_oracle
@@ -120,12 +120,17 @@ def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Seq
 
 
 def _describe_shrinking(large: Config, small: Config) -> str:
-    """Which axes of the recipe are smaller or missing in the shrunk one."""
+    """Describe the axes of the recipe that are smaller or missing in the shrunk recipe."""
     from moefold.verify.shrink import changed_axes
 
     lowered, missing = changed_axes(large.parallel, small.parallel)
-    there, here = large.parallel.world_size, small.parallel.world_size
-    ranks = f"{there} -> {here} ranks" if there > here else f"{there} ranks as in the recipe"
+    large_ranks = large.parallel.world_size
+    small_ranks = small.parallel.world_size
+    ranks = (
+        f"{large_ranks} -> {small_ranks} ranks"
+        if large_ranks > small_ranks
+        else f"{large_ranks} ranks as in the recipe"
+    )
     left_out = (
         f"NOT covered, as no small mapping is legal with it: {', '.join(missing)} above 1"
         if missing
@@ -135,8 +140,10 @@ def _describe_shrinking(large: Config, small: Config) -> str:
 
 
 def _header(cfg: Config, message: str = "") -> str:
-    p, model, train = cfg.parallel, cfg.model, cfg.train
-    ways = {
+    p = cfg.parallel
+    model = cfg.model
+    train = cfg.train
+    degrees = {
         f"zero {p.zero}": p.world_size,
         f"dispatcher {p.dispatcher}": p.ep * p.etp,
         f"context {p.context}": p.cp,
@@ -144,7 +151,7 @@ def _header(cfg: Config, message: str = "") -> str:
     }
     ranks = "1 rank" if p.world_size == 1 else f"{p.world_size} ranks"
     rows: tuple[tuple[str, str], ...] = (
-        ("mapping", ", ".join([ranks, *(way for way, degree in ways.items() if degree > 1)])),
+        ("mapping", ", ".join([ranks, *(choice for choice, degree in degrees.items() if degree > 1)])),
         ("  attention", f"tp={p.tp} cp={p.cp} dp={p.dp} pp={p.pp}, order {p.order}"),
         ("  experts", f"etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}, order {p.moe_order}"),
         (
@@ -179,14 +186,16 @@ def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
 
 
 def _check_memory(cfg: Config) -> None:
-    room = available_host_memory()
-    world_size, num_parameters = cfg.parallel.world_size, count_parameters(cfg.model).total
-    ranks_gib, model_gib = world_size * RANK_GIB, num_parameters * 8 * MODEL_COPIES / 2**30
-    if ranks_gib + model_gib > room.size / 2**30:
+    available = available_host_memory()
+    world_size = cfg.parallel.world_size
+    num_parameters = count_parameters(cfg.model).total
+    ranks_gib = world_size * RANK_GIB
+    model_gib = num_parameters * 8 * MODEL_COPIES / 2**30
+    if ranks_gib + model_gib > available.size / 2**30:
         raise ConfigError(
             f"parallel.world_size={world_size} ranks take {ranks_gib:.0f} GiB and {num_parameters:,} parameters in "
-            f"float64, on both sides, {model_gib:.0f} GiB: more than the {room.size / 2**30:.0f} GiB {room.description}; "
-            "add --shrink, which makes the model and the mapping small, or lower the degrees"
+            f"float64, on both sides, {model_gib:.0f} GiB: more than the {available.size / 2**30:.0f} GiB "
+            f"{available.description}; add --shrink, which makes the model and the mapping small, or lower the degrees"
         )
 
 
@@ -197,13 +206,13 @@ def _parser() -> argparse.ArgumentParser:
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
         "Exit 0: equal. Exit 1: not.",
     )
-    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping is to be proved")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
+    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
     parser.add_argument(
         "--shrink",
         action="store_true",
         help="make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "
-        "at 2 or more, and the output says which are smaller than in the recipe, or left out",
+        "at 2 or more, and the output lists the axes that are smaller than in the recipe, or left out",
     )
     parser.add_argument(
         "--ranks",

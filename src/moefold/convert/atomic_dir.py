@@ -1,7 +1,4 @@
-"""A folder that is complete or absent: written under another name, renamed once every process is done.
-
-Whether a folder can be made. Torch-free.
-"""
+"""Atomic creation of a folder: it is written under a temporary name and renamed once every process is done."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,27 +11,27 @@ from moefold.errors import ConfigError
 
 @contextmanager
 def atomic_directory(final: Path, world: World) -> Iterator[Path]:
-    """Inside, a folder to write into, the same for all processes. It gets its name at the end, or is removed.
+    """Yield a temporary folder, the same on all processes, and rename it to `final` at the end.
 
-    Collective: every process enters and leaves. One that fails removes the folder, with the parents that were made for
-    it, and ends the job.
+    Collective: every process enters and leaves. If one fails, it removes the folder with the parents that were created
+    for it, and ends the job.
 
     Raises:
-        ConfigError: `final` exists, or the disk refuses to hold it.
+        ConfigError: `final` exists, or it cannot be written.
     """
     raise_on_all_ranks(world, new_folder_unsupported_reason(final) if world.is_rank0 else "")
-    draft = final.absolute().with_name(f".{final.absolute().name}.partial")
-    # Of the first process, for all: another one may see the parents made already.
-    parents: list[Path] = world.all_gather_object(_missing_parents(draft))[0]
+    tmp_dir = final.absolute().with_name(f".{final.absolute().name}.partial")
+    # The list of rank 0: another process may see parents that were created meanwhile.
+    parents: list[Path] = world.all_gather_object(_missing_parents(tmp_dir))[0]
     try:
-        raise_on_all_ranks(world, _create_tmp_dir(final, draft) if world.is_rank0 else "")
-        yield draft
+        raise_on_all_ranks(world, _create_tmp_dir(final, tmp_dir) if world.is_rank0 else "")
+        yield tmp_dir
         raise_on_all_ranks(world, "")
         if world.is_rank0:
-            draft.rename(final)
+            tmp_dir.rename(final)
     except BaseException as error:
-        # No word to the others: they may be in the middle of anything. The launcher ends them.
-        shutil.rmtree(draft, ignore_errors=True)
+        # No collective here: the other processes may be anywhere in their code. The launcher ends them.
+        shutil.rmtree(tmp_dir, ignore_errors=True)
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
@@ -45,18 +42,18 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
 
 
 def raise_on_all_ranks(world: World, reason: str) -> None:
-    """Raise the fault of any process on all of them; collective.
+    """Raise the error of any process on all of them. Collective.
 
     Raises:
-        ConfigError: a process brought a fault.
+        ConfigError: a process passed a non-empty reason.
     """
-    faults = [found for found in world.all_gather_object(reason) if found]
-    if faults:
-        raise ConfigError(faults[0])
+    reasons = [given for given in world.all_gather_object(reason) if given]
+    if reasons:
+        raise ConfigError(reasons[0])
 
 
 def _missing_parents(path: Path) -> list[Path]:
-    """Those that do not exist yet, the deepest first."""
+    """Return the parents that do not exist yet, the deepest first."""
     return [parent for parent in path.parents if not parent.exists()]
 
 
@@ -70,7 +67,7 @@ def _create_tmp_dir(final: Path, tmp_dir: Path) -> str:
 
 
 def new_folder_unsupported_reason(final: Path) -> str:
-    """Return why a folder cannot get a name, or ""."""
+    """Return why a new folder cannot have this path, or ""."""
     try:
         if final.exists() or final.is_symlink():
             return f"{str(final)!r} exists; name another folder, or remove it"

@@ -1,4 +1,4 @@
-"""What can be wrong with a conversion, as far as it shows without torch, which takes seconds to import."""
+"""Early checks of a conversion, without torch, which takes seconds to import."""
 
 from pathlib import Path
 
@@ -12,22 +12,22 @@ from moefold.host.rank_env import RankEnv
 
 
 def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
-    """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be made.
+    """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be created.
 
     Raises:
-        ConfigError: the first fault.
+        ConfigError: on the first error.
     """
     read_model_config(folder)
-    if needs_tokenizer and (fault := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
-        raise ConfigError(fault)
+    if needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
+        raise ConfigError(reason)
     check_out(out, rank_env)
 
 
 def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
-    """Check the description of a checkpoint and the sizes of its files, and that the folder can be made.
+    """Check the metadata of a checkpoint and the sizes of its files, and that the folder can be created.
 
     Raises:
-        ConfigError: the first fault.
+        ConfigError: on the first error.
     """
     found = locate_checkpoint(checkpoint)
     check_file_sizes(found)
@@ -36,13 +36,13 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
 
 
 def check_out(out: Path, rank_env: RankEnv | None) -> None:
-    """Check that a result has a name of its own; the first rank does.
+    """Check on rank 0 that the output path is free.
 
     Raises:
-        ConfigError: it exists already, or could not be made.
+        ConfigError: the path exists already, or cannot be created.
     """
-    if (rank_env is None or rank_env.rank == 0) and (fault := new_folder_unsupported_reason(out)):
-        raise ConfigError(fault)
+    if (rank_env is None or rank_env.rank == 0) and (reason := new_folder_unsupported_reason(out)):
+        raise ConfigError(reason)
 
 
-NO_TOKENIZER_HINT = "say --no-tokenizer to train on token ids"
+NO_TOKENIZER_HINT = "add --no-tokenizer to train on token ids"

@@ -1,4 +1,4 @@
-"""The config.json of an exported folder."""
+"""config.json of an exported folder."""
 
 import json
 from collections.abc import Mapping
@@ -17,32 +17,32 @@ from moefold.convert.safetensors_file import DTYPES
 from moefold.errors import ConfigError
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
-"""Keys of a config.json that stay true when the model it came with has been changed."""
+"""Keys of a config.json that stay valid when its model has been changed."""
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclass(frozen=True)
 class WeightsOrigin:
-    """What came with the weights from Hugging Face."""
+    """Files and manifest of the Hugging Face folder that the weights came from."""
 
     sidecar_dir: Path | None
-    """Where it is."""
+    """Folder of the sidecar files; None without any."""
     manifest: Manifest | None
-    """Of the folder that they were imported from, if it was of the family."""
+    """Manifest of the imported folder, if it was of the same family."""
 
     def read_config(self) -> dict[str, Any]:
-        """The keys of its config.json; none if there is none."""
+        """Return the keys of the original config.json; empty if there is none."""
         if self.sidecar_dir is None or not (self.sidecar_dir / "config.json").is_file():
             return {}
         return read_hf_config(self.sidecar_dir)
 
     def has_dtypes(self, dtypes: Mapping[str, str]) -> bool:
-        """Whether its tensors had these types, whatever its config.json says."""
-        came = {} if self.manifest is None else self.manifest.tensors
-        return all(name in came and came[name].dtype == dtype for name, dtype in dtypes.items())
+        """Return whether the original tensors had these dtypes, whatever config.json says."""
+        original = {} if self.manifest is None else self.manifest.tensors
+        return all(name in original and original[name].dtype == dtype for name, dtype in dtypes.items())
 
     def lacks_mtp_layers(self, model: ModelConfig) -> bool:
-        """Whether it held no layers of multi-token prediction, whatever its config.json counts."""
+        """Return whether the original folder held no MTP layers, whatever its config.json says."""
         names = () if self.manifest is None else self.manifest.tensors
         return self.manifest is not None and not any(is_mtp_tensor(name, model.num_layers) for name in names)
 
@@ -56,35 +56,38 @@ def write_config(
     origin: WeightsOrigin,
     token_ids: Mapping[str, int | None],
 ) -> None:
-    """The config.json that came along where it still says what is computed, else a new one with its token ids.
+    """Write config.json: the original one if it still describes the model, else a new one with its token ids.
 
-    The given token ids win over those that came along.
+    `token_ids` override those of the original.
     """
-    came, dtype = origin.read_config(), _folder_dtype(dtypes)
-    before = _parse_model(came, origin.sidecar_dir) if came.get("model_type") == family.name else None
-    # Whether layers of multi-token prediction are there changes that count alone.
+    original = origin.read_config()
+    dtype = _folder_dtype(dtypes)
+    before = _parse_model(original, origin.sidecar_dir) if original.get("model_type") == family.name else None
+    # Adding or dropping MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
-        keys = dict(came)
+        keys = dict(original)
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.lacks_mtp_layers(model)):
-            keys = {key: value for key, value in came.items() if key not in MTP_KEYS}
+            keys = {key: value for key, value in original.items() if key not in MTP_KEYS}
             keys[MTP_KEYS[0]] = model.mtp_layers
         keys |= token_ids
-        if keys == came and (origin.has_dtypes(dtypes) or came.get("dtype", came.get("torch_dtype", dtype)) == dtype):
+        if keys == original and (
+            origin.has_dtypes(dtypes) or original.get("dtype", original.get("torch_dtype", dtype)) == dtype
+        ):
             return
     else:
         keys = family.write(model)
         keys |= {"max_position_embeddings": max_positions(model, meta), "moefold_version": __version__}
-        keys |= {key: came[key] for key in COPIED_KEYS if key in came} | {**token_ids}
+        keys |= {key: original[key] for key in COPIED_KEYS if key in original} | {**token_ids}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
     (tmp_dir / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
-    """Positions that the model is said to take: those that the run trained on, or those of the stretched rotation."""
-    is_stretched = model.rope_scaling in ("llama3", "yarn")
-    stretched = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_stretched else 0
-    return max(int(meta.order.get("seq_len", 0)), stretched) or 2048
+    """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
+    is_scaled = model.rope_scaling in ("llama3", "yarn")
+    scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
+    return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
 
 
 def _parse_model(hf_config: Mapping[str, Any], sidecar_dir: Path | None) -> ModelConfig | None:
@@ -95,6 +98,6 @@ def _parse_model(hf_config: Mapping[str, Any], sidecar_dir: Path | None) -> Mode
 
 
 def _folder_dtype(dtypes: Mapping[str, str]) -> str:
-    """The type of a folder, as config.json spells it: that of most tensors."""
+    """Return the dtype of most tensors, as config.json spells it."""
     kinds = list(dtypes.values())
     return str(DTYPES[max(sorted(set(kinds)), key=kinds.count)]).removeprefix("torch.")

@@ -1,7 +1,4 @@
-"""A checkpoint made a Hugging Face folder, tensor by tensor, by any number of processes.
-
-The model card of an exported folder: what the Hub shows of it, from facts that the checkpoint records.
-"""
+"""Export of a checkpoint as a Hugging Face folder, tensor by tensor, on any number of processes; its model card."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -64,86 +61,86 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the user may leave open."""
+    """User options of an export."""
 
     dtype: str = "auto"
-    """auto: imported weights as they were; a run's in its run.dtype."""
+    """auto: imported weights keep their dtype; weights of a run get its run.dtype."""
     family: str = "auto"
-    """auto: the family that the weights came from, else the first that can say what the model computes."""
+    """auto: the family of the imported weights, else the first one that can express the model."""
     shard_bytes: int | None = None
-    """Largest file; 0 for a single one; None: as the imported folder had it, else SHARD_BYTES."""
+    """Largest file; 0 for a single one; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
-    """Read the result again and compare each byte."""
+    """Read the result back and compare every byte."""
     leaves_out_mtp: bool = False
-    """Leave the layers of multi-token prediction out."""
+    """Leave out the multi-token prediction (MTP) layers."""
     mtp_inside: bool = False
-    """Write them among the other layers even where transformers reports them as unexpected."""
+    """Write MTP layers among the other layers even if transformers reports them as unexpected."""
     verify: bool = True
-    """Compare the checkpoint's files with their hashes first; else their sizes alone."""
+    """Compare the checkpoint's files with their hashes first; if False, only their sizes."""
 
 
 def export_folder(
     checkpoint: Path, out: Path, world: World, options: ExportOptions, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Write the Hugging Face folder of a checkpoint; collective over the crew.
+    """Convert a checkpoint to a Hugging Face folder. Collective over `world`.
 
     Args:
-        checkpoint: any checkpoint, of a run or of an import; a run or a folder of them stands for the newest.
+        checkpoint: a checkpoint of a run or an import; a run or a folder of checkpoints means the newest one.
         out: the folder; must not exist.
         world: the processes that share the work.
-        options: type, family, size of files, check.
-        on_bytes: told of the progress of this process.
+        options: user options.
+        on_bytes: called with the progress of this process.
 
     Raises:
-        ConfigError: the checkpoint or `out` cannot be used, or no family can say what the model computes; nothing is
-            left written.
+        ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains
+            written.
     """
-    # The first process decides: a run may save one more meanwhile.
+    # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     check_integrity(checkpoint, world, checks_hashes=options.verify)
     source = CheckpointSource(checkpoint)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
-    companions = find_sidecar_dir(checkpoint)
-    family = _choose_family(model, options, WeightsOrigin(companions, None))
-    before = read_manifest(companions) if companions is not None else None
-    origin = WeightsOrigin(companions, before if before is not None and before.family == family.name else None)
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
+    before = read_manifest(sidecar_dir) if sidecar_dir is not None else None
+    origin = WeightsOrigin(sidecar_dir, before if before is not None and before.family == family.name else None)
     number = 0 if origin.manifest is None else origin.manifest.layout
-    echoes = _duplicate_tensors(model, origin.manifest)
-    plan = _add_duplicates(family_mapping(model, family.layouts[number], family), echoes)
-    _check_tensors(plan, source, checkpoint, left_out)
-    dtypes = _hf_dtypes(plan, source, options)
-    files = _plan_shards(plan, dtypes, model, origin.manifest, options)
+    duplicates = _duplicate_tensors(model, origin.manifest)
+    mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
+    _check_tensors(mapping, source, checkpoint, left_out)
+    dtypes = _hf_dtypes(mapping, source, options)
+    files = _plan_shards(mapping, dtypes, model, origin.manifest, options)
     metadata = {} if origin.manifest is None else origin.manifest.metadata
-    with atomic_directory(out, world) as draft:
+    with atomic_directory(out, world) as tmp_dir:
         layouts = {
-            name: plan_file_layout(draft / name, tensors, metadata.get(name, DEFAULT_METADATA))
+            name: plan_file_layout(tmp_dir / name, tensors, metadata.get(name, DEFAULT_METADATA))
             for name, tensors in files.items()
         }
         if world.is_rank0:
             for name, layout in layouts.items():
-                create_file(draft / name, layout)
+                create_file(tmp_dir / name, layout)
         raise_on_all_ranks(world, "")
-        hashes = _write_tensors(source, plan, layouts, world, on_bytes)
+        hashes = _write_tensors(source, mapping, layouts, world, on_bytes)
         manifest = Manifest(
             family.name,
             number,
-            _manifest_entries(layouts, hashes, echoes),
+            _manifest_entries(layouts, hashes, duplicates),
             {name: metadata[name] for name in files if name in metadata},
         )
         tokenizer = TokenizerChoice()
         if world.is_rank0:
-            tokenizer = choose_tokenizer(source.meta, companions)
-            if companions is not None:
-                copy_sidecar_files(companions, draft, excluded=tokenizer.excluded)
-            write_tokenizer(draft, tokenizer)
-            write_config(draft, family, model, source.meta, dtypes, origin, tokenizer.token_ids)
-            write_index(draft, layouts, companions)
-            write_manifest(draft, manifest)
+            tokenizer = choose_tokenizer(source.meta, sidecar_dir)
+            if sidecar_dir is not None:
+                copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
+            write_tokenizer(tmp_dir, tokenizer)
+            write_config(tmp_dir, family, model, source.meta, dtypes, origin, tokenizer.token_ids)
+            write_index(tmp_dir, layouts, sidecar_dir)
+            write_manifest(tmp_dir, manifest)
             if not source.meta.origin:
-                write_model_card(draft, family.name, model, source.meta)
+                write_model_card(tmp_dir, family.name, model, source.meta)
         raise_on_all_ranks(world, "")
         if options.check:
-            verify_against_folder(source, HfSource(open_hf_folder(draft)), world)
+            verify_against_folder(source, HfSource(open_hf_folder(tmp_dir)), world)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name not in layouts))
     return Conversion(
@@ -154,7 +151,7 @@ def export_folder(
 def _exported_model(
     model: ModelConfig, source: CheckpointSource, options: ExportOptions
 ) -> tuple[ModelConfig, list[str]]:
-    """The model to write, and the tensors of the checkpoint that it does without."""
+    """Return the model to export, and the tensors of the checkpoint to leave out."""
     if options.mtp_inside and not model.mtp_layers:
         raise ConfigError("--mtp-inside has no effect: the model has no layers of multi-token prediction; leave it out")
     if not options.leaves_out_mtp:
@@ -164,40 +161,43 @@ def _exported_model(
 
 
 def _duplicate_tensors(model: ModelConfig, imported: Manifest | None) -> dict[str, str]:
-    """The tensors to write that repeat others: those that came, else those that DeepSeek's folder has."""
-    echoes = find_duplicate_tensors(model)
+    """Return the duplicate tensors to write: those of the imported folder, else those of DeepSeek's folder."""
+    duplicates = find_duplicate_tensors(model)
     if imported is None:
-        return {name: original for name, original in echoes.items() if name != HEAD_NAME}
-    came = {name for name, listed in imported.tensors.items() if listed.passed_over in DUPLICATE_REASONS.values()}
-    return {name: original for name, original in echoes.items() if name in came}
+        return {name: original for name, original in duplicates.items() if name != HEAD_NAME}
+    imported_names = {
+        name for name, entry in imported.tensors.items() if entry.passed_over in DUPLICATE_REASONS.values()
+    }
+    return {name: original for name, original in duplicates.items() if name in imported_names}
 
 
 def _add_duplicates(mapping: StateDictMapping, duplicates: Mapping[str, str]) -> StateDictMapping:
-    """The plan of a folder that holds some tensors a second time, under other names."""
-    by_theirs, their_shapes = dict(mapping.by_hf_name), dict(mapping.hf_shapes)
+    """Return the mapping with some tensors written a second time, under other names."""
+    by_hf_name = dict(mapping.by_hf_name)
+    hf_shapes = dict(mapping.hf_shapes)
     for name, original in duplicates.items():
-        by_theirs[name] = tuple(replace(piece, hf_name=name) for piece in mapping.by_hf_name[original])
-        their_shapes[name] = mapping.hf_shapes[original]
-    return replace(mapping, by_hf_name=by_theirs, hf_shapes=their_shapes)
+        by_hf_name[name] = tuple(replace(piece, hf_name=name) for piece in mapping.by_hf_name[original])
+        hf_shapes[name] = mapping.hf_shapes[original]
+    return replace(mapping, by_hf_name=by_hf_name, hf_shapes=hf_shapes)
 
 
 def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOrigin) -> Family:
     plain = replace(model, mtp_layers=0)
     if options.family != "auto":
-        if lacks := family_unsupported_reason(FAMILIES[options.family], model):
+        if reason := family_unsupported_reason(FAMILIES[options.family], model):
             fits = model.mtp_layers and not family_unsupported_reason(FAMILIES[options.family], plain)
             way_out = "; --without-mtp leaves those layers out" if fits else ""
-            raise ConfigError(f"--family {options.family}: it cannot say what this model computes: {lacks}{way_out}")
+            raise ConfigError(f"--family {options.family}: it cannot express this model: {reason}{way_out}")
         return FAMILIES[options.family]
-    able = families_for(model)
-    came_from = origin.read_config().get("model_type")
-    able.sort(key=lambda family: family.name != came_from)
-    if able:
-        return able[0]
+    supported = families_for(model)
+    original_family = origin.read_config().get("model_type")
+    supported.sort(key=lambda family: family.name != original_family)
+    if supported:
+        return supported[0]
     if model.mtp_layers and families_for(plain):
         raise ConfigError(
             f"no family of Hugging Face models has layers of multi-token prediction (model.mtp_layers="
-            f"{model.mtp_layers}) behind those of this one; --without-mtp leaves them out"
+            f"{model.mtp_layers}) after those of this one; --without-mtp leaves them out"
         )
     reasons = [f"{family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
     raise ConfigError(
@@ -213,52 +213,53 @@ def _plan_shards(
     imported: Manifest | None,
     options: ExportOptions,
 ) -> dict[str, TensorSpecs]:
-    """The tensors of each file: as the imported folder had them, unless the user wants other files."""
-    listed = {} if imported is None else imported.tensors
+    """Assign tensors to files: as in the imported folder, unless the user wants other files."""
+    entries = {} if imported is None else imported.tensors
     is_other = options.shard_bytes is not None or (
-        options.mtp_inside and any(is_mtp_file(one.file) for one in listed.values())
+        options.mtp_inside and any(is_mtp_file(entry.file) for entry in entries.values())
     )
     shard_bytes = MAX_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-    apart = needs_mtp_file(model) and not options.mtp_inside
-    return assign_shards(mapping, dtypes, model, None if is_other else imported, shard_bytes, apart)
+    separates_mtp = needs_mtp_file(model) and not options.mtp_inside
+    return assign_shards(mapping, dtypes, model, None if is_other else imported, shard_bytes, separates_mtp)
 
 
 def _messages(files: Collection[str]) -> tuple[str, ...]:
-    apart = [name for name in files if is_mtp_file(name)]
-    if not apart:
+    mtp_files = [name for name in files if is_mtp_file(name)]
+    if not mtp_files:
         return ()
     return (
-        f"the layers of multi-token prediction are in {format_list(apart)}, which no index names: transformers would report "
-        "them as unexpected. moefold import reads them; --mtp-inside writes them among the others, as DeepSeek does",
+        f"the layers of multi-token prediction are in {format_list(mtp_files)}, which no index lists: transformers "
+        "would report them as unexpected. moefold import reads them; --mtp-inside writes them among the others, as "
+        "DeepSeek does",
     )
 
 
 def _check_tensors(
     mapping: StateDictMapping, source: CheckpointSource, checkpoint: Path, left_out: Collection[str]
 ) -> None:
-    faults = [f"tensor {name} is missing" for name in mapping.shapes.keys() - source.shapes.keys()]
-    faults += [
+    reasons = [f"tensor {name} is missing" for name in mapping.shapes.keys() - source.shapes.keys()]
+    reasons += [
         f"tensor {name} has no place in its model"
         for name in source.shapes.keys() - mapping.shapes.keys() - {*left_out}
     ]
-    faults += [
+    reasons += [
         f"tensor {name} has shape {list(source.shapes[name])}, its model means {list(shape)}"
         for name, shape in mapping.shapes.items()
         if name in source.shapes and source.shapes[name] != shape
     ]
-    if faults:
-        raise ConfigError(f"checkpoint {str(checkpoint)!r}: {format_list(sorted(faults))}")
+    if reasons:
+        raise ConfigError(f"checkpoint {str(checkpoint)!r}: {format_list(sorted(reasons))}")
 
 
 def _hf_dtypes(mapping: StateDictMapping, source: CheckpointSource, options: ExportOptions) -> dict[str, str]:
-    """The type of each tensor of theirs, as the format spells it. A bias of the choice of experts is never rounded."""
+    """Return the dtype name of each exported tensor. The expert bias of the router is never rounded."""
     if options.dtype == "auto" and source.meta.origin:
-        return {theirs: DTYPE_NAMES[source.dtype(pieces[0].name)] for theirs, pieces in mapping.by_hf_name.items()}
+        return {hf_name: DTYPE_NAMES[source.dtype(pieces[0].name)] for hf_name, pieces in mapping.by_hf_name.items()}
     run_dtype = {"float32": "F32", "float64": "F64"}.get(source.meta.dtype, "BF16")
     dtype = run_dtype if options.dtype == "auto" else DTYPE_NAMES[EXPORT_DTYPES[options.dtype]]
     return {
-        theirs: DTYPE_NAMES[source.dtype(pieces[0].name)] if pieces[0].name.endswith(".expert_bias") else dtype
-        for theirs, pieces in mapping.by_hf_name.items()
+        hf_name: DTYPE_NAMES[source.dtype(pieces[0].name)] if pieces[0].name.endswith(".expert_bias") else dtype
+        for hf_name, pieces in mapping.by_hf_name.items()
     }
 
 
@@ -269,23 +270,25 @@ def _write_tensors(
     world: World,
     on_bytes: OnBytes,
 ) -> dict[str, str]:
-    """Write my tensors into the files; returns the hashes of all."""
-    places = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
+    """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
+    locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
     mine = {}
     with FileWriter() as writer:
         for group in assign_groups(mapping, world):
-            for theirs in group:
-                place, digest, done = places[theirs], hashlib.sha256(), 0
-                dtype = DTYPES[place.dtype]
-                for rows in split_into_chunks(theirs, place.shape, dtype):
+            for hf_name in group:
+                location = locations[hf_name]
+                digest = hashlib.sha256()
+                done = 0
+                dtype = DTYPES[location.dtype]
+                for rows in split_into_chunks(hf_name, location.shape, dtype):
                     values = assemble_rows(source, mapping, rows, dtype)
-                    _check_overflow(values, theirs, source.dtype(mapping.by_hf_name[theirs][0].name))
+                    _check_overflow(values, hf_name, source.dtype(mapping.by_hf_name[hf_name][0].name))
                     data = bytes_of(values)
-                    writer.write(place, data, done)
+                    writer.write(location, data, done)
                     digest.update(data)
                     done += len(data)
                     on_bytes(len(data))
-                mine[theirs] = digest.hexdigest()
+                mine[hf_name] = digest.hexdigest()
             source.clear_cache()
     return {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
 
@@ -332,13 +335,13 @@ Before you publish this model, add the data it was trained on, its evaluation, i
 
 
 def write_model_card(folder: Path, family: str, model: ModelConfig, meta: CheckpointMeta) -> None:
-    """Write README.md with the sizes of the model and how long it was trained.
+    """Write README.md (the model card) with the sizes of the model and the length of its training.
 
     Args:
-        folder: of the export.
+        folder: the exported folder.
         family: the `model_type` of its config.json.
-        model: what the folder computes.
-        meta: of the checkpoint, which a run has written.
+        model: the exported model.
+        meta: metadata of the checkpoint, which a run wrote.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,8 @@
-"""The families of models that Hugging Face folders may hold: data. Torch-free.
+"""Model families of Hugging Face folders, as data. Torch-free.
 
-A family is a list of what the keys of its config.json mean, and a table of its tensors. Everything else is one engine
-for all. The keys are those of the configuration classes of transformers 5; the names of tensors are those of the files
-that it writes. `layouts` holds the ways in which the experts may lie in a folder, the one that is written first.
+A family lists the meaning of the keys of its config.json and maps its tensors; the code that reads and writes folders
+is the same for all families. Keys follow the configuration classes of transformers 5, tensor names the files that it
+writes. `layouts` lists the layouts of the experts that a folder may have; the first one is the one that is written.
 """
 
 import re
@@ -45,17 +45,17 @@ TensorRules = Mapping[str, TensorRule]
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One Hugging Face model family.
 
     Attributes:
         name: its `model_type`.
-        architecture: the class of transformers that computes it.
-        config_fields: what the keys of config.json mean.
+        architecture: the transformers class that computes it.
+        config_fields: the meaning of the keys of config.json.
         layouts: for each layout of the experts, the table of all tensors.
-        default_keys: what keys mean that a config.json lacks, as the configuration class has it, where the entries read
-            null as something else.
-        has_mtp: whether layers of multi-token prediction may follow the others.
-        ignored_tensors: tensors that some folders hold and nothing reads, as regular expressions.
+        default_keys: values of keys that config.json lacks, as in the configuration class, for keys whose null means
+            something else to `config_fields`.
+        has_mtp: whether multi-token prediction (MTP) layers may follow the others.
+        ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Family:
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of a folder is one that nothing reads."""
+        """Return whether a tensor of a folder is ignored."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored_tensors)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json that say what is computed."""
+        """Return the keys of config.json that describe the computation of a model."""
         keys: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for entry in self.config_fields:
             keys |= entry.write(model)
@@ -123,7 +123,7 @@ STACKED_EXPERTS: dict[str, TensorRule] = {
     f"{_EXPERTS}up": StackedExperts("model.layers.{l}.mlp.experts.gate_up_proj", 1),
     f"{_EXPERTS}down": StackedExperts("model.layers.{l}.mlp.experts.down_proj"),
 }
-"""How transformers 5 has the experts in memory; some tools write them so."""
+"""Experts as transformers 5 stacks them in memory; some tools write files in this layout."""
 
 _MIXTRAL_EXPERTS: dict[str, TensorRule] = {
     f"{_EXPERTS}{ours}": PerExpertTensors(f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{theirs}.weight")
@@ -153,7 +153,7 @@ _MTP = _layer_rules(
         "output_norm.weight": "shared_head.norm.weight",
     }
 )
-"""What a layer of multi-token prediction has beside those of an ordinary one."""
+"""Tensors that a multi-token prediction (MTP) layer adds to those of an ordinary layer."""
 
 _GPT_OSS = _layer_rules(
     {
@@ -173,12 +173,12 @@ _GPT_OSS |= {
 
 
 def _sizes(*, norm_eps: float, rope_theta: float, head_size: int = 0) -> tuple[ConfigField, ...]:
-    """What the families with plain attention have, with what an absent key means in this one."""
+    """Return the fields of families with plain attention; the arguments are the family's defaults for absent keys."""
     return (*_backbone_sizes(norm_eps, rope_theta), KeyValueHeads(), HeadSize(head_size))
 
 
 def _backbone_sizes(norm_eps: float, rope_theta: float) -> tuple[ConfigField, ...]:
-    """What all families have."""
+    """Return the fields that all families share."""
     return (
         Renamed("num_hidden_layers", "num_layers"),
         Renamed("hidden_size", "hidden_size"),
@@ -204,17 +204,17 @@ _QWEN_EXPERTS: tuple[ConfigField, ...] = (
 
 @dataclass(frozen=True)
 class _NumExperts:
-    """num_experts, which transformers 5 also spells num_local_experts."""
+    """Field num_experts, which transformers 5 also spells num_local_experts."""
 
     hf_key: str
 
     def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Either."""
+        """Read whichever spelling is present."""
         names = [name for name in ("num_experts", "num_local_experts") if hf_config.get(name) is not None]
         return Renamed(names[0] if names else self.hf_key, "num_experts").read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The one that the released folders have."""
+        """Write the spelling of the released folders."""
         return {self.hf_key: model.num_experts}
 
 

@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face folder: which family it is, and which model that makes. Torch-free."""
+"""Reading of config.json: the family of a Hugging Face folder and its model config. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,25 +20,25 @@ GENERATION_FILE = "generation_config.json"
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a path is a folder with the config.json of a model, rather than a checkpoint of moefold."""
+    """Return whether a path is a folder with a model's config.json, rather than a checkpoint of moefold."""
     return (path / CONFIG_FILE).is_file() and "model_type" in _read_keys(path / CONFIG_FILE)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The section [model] of a Hugging Face folder, with the layers of multi-token prediction that it holds.
+    """Return the section [model] of a Hugging Face folder, with the MTP layers that the folder holds.
 
     Raises:
-        ConfigError: config.json is missing or broken, of a family that moefold does not know, or asks for maths that
-            it does not do.
+        ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does
+            not support.
     """
     return drop_absent_mtp(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The keys of config.json.
+    """Return the keys of config.json.
 
     Raises:
-        ConfigError: it is missing or broken.
+        ConfigError: the file is missing or broken.
     """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
@@ -54,10 +54,10 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
-    """The family that a config.json names.
+    """Return the family of a config.json.
 
     Raises:
-        ConfigError: moefold does not know it, or the weights are quantised.
+        ConfigError: the family is unknown, or the weights are quantised.
     """
     name = hf_config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -76,10 +76,10 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The section [model] that a config.json means.
+    """Convert a config.json to the section [model].
 
     Raises:
-        ConfigError: as `read_model_config`.
+        ConfigError: as in `read_model_config`.
     """
     family = find_family(hf_config, folder)
     hf_config = {**family.default_keys, **hf_config}
@@ -95,20 +95,20 @@ def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfi
 
 
 def families_for(model: ModelConfig) -> list[Family]:
-    """The families whose config.json can say exactly what a model computes."""
+    """Return the families whose config.json can express a model exactly."""
     return [family for family in FAMILIES.values() if not family_unsupported_reason(family, model)]
 
 
 def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
-    """How the model differs from what the family's config.json can say of it; empty if it says all.
+    """Return how the model differs from what the family's config.json can express; empty if it can.
 
-    A family says what a model computes if reading what it writes gives the same model.
+    A family can express a model if writing and reading back its config.json gives the same model.
     """
     try:
-        back = parse_model_config(family.write(model), Path(family.name))
+        restored = parse_model_config(family.write(model), Path(family.name))
     except ConfigError as error:
         return str(error)
-    return model_differences(model_sizes(model), replace(back, init_std=model.init_std))
+    return model_differences(model_sizes(model), replace(restored, init_std=model.init_std))
 
 
 def _read_keys(path: Path) -> dict[str, Any]:

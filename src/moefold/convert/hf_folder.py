@@ -1,8 +1,7 @@
-"""The tensors of a Hugging Face folder: every one found once, inside the folder, in safetensors files only.
+"""Hugging Face folders: safetensors files, sidecar files and duplicate tensors.
 
-Where the files lie that came with weights from Hugging Face: tokenizer, templates, configs. Torch-free.
-
-The tensors of a Hugging Face folder that repeat another one: which, and of which. Torch-free.
+Sidecar files are the tokenizer, templates and configs. Only safetensors files inside the folder are read, and every
+tensor must occur once.
 """
 
 from dataclasses import dataclass
@@ -20,23 +19,23 @@ from moefold.errors import ConfigError, format_list
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A folder whose files are sound by themselves."""
+    """A Hugging Face folder whose files are consistent."""
 
     path: Path
     hf_config: dict[str, Any]
-    """Of config.json."""
+    """Content of config.json."""
     family: Family
     model: ModelConfig
-    """With the layers of multi-token prediction that the folder holds."""
+    """Model config, with the MTP layers that the folder holds."""
     tensors: dict[str, TensorLocation]
 
 
 def open_hf_folder(path: Path) -> HfFolder:
-    """Read config.json and the headers of all tensor files; no tensor yet.
+    """Read config.json and the headers of all tensor files, but no tensor values.
 
     Raises:
-        ConfigError: as `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
-            the folder, or at odds with the index.
+        ConfigError: as in `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
+            the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
     model = parse_model_config(keys, path)
@@ -48,18 +47,19 @@ def open_hf_folder(path: Path) -> HfFolder:
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
-    """Add the tensors of a file that no index names, unless one does."""
+    """Add the tensors of a file that is not in the index; skip files that are."""
     if any(stored.file == file for stored in tensors.values()):
         return
     added = read_header(file)
-    if both := sorted(added.keys() & tensors.keys()):
-        places = f"{tensors[both[0]].file.name} and {file.name}"
-        raise ConfigError(f"{str(file.parent)!r}: tensor {both[0]} is in two files, {places}")
+    if duplicated := sorted(added.keys() & tensors.keys()):
+        files = f"{tensors[duplicated[0]].file.name} and {file.name}"
+        raise ConfigError(f"{str(file.parent)!r}: tensor {duplicated[0]} is in two files, {files}")
     tensors |= added
 
 
 def _read_tensors(path: Path) -> dict[str, TensorLocation]:
-    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    single = path / SINGLE_FILE
+    index = path / INDEX_FILE
     if single.exists() and index.exists():
         raise ConfigError(f"{str(path)!r} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale")
     if single.exists():
@@ -78,7 +78,7 @@ def _read_tensors(path: Path) -> dict[str, TensorLocation]:
 
 
 def _describe_contents(path: Path) -> str:
-    """What of a folder's weights is there, where what is needed is not."""
+    """Describe the weight files of a folder that lacks the expected ones."""
     if links := [name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).is_symlink()]:
         return f"; {links[0]} is a link to nothing: fetch the folder again"
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -97,30 +97,30 @@ def _read_index(path: Path, index: Path) -> dict[str, TensorLocation]:
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {format_list(bad)}")
     tensors: dict[str, TensorLocation] = {}
-    faults = []
+    reasons = []
     for file in files:
         if not (path / file).is_file():
-            faults.append(f"file {file}, which the index names, is missing")
+            reasons.append(f"file {file}, which the index names, is missing")
             continue
         for name, stored in read_header(path / file).items():
             if name in tensors:
-                faults.append(f"tensor {name} is in two files, {tensors[name].file.name} and {file}")
+                reasons.append(f"tensor {name} is in two files, {tensors[name].file.name} and {file}")
             elif weight_map.get(name) != file:
-                faults.append(f"tensor {name} of {file} is not in the index")
+                reasons.append(f"tensor {name} of {file} is not in the index")
             tensors[name] = stored
-    if not faults:
-        faults = [
+    if not reasons:
+        reasons = [
             f"tensor {name} is in the index but not in {weight_map[name]}" for name in weight_map.keys() - tensors
         ]
-    if faults:
-        raise ConfigError(f"{str(path)!r}: {format_list(sorted(faults))}")
+    if reasons:
+        raise ConfigError(f"{str(path)!r}: {format_list(sorted(reasons))}")
     return tensors
 
 
 SIDECAR_DIR = "hf"
-"""Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
+"""Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
 TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer that moefold reads text with."""
+"""The tokenizer format that moefold reads."""
 UNSUPPORTED_TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
@@ -129,13 +129,13 @@ UNSUPPORTED_TOKENIZER_FILES = (
     "tekken.json",
     "*.tiktoken",
 )
-"""What it does not read."""
+"""Tokenizer formats that moefold does not read."""
 RECIPE_FILE = "recipe.toml"
-"""Beside imported and upcycled weights: a recipe that trains on from them."""
+"""Recipe next to imported and upcycled weights that continues training from them."""
 
 
 def find_sidecar_dir(checkpoint: Path) -> Path | None:
-    """The folder of what came with a checkpoint's weights: in it, or beside it; None if there is none."""
+    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none."""
     for folder in (checkpoint / SIDECAR_DIR, checkpoint.parent / SIDECAR_DIR):
         if folder.is_dir():
             return folder
@@ -143,11 +143,11 @@ def find_sidecar_dir(checkpoint: Path) -> Path | None:
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
-    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
+    """Return why a run cannot read text with the model's own tokenizer, with the ways out; empty if it can.
 
     Args:
-        folder: what came with the weights.
-        alternative: the way out that takes no files.
+        folder: the folder of the tokenizer files.
+        alternative: the way out that needs no files.
     """
     if (folder / TOKENIZER_FILE).is_file():
         return ""
@@ -163,21 +163,23 @@ def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
     )
 
 
-HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
-"""The names that all families have for them."""
+HEAD_NAME = "lm_head.weight"
+"""Name of the LM head in all families."""
+EMBEDDING_NAME = "model.embed_tokens.weight"
+"""Name of the embedding in all families."""
 DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head again"}
-"""Why an echo is passed over, by what it repeats."""
+"""Reason to ignore a duplicate tensor, by its original; recorded in manifests."""
 
 
 def find_duplicate_tensors(model: ModelConfig) -> dict[str, str]:
-    """The tensors that a folder of a model may hold beside those of the model, each with the one that it must equal.
+    """Return the duplicate tensors that a folder may hold, each with the tensor that it must equal.
 
-    The head of tied embeddings, and the embedding and the head of each layer of multi-token prediction: the published
-    folder of DeepSeek-V3 has both, transformers reads neither.
+    Duplicates are the head of tied embeddings, and the embedding and the head of each MTP layer: the published folder
+    of DeepSeek-V3 has both, and transformers reads neither.
     """
     head = EMBEDDING_NAME if model.tie_embeddings else HEAD_NAME
-    echoes = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}
+    duplicates = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}
     for number in range(model.num_layers, model.num_layers + model.mtp_layers):
-        echoes[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_NAME
-        echoes[f"model.layers.{number}.shared_head.head.weight"] = head
-    return echoes
+        duplicates[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_NAME
+        duplicates[f"model.layers.{number}.shared_head.head.weight"] = head
+    return duplicates

@@ -1,7 +1,4 @@
-"""Which tensor goes into which file of an exported folder, and the index of the files.
-
-The list of the tensors of a Hugging Face folder with shapes, types and hashes, and the files that travel along.
-"""
+"""Files of a Hugging Face folder: shards and their index, the manifest with hashes, and sidecar files."""
 
 import hashlib
 import json
@@ -34,54 +31,56 @@ from moefold.errors import ConfigError
 
 MANIFEST_FILE = "moefold-manifest.json"
 SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
+"""Suffixes of the sidecar files that are copied: tokenizer, templates, configs. Code and weights are not copied."""
 NOT_SIDECARS = (INDEX_FILE, MANIFEST_FILE)
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One tensor of a folder."""
+    """One tensor of a manifest."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     sha256: str
     passed_over: str = ""
-    """Why its values are not in a checkpoint; empty if they are."""
+    """Reason why its values are not in a checkpoint; empty if they are."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds, in the order of its files."""
+    """Contents of a folder, in the order of its files."""
 
     family: str
     layout: int
-    """Which of the family's layouts the experts have."""
+    """Index of the family's layout that the experts have."""
     tensors: dict[str, ManifestEntry]
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the files say beside their tensors, by file, where it is not what transformers writes."""
+    """Metadata of the files, by file, where it differs from what transformers writes."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write it into a folder."""
+    """Write the manifest into a folder."""
     text = json.dumps({"format": 1, **asdict(manifest)}, indent=1)
     (path / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a folder; None if it has none.
+    """Read the manifest of a folder; None if it has none.
 
     Raises:
-        ConfigError: it is broken.
+        ConfigError: the manifest is broken.
     """
     try:
         fields = read_json(path / MANIFEST_FILE, MAX_INDEX_BYTES)
-        listed = {name: _listed(entry) for name, entry in fields["tensors"].items()}
-        family, layout, others = fields["family"], fields["layout"], fields.get("metadata", {})
+        entries = {name: _listed(entry) for name, entry in fields["tensors"].items()}
+        family = fields["family"]
+        layout = fields["layout"]
+        others = fields.get("metadata", {})
         if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
             raise ValueError(layout)
         metadata = {file: {str(key): str(value) for key, value in found.items()} for file, found in others.items()}
-        return Manifest(family, layout, listed, metadata)
+        return Manifest(family, layout, entries, metadata)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -89,10 +88,10 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def _listed(entry: Mapping[str, Any]) -> ManifestEntry:
-    """One tensor of a manifest. Its file, into which an export would write, is one of the folder itself.
+    """Parse one tensor of a manifest; its file must be in the folder itself, because an export writes there.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the file is outside the folder or no safetensors file.
     """
     file = entry["file"]
     if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -101,7 +100,7 @@ def _listed(entry: Mapping[str, Any]) -> ManifestEntry:
 
 
 def hash_tensor(location: TensorLocation) -> str:
-    """SHA-256 of the bytes of a tensor in a file, a block at a time."""
+    """Return the SHA-256 of a tensor's bytes in a file, read block by block."""
     digest = hashlib.sha256()
     for block in read_blocks(location):
         digest.update(block)
@@ -109,26 +108,26 @@ def hash_tensor(location: TensorLocation) -> str:
 
 
 def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
-    """The tensors whose bytes are not those that the manifest lists."""
+    """Return the tensors whose hashes differ from the manifest."""
     known = manifest.tensors
     return [name for name, found in hashes.items() if name in known and known[name].sha256 != found]
 
 
 def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] = ()) -> list[str]:
-    """Copy tokenizer, templates and configs, but for some; returns their names.
+    """Copy tokenizer, templates and configs except `excluded`; return their names.
 
-    Links are followed within the folder, and within a cache of the hub, whose snapshots are full of them.
+    Links are followed within the folder, and within a cache of the Hugging Face Hub, whose snapshots consist of links.
 
     Raises:
-        ConfigError: the disk refuses, or a file is a link to elsewhere.
+        ConfigError: a file cannot be copied, or is a link to another folder.
     """
-    home = (source.parent.parent if source.parent.name == "snapshots" else source).resolve()
+    root = (source.parent.parent if source.parent.name == "snapshots" else source).resolve()
     copied = []
     with translate_io_errors(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
             if file.is_file() and file.suffix in SIDECAR_SUFFIXES and file.name not in (*NOT_SIDECARS, *excluded):
-                if not file.resolve().is_relative_to(home):
+                if not file.resolve().is_relative_to(root):
                     raise ConfigError(
                         f"{str(source)!r}: {file.name} is a link that leads out of it; copy the file itself"
                     )
@@ -138,14 +137,14 @@ def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] 
 
 
 def copy_index(source: Path, target: Path) -> None:
-    """Copy the index of a folder's files, which is no companion: other files have another one."""
+    """Copy the index of a folder's files; it is no sidecar file, because other shards need another index."""
     if (source / INDEX_FILE).is_file():
         with translate_io_errors(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
 
 
 def save_sidecar_files(source: Path, cfg: Config) -> None:
-    """Put what came with the weights that a run starts from beside the run's checkpoints."""
+    """Copy the sidecar files of a run's initial weights next to the run's checkpoints."""
     found = source if (source / "config.json").is_file() else find_sidecar_dir(source)
     target = checkpoint_folder(cfg) / SIDECAR_DIR
     if found is not None and not target.exists():
@@ -153,11 +152,12 @@ def save_sidecar_files(source: Path, cfg: Config) -> None:
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Files are at most so large, or hold one tensor: the limit of transformers."""
-MODEL_STEM, MTP_STEM = "model", "moefold-mtp"
+"""Largest shard, unless a single tensor exceeds it; the limit of transformers."""
+MODEL_STEM = "model"
+MTP_STEM = "moefold-mtp"
 
 TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type, as the format spells it, and shape by name, in the order of a file."""
+"""Dtype name and shape of each tensor by name, in the order of a file."""
 
 
 def assign_shards(
@@ -168,58 +168,58 @@ def assign_shards(
     shard_bytes: int,
     separates_mtp: bool,
 ) -> dict[str, TensorSpecs]:
-    """The tensors of each file, in its order.
+    """Assign tensors to files and order them.
 
     Args:
         mapping: the tensors.
-        dtypes: their types, as the format spells them.
-        model: says which of them are of multi-token prediction.
-        imported: of an imported folder whose files are to come back; None, or of other tensors: they are cut anew, in the
-            order of the model.
+        dtypes: dtype names of the tensors.
+        model: the model, which tells MTP tensors apart.
+        imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
+            shards are made, in the order of the model.
         shard_bytes: largest new file; 0 for a single one.
-        separates_mtp: whether the layers of multi-token prediction have new files of their own, which no index names.
+        separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
-    known = {} if imported is None else {name: listed for name, listed in imported.tensors.items() if name in tensors}
+    known = {} if imported is None else {name: entry for name, entry in imported.tensors.items() if name in tensors}
     if known.keys() == tensors.keys():
         found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for name, listed in known.items():
-            found.setdefault(listed.file, {})[name] = tensors[name]
+        for name, entry in known.items():
+            found.setdefault(entry.file, {})[name] = tensors[name]
         return dict(found)
     names = [name for group in group_by_parameters(mapping) for name in group]
-    behind = {name for name in names if separates_mtp and is_mtp_tensor(name, model.num_layers)}
-    files = _split_shards((name for name in names if name not in behind), tensors, shard_bytes, MODEL_STEM)
-    return files | _split_shards((name for name in names if name in behind), tensors, shard_bytes, MTP_STEM)
+    mtp_names = {name for name in names if separates_mtp and is_mtp_tensor(name, model.num_layers)}
+    files = _split_shards((name for name in names if name not in mtp_names), tensors, shard_bytes, MODEL_STEM)
+    return files | _split_shards((name for name in names if name in mtp_names), tensors, shard_bytes, MTP_STEM)
 
 
 def needs_mtp_file(model: ModelConfig) -> bool:
-    """Whether transformers would report the layers of multi-token prediction as unexpected, found among the others."""
+    """Return whether transformers would report MTP layers in the indexed files as unexpected."""
     return any(number not in IGNORED_BY_TRANSFORMERS for number in mtp_layer_numbers(model))
 
 
 def is_mtp_file(file: str) -> bool:
-    """Whether a file is one of those that no index names."""
+    """Return whether a file holds MTP layers and is left out of the index."""
     return fnmatch(file, MTP_FILES)
 
 
 def write_index(tmp_dir: Path, layouts: Mapping[str, FileLayout], sidecar_dir: Path | None) -> None:
-    """Write the index of several files; the one that came with the weights where it says the same."""
-    inside = {name: layout for name, layout in layouts.items() if not is_mtp_file(name)}
-    if list(inside) == [SINGLE_FILE]:
+    """Write the index of several files; copy the original index if it matches."""
+    indexed = {name: layout for name, layout in layouts.items() if not is_mtp_file(name)}
+    if list(indexed) == [SINGLE_FILE]:
         return
-    places = {name: stored for layout in inside.values() for name, stored in layout.tensors.items()}
-    weight_map = {name: stored.file.name for name, stored in places.items()}
-    size = sum(stored.num_bytes for stored in places.values())
+    locations = {name: stored for layout in indexed.values() for name, stored in layout.tensors.items()}
+    weight_map = {name: stored.file.name for name, stored in locations.items()}
+    size = sum(stored.num_bytes for stored in locations.values())
     if sidecar_dir is not None and _index_matches((sidecar_dir / INDEX_FILE), weight_map, size):
         shutil.copyfile(sidecar_dir / INDEX_FILE, tmp_dir / INDEX_FILE)
         return
-    count = sum(math.prod(stored.shape) for stored in places.values())
+    count = sum(math.prod(stored.shape) for stored in locations.values())
     index = {"metadata": {"total_parameters": count, "total_size": size}, "weight_map": weight_map}
     (tmp_dir / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _index_matches(index: Path, weight_map: Mapping[str, str], size: int) -> bool:
-    """Whether an index names these places, and no other size than this."""
+    """Return whether an index has this weight map and, if it gives a total size, this size."""
     try:
         found = read_json(index, MAX_INDEX_BYTES)
         return bool(found["weight_map"] == weight_map and found.get("metadata", {}).get("total_size", size) == size)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder made a checkpoint, tensor by tensor, by any number of processes."""
+"""Import of a Hugging Face folder as a checkpoint, tensor by tensor, on any number of processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,91 +45,91 @@ from moefold.validate.moe import validate_router_gradient
 from moefold.validate.unused import check_unused_keys
 
 OnBytes = Callable[[int], None]
-"""Called with the bytes that were dealt with since the last call."""
+"""Callback that receives the bytes processed since its last call."""
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the user may leave open."""
+    """User options of an import."""
 
     check: bool = False
-    """Read the result again and compare each byte."""
+    """Read the result back and compare every byte."""
     needs_tokenizer: bool = True
-    """Refuse a folder without one that moefold reads."""
+    """Reject a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
-    """Leave the layers of multi-token prediction out."""
+    """Leave out the multi-token prediction (MTP) layers."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did."""
+    """Result of a conversion."""
 
     tensors: int
-    """Of the Hugging Face folder."""
+    """Number of tensors of the Hugging Face folder."""
     num_bytes: int
     sidecar_files: tuple[str, ...]
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the source that are not in the result, with the reason."""
+    """Tensors of the source that are not in the result, each with the reason."""
     messages: tuple[str, ...] = ()
-    """What the user should know of the result, with the way out."""
+    """Notes for the user about the result, each with a way out."""
 
 
 def import_folder(
     folder: Path, out: Path, world: World, options: ImportOptions | None = None, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Write the checkpoint of a Hugging Face folder; collective over the crew.
+    """Convert a Hugging Face folder to a checkpoint. Collective over `world`.
 
-    `out` then holds the weights, as the folder has them (bfloat16 stays bfloat16), `recipe.toml` to train from them,
-    and, in `hf`, the files that travel along and the manifest.
+    `out` receives the weights in the dtype of the folder (bfloat16 stays bfloat16), `recipe.toml` to train from them,
+    and, in `hf`, the sidecar files and the manifest.
 
     Args:
         folder: the Hugging Face folder.
         out: the checkpoint; must not exist.
         world: the processes that share the work.
-        options: what the user may leave open.
-        on_bytes: told of the progress of this process.
+        options: user options; None means the defaults.
+        on_bytes: called with the progress of this process.
 
     Raises:
-        ConfigError: the folder or `out` cannot be used; nothing is left written.
+        ConfigError: the folder or `out` cannot be used; nothing remains written.
     """
     options = options or ImportOptions()
     source = HfSource(open_hf_folder(folder), leaves_out_mtp=options.leaves_out_mtp)
-    if options.needs_tokenizer and (fault := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
-        raise ConfigError(fault)
-    with atomic_directory(out, world) as draft:
-        write_weights(source, draft, world, on_bytes)
+    if options.needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
+        raise ConfigError(reason)
+    with atomic_directory(out, world) as tmp_dir:
+        write_weights(source, tmp_dir, world, on_bytes)
         manifest = _manifest(source, world)
-        companions: tuple[str, ...] = ()
+        sidecar_files: tuple[str, ...] = ()
         if world.is_rank0:
-            companions = tuple(copy_sidecar_files(folder, draft / SIDECAR_DIR))
-            copy_index(folder, draft / SIDECAR_DIR)
-            write_manifest(draft / SIDECAR_DIR, manifest)
-            finish_checkpoint(draft, out, source.model, f"import of {folder}")
+            sidecar_files = tuple(copy_sidecar_files(folder, tmp_dir / SIDECAR_DIR))
+            copy_index(folder, tmp_dir / SIDECAR_DIR)
+            write_manifest(tmp_dir / SIDECAR_DIR, manifest)
+            finish_checkpoint(tmp_dir, out, source.model, f"import of {folder}")
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(draft, world)
+        write_manifest_in_parallel(tmp_dir, world)
         if options.check:
-            verify_against_folder(CheckpointSource(draft), source, world)
-    taken = [source.location(name) for name in source.mapping.hf_shapes]
-    size = sum(stored.num_bytes for stored in taken)
-    return Conversion(len(taken), size, companions, source.ignored, _messages(source))
+            verify_against_folder(CheckpointSource(tmp_dir), source, world)
+    converted = [source.location(name) for name in source.mapping.hf_shapes]
+    size = sum(stored.num_bytes for stored in converted)
+    return Conversion(len(converted), size, sidecar_files, source.ignored, _messages(source))
 
 
 def _messages(source: HfSource) -> tuple[str, ...]:
     notes = [
-        f"moefold train refuses this model: {fault}" for fault in validate_router_gradient(Config(model=source.model))
+        f"moefold train rejects this model: {reason}" for reason in validate_router_gradient(Config(model=source.model))
     ]
     counted = parse_model_config(source.folder.hf_config, source.folder.path).mtp_layers
     if not counted or source.folder.model.mtp_layers:
         return tuple(notes)
     return (
         *notes,
-        f"config.json counts num_nextn_predict_layers={counted}, but the folder holds none of their tensors: the model "
-        "has no layers of multi-token prediction",
+        f"config.json has num_nextn_predict_layers={counted}, but the folder holds none of their tensors: the model "
+        "has no multi-token prediction (MTP) layers",
     )
 
 
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> None:
-    """Write all tensors of a source as a checkpoint's; collective. In memory is one chunk at a time."""
+    """Write all tensors of a source as a checkpoint, with one chunk at a time in memory. Collective."""
     dtypes = {name: source.dtype(name) for name in source.shapes}
     last = ""
 
@@ -142,21 +142,21 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         values = source.read(chunk.name, region).contiguous()
         on_bytes(values.nbytes)
         storage = values.untyped_storage()
-        # What was read of a checkpoint is kept there for the next read, and its memory cannot be given back early.
+        # A chunk of a checkpoint may be a view of a cached read, whose memory cannot be freed early.
         return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
     write_chunks(tmp_dir, source.shapes, dtypes, assign_chunks(_all_chunks(source.shapes, dtypes), source, world), read)
 
 
 def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
-    """Write what makes a folder of weights a checkpoint, and a recipe that starts from it.
+    """Add checkpoint metadata and a recipe to a folder of weights.
 
     Args:
-        tmp_dir: the folder.
-        out: what it will be called.
-        model: its model.
-        origin: where the weights come from.
-        tokenizer: what the recipe reads text with where none came along; empty: nothing is known.
+        tmp_dir: the folder that holds the weights.
+        out: the final path of the checkpoint.
+        model: the model of the weights.
+        origin: description of the source of the weights.
+        tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -175,15 +175,16 @@ def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str,
 
 
 def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
-    """A recipe that trains a model from a checkpoint: the settings that follow from the weights, and no others."""
-    default, ours = asdict(ModelConfig()), asdict(model)
+    """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
+    default = asdict(ModelConfig())
+    ours = asdict(model)
     sizes = [
         f"{key} = {_toml(value)}"
         for key, value in ours.items()
         if value != default[key] and _has_effect(f"model.{key}", model)
     ]
     lines = [
-        "# Trains on from these weights; the rest is as you like it:",
+        "# Trains on from these weights; all other settings are free:",
         "#   moefold train recipe.toml data.kind=text data.path=TEXT run.steps=1000",
         "",
         *("[run]", f"dir = {_toml(f'runs/{checkpoint.name}')}", ""),
@@ -196,7 +197,7 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
 
 
 def _has_effect(key: str, model: ModelConfig) -> bool:
-    """Whether a recipe may give a key of [model]: what nothing would read is refused there."""
+    """Return whether a recipe may set a key of [model]; keys without effect are rejected."""
     try:
         check_unused_keys(frozenset({key}), Config(model=model))
     except ConfigError:
@@ -205,9 +206,11 @@ def _has_effect(key: str, model: ModelConfig) -> bool:
 
 
 def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
-    """My part of the chunks: neighbours, of about as many bytes as the others'."""
+    """Return this rank's contiguous share of the chunks, balanced by bytes."""
     sizes = [_chunk_bytes(chunk, source) for chunk in chunks]
-    total, done, mine = sum(sizes), 0, []
+    total = sum(sizes)
+    done = 0
+    mine = []
     for chunk, size in zip(chunks, sizes, strict=True):
         if min(world.size - 1, done * world.size // max(1, total)) == world.rank:
             mine.append(chunk)
@@ -216,10 +219,10 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 
 
 def _chunk_bytes(chunk: TensorChunk, source: WeightSource) -> int:
-    row = source.dtype(chunk.name).itemsize
+    row_bytes = source.dtype(chunk.name).itemsize
     for size in source.shapes[chunk.name][1:]:
-        row *= size
-    return row * (chunk.stop - chunk.start)
+        row_bytes *= size
+    return row_bytes * (chunk.stop - chunk.start)
 
 
 def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[TensorChunk]:
@@ -227,7 +230,7 @@ def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torc
 
 
 def _manifest(source: HfSource, world: World) -> Manifest:
-    """Hash the tensors of a folder, each on one process; refuses what differs from the folder's own manifest."""
+    """Hash the tensors of a folder, each on one process; reject tensors that differ from the folder's own manifest."""
     folder: HfFolder = source.folder
     names = sorted(folder.tensors)
     mine = {name: hash_tensor(folder.tensors[name]) for name in names[world.rank :: world.size]}
@@ -238,13 +241,13 @@ def _manifest(source: HfSource, world: World) -> Manifest:
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )
     in_order = sorted(hashes, key=lambda name: (folder.tensors[name].file.name, folder.tensors[name].start))
-    listed = {
+    entries = {
         name: ManifestEntry(stored.file.name, stored.dtype, stored.shape, hashes[name], source.ignored.get(name, ""))
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
     files = sorted({stored.file for stored in folder.tensors.values()})
     metadata = {file.name: found for file in files if (found := read_metadata(file)) != DEFAULT_METADATA}
-    return Manifest(folder.family.name, source.layout, listed, metadata)
+    return Manifest(folder.family.name, source.layout, entries, metadata)
 
 
 def _toml(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The weights that a run starts with, where they are not drawn at random: imported, of another run, or upcycled."""
+"""Initial weights that are loaded, not drawn at random: imported, of another run, or upcycled."""
 
 from pathlib import Path
 
@@ -18,23 +18,23 @@ from moefold.parallel.parallelize import ParallelModel
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The weights of a checkpoint or of a Hugging Face folder, as `resolve_weights_folder` finds it.
+    """Open the weights of a checkpoint or of a Hugging Face folder, as returned by `resolve_weights_folder`.
 
     Raises:
-        ConfigError: it is neither, or damaged.
+        ConfigError: the folder is neither of them, or damaged.
     """
     return HfSource(open_hf_folder(path)) if is_hf_folder(path) else CheckpointSource(path)
 
 
 def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
-    """Fill this rank's shards as `checkpoint.init_from` or `model.upcycle_from` says; collective over all ranks.
+    """Fill this rank's shards from `checkpoint.init_from` or `model.upcycle_from`. Collective over all ranks.
 
-    A run or a folder of checkpoints stands for its newest, the same on all ranks, whoever writes there meanwhile. The
-    first rank puts the tokenizer that came with the weights beside the run's checkpoints.
+    A run or a folder of checkpoints means its newest one, which the ranks agree on in case a run saves meanwhile. The
+    first rank copies the tokenizer of the weights next to the run's checkpoints.
 
     Returns:
-        What happened, in words, and on the first rank that the run reads text with another tokenizer than the weights
-        know; "" where the recipe leaves the initial weights random.
+        A description of the loaded weights, on the first rank with a note if the run reads text with another tokenizer
+        than that of the weights; "" if the initial weights stay random.
 
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
@@ -42,20 +42,20 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     given = cfg.checkpoint.init_from or cfg.model.upcycle_from
     if not given:
         return ""
-    crew = current_world()
-    path: Path = crew.all_gather_object(resolve_weights_folder(Path(given)))[0]
+    world = current_world()
+    path: Path = world.all_gather_object(resolve_weights_folder(Path(given)))[0]
     skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
     if not is_hf_folder(path):
-        check_integrity(path, crew, checks_hashes=cfg.checkpoint.verify)
+        check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
     source = open_weights(path)
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)
     load_shards(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
         save_sidecar_files(path, cfg)
-    notes = [f"skipped a damaged checkpoint, {words}" for words in skipped]
+    notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
-    done = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
-    return "; note: ".join([done, *filter(None, notes)])
+    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    return "; note: ".join([summary, *filter(None, notes)])

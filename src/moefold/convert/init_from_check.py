@@ -1,4 +1,4 @@
-"""Whether the weights that a run is to start with are of its model. Torch-free."""
+"""Check that a run's initial weights match its model. Torch-free."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ DERIVED_MODEL_KEYS = ("preset", "layer_kinds")
 
 
 def resolve_weights_folder(path: Path) -> Path:
-    """The folder that a user means by a path: of Hugging Face, a checkpoint, or the newest one of a run.
+    """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the path is none of these.
     """
     if is_hf_folder(path):
         return path
@@ -28,10 +28,10 @@ def resolve_weights_folder(path: Path) -> Path:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """The section [model] of the folder that a user means by a path.
+    """Return the section [model] of the weights at a user's path.
 
     Raises:
-        ConfigError: there is none, or of a kind or version that this one does not know.
+        ConfigError: there are no weights, or their kind or version is unknown.
     """
     path = resolve_weights_folder(path)
     if is_hf_folder(path):
@@ -46,7 +46,7 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
-    """Why a recipe cannot start with the weights of a folder; empty if it can.
+    """Return why a recipe cannot start with the weights of a folder; empty if it can.
 
     Raises:
         ConfigError: the folder holds no weights that moefold knows.
@@ -54,8 +54,8 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
         return "it does not exist or is no folder" + (f"; {advice}" if advice else "")
-    theirs = read_model(path)
+    weights_model = read_model(path)
     if cfg.model.upcycle_from:
-        return upcycle_unsupported_reason(theirs, cfg.model)
-    different = model_differences(model_sizes(theirs), cfg.model)
+        return upcycle_unsupported_reason(weights_model, cfg.model)
+    different = model_differences(model_sizes(weights_model), cfg.model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""

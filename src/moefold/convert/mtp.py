@@ -1,6 +1,6 @@
-"""The layers of multi-token prediction in a Hugging Face folder, which lie behind those that num_hidden_layers counts.
+"""Multi-token prediction (MTP) layers in a Hugging Face folder. Torch-free.
 
-They are called as layers of the model are, model.layers.L and on. Torch-free.
+They come after the layers that num_hidden_layers counts, and are named like them: model.layers.L and on.
 """
 
 import re
@@ -14,33 +14,33 @@ from moefold.config.schema import ModelConfig
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FILES = "moefold-mtp*.safetensors"
-"""Files beside these with the layers of multi-token prediction, which no index names."""
+"""Files with MTP layers next to the files above; no index lists them."""
 IGNORED_BY_TRANSFORMERS = (61,)
-"""The only such layer that transformers 5 does not report as unexpected: that of DeepSeek-V3 itself
+"""The only MTP layer that transformers 5 does not report as unexpected: that of DeepSeek-V3 itself
 (`_keys_to_ignore_on_load_unexpected` of DeepseekV3PreTrainedModel)."""
 MAX_HEADER_BYTES = 100_000_000
-"""As in the library of safetensors."""
+"""Limit of the safetensors library."""
 
 
 def mtp_layer_numbers(model: ModelConfig) -> tuple[int, ...]:
-    """The numbers of a model's layers of multi-token prediction."""
+    """Return the layer numbers of a model's MTP layers."""
     return tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Whether a tensor of a folder is in a layer behind the last one of the model."""
+    """Return whether a tensor of a folder belongs to a layer after the last one of the model."""
     found = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= num_layers
 
 
 def drop_absent_mtp(model: ModelConfig, names: Iterable[str] | None) -> ModelConfig:
-    """The model that a folder holds: without further layers where config.json counts some and none is there.
+    """Return the model without MTP layers if config.json counts some and the folder holds none.
 
-    transformers leaves such layers out when it loads and saves a model, and counts them in config.json all the same.
+    transformers drops MTP layers when it loads and saves a model, but still counts them in config.json.
 
     Args:
-        model: what config.json means.
-        names: of the tensors of the folder; None where they are not known.
+        model: the model of config.json.
+        names: names of the folder's tensors; None if unknown.
     """
     if model.mtp_layers and names is not None and not any(is_mtp_tensor(name, model.num_layers) for name in names):
         return replace(model, mtp_layers=0)
@@ -48,7 +48,7 @@ def drop_absent_mtp(model: ModelConfig, names: Iterable[str] | None) -> ModelCon
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """The names of the tensors of a folder; None if it has none that can be read, which its reader will explain."""
+    """Return the names of a folder's tensors; None if they cannot be read, which a later reader reports."""
     try:
         if (folder / INDEX_FILE).is_file():
             names = list(read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)["weight_map"])

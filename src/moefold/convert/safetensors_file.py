@@ -1,7 +1,7 @@
-"""The safetensors format: a length, a JSON header, then the bytes of the tensors. Read and written piece by piece.
+"""Safetensors format: a length, a JSON header, then the bytes of the tensors. Read and written in parts.
 
-The library of that name wants all tensors of a file in memory to write it, and maps files into memory to read them,
-which counts as resident; converting a model that exceeds the memory needs neither. Nothing is unpickled.
+The safetensors library needs all tensors of a file in memory to write it, and reads through a memory map, which counts
+as resident memory. Converting a model that exceeds the memory requires neither. Nothing is unpickled.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -21,41 +21,41 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The types that are read and written; quantised ones need their own maths."""
+"""Supported dtypes by name; quantised ones are not supported."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""As in the library."""
+"""Limit of the safetensors library."""
 ALIGNMENT_BYTES = 8
-"""The library pads headers to this."""
+"""Header alignment of the safetensors library."""
 DEFAULT_METADATA = MappingProxyType({"format": "pt"})
-"""What transformers writes into every file."""
+"""Metadata that transformers writes into every file."""
 BLOCK_BYTES = 1 << 24
-"""So much is read at a time where a tensor need not be in memory."""
+"""Bytes per read where a tensor need not be in memory."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor in a file."""
+    """Location of a tensor in a file."""
 
     file: Path
     dtype: str
-    """As the format spells it: BF16, F32 and so on."""
+    """Dtype as the format spells it: BF16, F32 and so on."""
     shape: tuple[int, ...]
     start: int
-    """Byte of the file where its values begin."""
+    """Byte offset of its values in the file."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values."""
+        """Size of the values in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def read_header(file: Path) -> dict[str, TensorLocation]:
-    """The tensors of a file by name.
+    """Return the tensors of a file by name.
 
     Raises:
-        ConfigError: the file cannot be read, is no safetensors file, lacks bytes or has some too many, or holds a
-            tensor of a type that is not among `DTYPES`.
+        ConfigError: the file cannot be read, is no safetensors file, has missing or extra bytes, or holds a tensor of
+            a dtype that is not in `DTYPES`.
     """
     try:
         with open_regular(file) as opened:
@@ -70,7 +70,8 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
-    found, end = {}, 0
+    found = {}
+    end = 0
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
     try:
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
@@ -99,7 +100,7 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What a file that `read_header` has read says beside its tensors."""
+    """Return the metadata of a file that `read_header` accepts."""
     with open_regular(file) as opened:
         header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
     found = header.get("__metadata__", {})
@@ -107,16 +108,16 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def _parse_sizes(numbers: Any) -> tuple[int, ...]:
-    """A list of whole numbers from 0 on; ValueError for anything else."""
+    """Parse a list of non-negative integers; raise ValueError for anything else."""
     if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(numbers)
     return tuple(numbers)
 
 
 def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
-    """The values of a part of a tensor, in a tensor of their own.
+    """Read a part of a tensor into a new tensor.
 
-    Reads the rows (steps of the first dim) from the first to the last that the part touches, and no others.
+    Reads only the rows (steps of the first dim) from the first to the last one of the part.
 
     Args:
         location: the tensor.
@@ -135,20 +136,20 @@ def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
 
 
 def read_blocks(location: TensorLocation) -> Iterator[bytes]:
-    """The bytes of a tensor, BLOCK_BYTES at a time."""
-    left = location.num_bytes
+    """Yield the bytes of a tensor, `BLOCK_BYTES` at a time."""
+    remaining = location.num_bytes
     with open_regular(location.file) as opened:
         opened.seek(location.start)
-        while left:
-            block = opened.read(min(left, BLOCK_BYTES))
+        while remaining:
+            block = opened.read(min(remaining, BLOCK_BYTES))
             if not block:
                 raise ConfigError(f"{str(location.file)!r} ends before its tensors do")
             yield block
-            left -= len(block)
+            remaining -= len(block)
 
 
 def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
-    """Whether two tensors have the same type, shape and bytes."""
+    """Return whether two tensors have the same dtype, shape and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(read_blocks(one), read_blocks(other), strict=True))
@@ -176,7 +177,7 @@ def _describe_mismatch(has: str) -> str:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What a file will hold: its header, and where each tensor goes."""
+    """Layout of a file to write: its header, and the location of each tensor."""
 
     header: bytes
     tensors: dict[str, TensorLocation]
@@ -190,30 +191,32 @@ class FileLayout:
 def plan_file_layout(
     file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = DEFAULT_METADATA
 ) -> FileLayout:
-    """Lay out a file.
+    """Compute the layout of a file.
 
     Args:
-        file: where it will be.
-        tensors: type (as the format spells it) and shape by name, in the order of the file.
-        metadata: what it says beside them.
+        file: path of the file.
+        tensors: dtype name and shape by name, in the order of the file.
+        metadata: metadata of the file.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset, starts = 0, {}
+    offset = 0
+    starts = {}
     for name, (dtype, shape) in tensors.items():
         end = offset + math.prod(shape) * DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        starts[name], offset = offset, end
+        starts[name] = offset
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
-    placed = {
+    locations = {
         name: TensorLocation(file, dtype, shape, len(header) + starts[name]) for name, (dtype, shape) in tensors.items()
     }
-    return FileLayout(header, placed)
+    return FileLayout(header, locations)
 
 
 class FileWriter:
-    """Puts tensors into files whose headers stand already; several processes may write into one file."""
+    """Writer of tensors into files that `create_file` has created; several processes may write into one file."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
@@ -228,7 +231,7 @@ class FileWriter:
             opened.close()
 
     def write(self, location: TensorLocation, data: memoryview, offset: int = 0) -> None:
-        """Write the bytes of one tensor, or some of them from a byte of it on."""
+        """Write bytes of one tensor, starting at a byte offset within the tensor."""
         if location.file not in self._open:
             self._open[location.file] = location.file.open("r+b", buffering=0)
         opened = self._open[location.file]
@@ -239,13 +242,13 @@ class FileWriter:
 
 
 def create_file(file: Path, layout: FileLayout) -> None:
-    """Make a file with its header and its full size."""
+    """Create a file with its header and its full size."""
     with file.open("wb") as opened:
         opened.write(layout.header)
         opened.truncate(layout.num_bytes)
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     array: Any = values.detach().flatten().view(torch.uint8).numpy()
     return memoryview(array)

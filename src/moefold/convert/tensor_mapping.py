@@ -1,8 +1,7 @@
-"""Where the values of a tensor of ours are in tensors of theirs: boxes of one, boxes of the other. Integers only.
+"""Mapping between our parameters and the tensors of Hugging Face (HF) folders: slices of one equal slices of the other.
 
-The kinds of lines in a family's table of tensors: which tensor of theirs holds a parameter of ours, and how.
-
-Names of ours have "{l}" for the number of a layer, and so have theirs; "{e}" in theirs is the number of an expert.
+Integers only. A family's table has one rule per parameter. Our names and HF names use "{l}" for the layer number; HF
+names use "{e}" for the expert number.
 """
 
 import math
@@ -14,21 +13,21 @@ from moefold.config.schema import ModelConfig
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
-"""A slice of every dim, with start and stop."""
+"""One slice per dim, with start and stop."""
 
 
 @dataclass(frozen=True)
 class SliceMapping:
-    """A box of one of our parameters, equal to a box of one tensor of theirs with its dims in another order.
+    """A slice of one of our parameters that equals a slice of one HF tensor, with permuted dims.
 
     Attributes:
-        name: our name.
-        start: first index of the box, for each of our dims.
-        size: size of the box, for each of our dims.
-        hf_name: their name.
-        hf_start: first index of the box, for each of their dims.
-        hf_step: distance of neighbours, for each of their dims.
-        dims: for each of our dims the dim of theirs that runs along it; None for one that theirs lacks (of size 1).
+        name: name of our parameter.
+        start: first index of the slice, for each of our dims.
+        size: size of the slice, for each of our dims.
+        hf_name: name of the HF tensor.
+        hf_start: first index of the slice, for each HF dim.
+        hf_step: step of the slice, for each HF dim.
+        dims: for each of our dims the matching HF dim; None for a dim of size 1 that the HF tensor lacks.
     """
 
     name: str
@@ -40,32 +39,34 @@ class SliceMapping:
     dims: tuple[int | None, ...]
 
     def intersect(self, region: Region) -> "SliceMapping | None":
-        """The part of the piece that lies in a region of our tensor; None if they do not meet."""
+        """Return the part of the slice in a region of our parameter; None if they do not intersect."""
         start = [max(s, r.start) for s, r in zip(self.start, region, strict=True)]
         stop = [min(s + n, r.stop) for s, n, r in zip(self.start, self.size, region, strict=True)]
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
         if any(n <= 0 for n in size):
             return None
-        their_start = list(self.hf_start)
-        for ours, theirs in enumerate(self.dims):
-            if theirs is not None:
-                their_start[theirs] += (start[ours] - self.start[ours]) * self.hf_step[theirs]
-        return SliceMapping(self.name, tuple(start), size, self.hf_name, tuple(their_start), self.hf_step, self.dims)
+        hf_start = list(self.hf_start)
+        for dim, hf_dim in enumerate(self.dims):
+            if hf_dim is not None:
+                hf_start[hf_dim] += (start[dim] - self.start[dim]) * self.hf_step[hf_dim]
+        return SliceMapping(self.name, tuple(start), size, self.hf_name, tuple(hf_start), self.hf_step, self.dims)
 
     def intersect_hf_rows(self, start: int, stop: int) -> "SliceMapping | None":
-        """The part of the piece that lies in some rows (indices of the first dim) of theirs; None if there is none."""
-        first, step, dim = self.hf_start[0], self.hf_step[0], self.dims.index(0)
+        """Return the part of the slice in some rows (first dim) of the HF tensor; None if there is none."""
+        first = self.hf_start[0]
+        step = self.hf_step[0]
+        dim = self.dims.index(0)
         begin, end = (max(0, -(-(row - first) // step)) for row in (start, stop))
         region = [slice(a, a + n) for a, n in zip(self.start, self.size, strict=True)]
         region[dim] = slice(self.start[dim] + begin, self.start[dim] + end)
         return self.intersect(tuple(region))
 
     def region(self) -> Region:
-        """The box in our tensor."""
+        """Return the slice of our parameter."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
     def hf_region(self) -> Region:
-        """The box in their tensor, with steps."""
+        """Return the slice of the HF tensor, with steps."""
         sizes = dict(zip(self.dims, self.size, strict=True))
         return tuple(
             slice(start, start + (sizes[dim] - 1) * step + 1, step)
@@ -73,23 +74,23 @@ class SliceMapping:
         )
 
     def permutation(self) -> tuple[int, ...]:
-        """Their dims in our order."""
+        """Return the HF dims in the order of our dims."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     def inverse_permutation(self) -> tuple[int, ...]:
-        """The place of each of their dims among those of `permutation`."""
+        """Return the inverse of `permutation`."""
         order = self.permutation()
         return tuple(order.index(dim) for dim in range(len(order)))
 
     def hf_size(self) -> Shape:
-        """Size of the box in the order of their dims."""
+        """Return the size of the slice in the order of the HF dims."""
         sizes = dict(zip(self.dims, self.size, strict=True))
         return tuple(sizes[dim] for dim in range(len(self.hf_start)))
 
 
 @dataclass(frozen=True)
 class StateDictMapping:
-    """Every piece of a model, by our names and by theirs."""
+    """All slice mappings of a model, by our names and by HF names."""
 
     by_name: Mapping[str, tuple[SliceMapping, ...]]
     by_hf_name: Mapping[str, tuple[SliceMapping, ...]]
@@ -98,25 +99,25 @@ class StateDictMapping:
 
 
 def build_mapping(slices: Iterable[SliceMapping], shapes: Mapping[str, Shape]) -> StateDictMapping:
-    """Collect pieces, which must fill every tensor of both sides exactly once."""
-    by_ours: dict[str, list[SliceMapping]] = {name: [] for name in shapes}
-    by_theirs: dict[str, list[SliceMapping]] = {}
+    """Collect slice mappings, which must cover every tensor of both sides exactly once."""
+    by_name: dict[str, list[SliceMapping]] = {name: [] for name in shapes}
+    by_hf_name: dict[str, list[SliceMapping]] = {}
     for piece in slices:
-        by_ours[piece.name].append(piece)
-        by_theirs.setdefault(piece.hf_name, []).append(piece)
-    their_shapes = {name: _bounding_shape(parts) for name, parts in by_theirs.items()}
-    for name, parts, shape in (*_with_shapes(by_ours, shapes), *_with_shapes(by_theirs, their_shapes)):
+        by_name[piece.name].append(piece)
+        by_hf_name.setdefault(piece.hf_name, []).append(piece)
+    hf_shapes = {name: _bounding_shape(parts) for name, parts in by_hf_name.items()}
+    for name, parts, shape in (*_with_shapes(by_name, shapes), *_with_shapes(by_hf_name, hf_shapes)):
         assert sum(math.prod(piece.size) for piece in parts) == math.prod(shape), (name, shape)
     return StateDictMapping(
-        {name: tuple(parts) for name, parts in by_ours.items()},
-        {name: tuple(parts) for name, parts in by_theirs.items()},
+        {name: tuple(parts) for name, parts in by_name.items()},
+        {name: tuple(parts) for name, parts in by_hf_name.items()},
         dict(shapes),
-        their_shapes,
+        hf_shapes,
     )
 
 
 def full_region(shape: Shape) -> Region:
-    """The region that is all of a tensor."""
+    """Return the region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -133,29 +134,30 @@ def _with_shapes(
 
 
 class TensorRule(Protocol):
-    """What a table has for one of our parameters."""
+    """Rule of a family's table: maps one of our parameters to HF tensors."""
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """The pieces of one parameter.
+        """Yield the slice mappings of one parameter.
 
         Args:
-            param_name: its name in the whole model.
+            param_name: name of the parameter in the whole model.
             shape: its shape.
-            layer: number of its layer, "" outside the layers.
-            model: the sizes.
+            layer: its layer number, "" outside the layers.
+            model: the model config.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RenamedTensor:
-    """The same tensor under another name."""
+    """HF tensor that equals our parameter under another name."""
 
     hf_name: str
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """One piece."""
-        zeros, ones = (0,) * len(shape), (1,) * len(shape)
+        """Yield one slice mapping of the whole tensor."""
+        zeros = (0,) * len(shape)
+        ones = (1,) * len(shape)
         yield SliceMapping(
             param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
         )
@@ -163,12 +165,12 @@ class RenamedTensor:
 
 @dataclass(frozen=True)
 class PerExpertTensors:
-    """A tensor for each expert, the transpose of ours: [E, H, F] of [F, H]s, or [E, F, H] of [H, F]s."""
+    """One HF tensor per expert, transposed: [F, H] tensors for our [E, H, F], or [H, F] tensors for [E, F, H]."""
 
     hf_name: str
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """One piece for each expert."""
+        """Yield one slice mapping per expert."""
         experts, first, second = shape
         for e in range(experts):
             name = _fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
@@ -177,18 +179,18 @@ class PerExpertTensors:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """One tensor for all experts, each transposed.
+    """One HF tensor for all experts, each transposed.
 
     Attributes:
-        hf_name: the name, without an expert.
-        part: which block of their second dim is ours: 0 is the gate of a fused gate and up, 1 the up.
+        hf_name: its name, without an expert number.
+        part: our block of its second dim: of a fused gate and up projection, 0 is the gate, 1 is up.
     """
 
     hf_name: str
     part: int = 0
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """One piece."""
+        """Yield one slice mapping of all experts."""
         start = (0, self.part * shape[2], 0)
         yield SliceMapping(
             param_name, (0, 0, 0), shape, _fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
@@ -197,10 +199,10 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class InterleavedTensor:
-    """Every second of the last dim of theirs, the dims in the same order (gpt-oss: gates and ups in turn).
+    """Every second index of the last dim of an HF tensor, dims in the same order (gpt-oss: interleaved gate and up).
 
     Attributes:
-        hf_name: the name.
+        hf_name: its name.
         part: 0 for the first of each pair, 1 for the second.
     """
 
@@ -208,9 +210,12 @@ class InterleavedTensor:
     part: int
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """One piece."""
-        zeros, ones, dims = (0,) * len(shape), (1,) * (len(shape) - 1), tuple(range(len(shape)))
-        start, step = (*zeros[:-1], self.part), (*ones, 2)
+        """Yield one slice mapping with step 2."""
+        zeros = (0,) * len(shape)
+        ones = (1,) * (len(shape) - 1)
+        dims = tuple(range(len(shape)))
+        start = (*zeros[:-1], self.part)
+        step = (*ones, 2)
         yield SliceMapping(param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), start, step, dims)
 
 

@@ -1,9 +1,9 @@
-"""Experts from the weights of a dense model: copies or slices of them, scaled so that nothing changes at first.
+"""Upcycling: experts as scaled copies or slices of a dense model's feed-forward layers, with unchanged outputs.
 
 With granularity G = dense width / expert width, expert e holds slice e mod G of the dense feed-forward layer, and the G
-experts from e - e mod G on are a virtual group: together they are one copy of it (arXiv:2410.07524 sec. 3). A router
-whose rows are equal within each group sends a token to whole groups. Each chosen copy then counts with its routing
-weight, so w_up and w_down are scaled until the weights of the copies of a slice come to 1: the model computes what the
+experts from e - e mod G on are a virtual group: together they are one copy of the layer (arXiv:2410.07524 sec. 3). A
+router whose rows are equal within each group sends a token to whole groups. Each chosen copy counts with its routing
+weight, so w_up and w_down are scaled until the weights of the copies of a slice sum to 1: the model computes what the
 dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
 """
 
@@ -22,28 +22,30 @@ from moefold.model.init import initial_values, seed_for
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
 SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
-"""What a shared expert begins with at random; its w_down is 0, so that it adds nothing at first."""
+"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it adds nothing at first."""
 
 
 class UpcycledSource:
-    """The weights that a model with experts starts with, from those of a dense one.
+    """Initial weights of a model with experts, computed from those of a dense model.
 
     Args:
         dense: the weights of the dense model.
-        model: the model with experts; `upcycle_unsupported_reason` finds nothing in the two.
-        seed: of the router, the noise and the shared expert; each logical tensor has a generator of its own.
+        model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
+        seed: of the router, the noise and the shared expert; each tensor has its own generator.
     """
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
-        self._dense, self._model, self._seed = dense, model, seed
+        self._dense = dense
+        self._model = model
+        self._seed = seed
         self.shapes: Mapping[str, Shape] = parameter_shapes(model)
         some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
         self._granularity = granularity(some_width, model)
-        # Of w_up and of w_down: their product is what has to be scaled.
+        # Both w_up and w_down get the square root, because their product is what must be scaled.
         self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if model.upcycle_scaling else 1.0
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of the dense weights, or float32 where scaling or noise would be rounded."""
+        """Return the dense dtype, or float32 where scaling or noise would be rounded."""
         if name.endswith(".expert_bias"):
             return torch.float32
         if EXPERTS in name and (self._model.upcycle_noise or math.frexp(self._factor)[0] != 0.5):
@@ -51,7 +53,7 @@ class UpcycledSource:
         return self._dense.dtype(name if name in self._dense.shapes else "embedding.weight")
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The values of a region; whole experts of the dense model are read for it."""
+        """Return the values of a region; reads whole experts of the dense model."""
         if EXPERTS in name:
             experts = [self._expert(name, e)[region[1:]] for e in range(region[0].start, region[0].stop)]
             return torch.stack(experts).to(self.dtype(name))
@@ -60,12 +62,13 @@ class UpcycledSource:
         return self._new_tensor(name)[region].to(self.dtype(name))
 
     def clear_cache(self) -> None:
-        """Free what the dense source kept."""
+        """Free the cache of the dense source."""
         self._dense.clear_cache()
 
     def _new_tensor(self, name: str) -> Tensor:
-        """What the dense model has nothing for, whole."""
-        shape, model = self.shapes[name], self._model
+        """Return a whole tensor that the dense model lacks."""
+        shape = self.shapes[name]
+        model = self._model
         if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and model.upcycle_router == "zero"):
             return torch.zeros(shape)
         if name.endswith(ROUTER) and model.upcycle_router == "group":
@@ -74,7 +77,7 @@ class UpcycledSource:
         return initial_values(name, shape, model, self._seed)
 
     def _expert(self, name: str, e: int) -> Tensor:
-        """One expert, [H, F] or, of w_down, [F, H], in float32."""
+        """Return one expert, [H, F], or [F, H] for w_down, in float32."""
         model = self._model
         dense_name = name.replace(".experts.", ".")
         part = e % self._granularity

@@ -1,7 +1,4 @@
-"""Which dense model makes which model with experts, and when the two start equal. Torch-free.
-
-Whether an upcycled model can be exported: said when it is made, not when it is trained. Torch-free.
-"""
+"""Rules of upcycling: legal pairs of dense and expert model, equal initial outputs, and exportability. Torch-free."""
 
 import math
 from dataclasses import replace
@@ -29,19 +26,19 @@ MOE_KEYS = (
     "shared_expert_ffn_hidden_size",
     "shared_expert_gate",
 )
-"""Keys of [model] that a dense model says nothing of. Its activation is that of the experts."""
+"""Keys of [model] that a dense model leaves open. moe_activation is not among them: experts keep the activation."""
 
 
 def granularity(dense_width: int, model: ModelConfig) -> int:
-    """Slices that the feed-forward layer of a dense model is cut into."""
+    """Return the number of slices that the feed-forward layer of a dense model is split into."""
     return dense_width // model.moe_ffn_hidden_size
 
 
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
-    """The factor that makes the chosen copies of a slice add up to one, for equal logits of all experts.
+    """Return the factor that makes the weights of a slice's chosen copies sum to 1, for equal logits of all experts.
 
-    Of weights that are made to sum to 1, each slice gets 1/slices, whatever the logits are; other weights are those of
-    equal logits.
+    With routing weights that sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal
+    logits.
     """
     copies = model.top_k / slices
     if _sums_to_one(model):
@@ -51,24 +48,25 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
 
 
 def preserves_outputs(model: ModelConfig) -> bool:
-    """Whether the upcycled model promises to compute at first what the dense one does."""
-    # Without the weights summing to 1, only equal logits have a weight that is known.
+    """Return whether the upcycled model initially computes the same outputs as the dense one."""
+    # Unless the weights sum to 1, they are only known for equal logits.
     router = model.upcycle_router == "zero" or (model.upcycle_router == "group" and _sums_to_one(model))
     return router and model.upcycle_noise == 0 and model.upcycle_scaling
 
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
-    """Why a model is none that experts can be made of; empty if it is one."""
+    """Return why a model cannot be upcycled; empty if it can."""
     if "M" in dense.layer_kinds:
         return "it has experts already; name a dense model, or set checkpoint.init_from"
     return ""
 
 
 def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
-    """Why a dense model cannot become a model with experts; empty if it can."""
-    if fault := dense_unsupported_reason(dense):
-        return fault
-    width, inner = dense.ffn_hidden_size, model.moe_ffn_hidden_size
+    """Return why a dense model cannot become a model with experts; empty if it can."""
+    if reason := dense_unsupported_reason(dense):
+        return reason
+    width = dense.ffn_hidden_size
+    inner = model.moe_ffn_hidden_size
     if width % inner:
         return f"model.moe_ffn_hidden_size={inner} must divide its feed-forward width {width}"
     slices = width // inner
@@ -89,27 +87,27 @@ def _sums_to_one(model: ModelConfig) -> bool:
 
 
 def export_message(model: ModelConfig) -> str:
-    """That no family of Hugging Face models computes what a model with experts does, and what makes it one; else "".
+    """Return a note if no Hugging Face family can express the model, with the settings that would help; else "".
 
-    Layers of multi-token prediction do not count: an export can leave them out.
+    MTP layers do not count, because an export can leave them out.
     """
     plain = replace(model, mtp_layers=0)
     if families_for(plain):
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
     for change in _candidate_changes(plain):
-        if able := families_for(replace(plain, **change)):
-            words = " ".join(f"model.{key}={_format_value(value)}" for key, value in change.items())
-            return f"{lacks}; with {words} it is {able[0].name}"
+        if supported := families_for(replace(plain, **change)):
+            settings = " ".join(f"model.{key}={_format_value(value)}" for key, value in change.items())
+            return f"{lacks}; with {settings} it is {supported[0].name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     return f"{lacks}; the nearest is {nearest}: {reasons[nearest]}"
 
 
 def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Settings of the experts that an upcycled model may take on."""
+    """Return settings of the experts that an upcycled model may adopt."""
     width = model.shared_expert_ffn_hidden_size or model.moe_ffn_hidden_size
-    # The weight of a single choice that sums to 1 is 1, and its router would learn nothing.
+    # A single choice with normalised weights has weight 1, so its router would get no gradient.
     return [
         *([{"router_softmax": "post"}] if model.top_k > 1 else []),
         {"shared_expert_ffn_hidden_size": width, "shared_expert_gate": True},

@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a Hugging Face folder hold the same, tensor by tensor, byte by byte."""
+"""Comparison of a checkpoint with a Hugging Face folder, tensor by tensor, byte by byte."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from moefold.errors import format_list
 
 
 def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorChunk, dtype: torch.dtype) -> Tensor:
-    """Some rows of a tensor of theirs from the weights of a source, contiguous, in a type.
+    """Assemble some rows of an HF tensor from the weights of a source, contiguous, in `dtype`.
 
-    In memory are these rows and what the source keeps of its last read of each parameter.
+    Only these rows and the source's cache of each parameter are in memory.
     """
     values = torch.empty((rows.stop - rows.start, *mapping.hf_shapes[rows.name][1:]), dtype=dtype)
     for whole_piece in mapping.by_hf_name[rows.name]:
@@ -31,13 +31,13 @@ def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorC
 
 
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
-    """Whether some rows of a tensor in a file are these values, byte by byte."""
+    """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
     found = read_rows(location, rows)
     return found.dtype == values.dtype and torch.equal(_as_bytes(found), _as_bytes(values))
 
 
 def read_rows(location: TensorLocation, rows: TensorChunk) -> Tensor:
-    """Some rows of a tensor in a file."""
+    """Read some rows of a tensor in a file."""
     return read_part(location, (slice(rows.start, rows.stop, 1), *(slice(0, size, 1) for size in location.shape[1:])))
 
 
@@ -46,20 +46,22 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def group_by_parameters(mapping: StateDictMapping) -> list[tuple[str, ...]]:
-    """The tensors of theirs in groups that are made of the same parameters of ours, in the order of the model."""
+    """Group the HF tensors that consist of the same parameters, in the order of the model."""
     groups: dict[tuple[str, ...], list[str]] = {}
     rank = {name: i for i, name in enumerate(mapping.shapes)}
-    for theirs, pieces in mapping.by_hf_name.items():
-        ours = tuple(sorted({piece.name for piece in pieces}, key=rank.__getitem__))
-        groups.setdefault(ours, []).append(theirs)
-    return [tuple(groups[ours]) for ours in sorted(groups, key=lambda ours: rank[ours[0]])]
+    for hf_name, pieces in mapping.by_hf_name.items():
+        names = tuple(sorted({piece.name for piece in pieces}, key=rank.__getitem__))
+        groups.setdefault(names, []).append(hf_name)
+    return [tuple(groups[names]) for names in sorted(groups, key=lambda names: rank[names[0]])]
 
 
 def assign_groups(mapping: StateDictMapping, world: World) -> list[tuple[str, ...]]:
-    """My part of `group_by_parameters`: neighbours, of about as many values as the others'."""
+    """Return this rank's contiguous share of `group_by_parameters`, balanced by the number of values."""
     groups = group_by_parameters(mapping)
     sizes = [sum(_numel(mapping.hf_shapes[name]) for name in group) for group in groups]
-    total, done, mine = sum(sizes), 0, []
+    total = sum(sizes)
+    done = 0
+    mine = []
     for group, size in zip(groups, sizes, strict=True):
         if min(world.size - 1, done * world.size // max(1, total)) == world.rank:
             mine.append(group)
@@ -68,24 +70,24 @@ def assign_groups(mapping: StateDictMapping, world: World) -> list[tuple[str, ..
 
 
 def verify_against_folder(source: CheckpointSource, folder: HfSource, world: World) -> None:
-    """Read both sides and compare, some rows at a time; collective over the crew.
+    """Compare a checkpoint with a folder, some rows at a time. Collective over `world`.
 
     Args:
         source: the checkpoint.
-        folder: the folder.
-        world: shares the tensors.
+        folder: the Hugging Face folder.
+        world: the processes that share the tensors.
 
     Raises:
         ConfigError: a tensor differs; the message names it.
     """
     wrong = []
     for group in assign_groups(folder.mapping, world):
-        for theirs in group:
-            stored = folder.location(theirs)
-            kind = DTYPES[stored.dtype]
-            chunks = split_into_chunks(theirs, stored.shape, kind)
-            if not all(rows_equal(stored, rows, assemble_rows(source, folder.mapping, rows, kind)) for rows in chunks):
-                wrong.append(theirs)
+        for hf_name in group:
+            stored = folder.location(hf_name)
+            dtype = DTYPES[stored.dtype]
+            chunks = split_into_chunks(hf_name, stored.shape, dtype)
+            if not all(rows_equal(stored, rows, assemble_rows(source, folder.mapping, rows, dtype)) for rows in chunks):
+                wrong.append(hf_name)
         source.clear_cache()
     raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
 

@@ -1,4 +1,4 @@
-"""Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
+"""Weight sources: any region of any parameter of a model, by our names, from a checkpoint or a Hugging Face folder."""
 
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -19,40 +19,40 @@ from moefold.model.init import local_slice
 from moefold.model.transformer import build_model
 
 MTP_REASON = "multi-token prediction"
-"""Why a tensor is passed over whose layer is not wanted."""
+"""Reason to ignore a tensor of an MTP layer that is left out."""
 
 
 class WeightSource(Protocol):
-    """Somewhere that holds the weights of a whole model."""
+    """Source of the weights of a whole model."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Every parameter and buffer by its name in the whole model."""
+        """Shape of every parameter and buffer, by its name in the whole model."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """How a tensor is stored."""
+        """Return the stored dtype of a tensor."""
         ...
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The values of a region of a tensor, as they are stored, on the CPU."""
+        """Return the values of a region of a tensor, in the stored dtype, on the CPU."""
         ...
 
     def clear_cache(self) -> None:
-        """Free what was kept for the next read."""
+        """Free the cache of previous reads."""
         ...
 
 
 class HfSource:
-    """The tensors of a Hugging Face folder as our parameters.
+    """Weight source of a Hugging Face folder, by our names.
 
     Args:
         folder: the folder.
-        leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3).
+        leaves_out_mtp: ignore the MTP layers after the other layers (DeepSeek-V3).
 
     Attributes:
-        model: that of the folder, without those layers if they are left out.
-        ignored: the tensors of the folder that have no place here and need none, with the reason.
+        model: the model of the folder, without MTP layers if they are left out.
+        ignored: tensors of the folder that are not mapped and need not be, with the reason.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
@@ -66,15 +66,15 @@ class HfSource:
         self.shapes = self.mapping.shapes
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which the folder stores it."""
+        """Return the dtype in which the folder stores a parameter."""
         return DTYPES[self.location(self.mapping.by_name[name][0].hf_name).dtype]
 
     def location(self, hf_name: str) -> TensorLocation:
-        """Where a tensor of the folder is."""
+        """Return the location of a tensor of the folder."""
         return self.folder.tensors[hf_name]
 
     def clear_cache(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source has no cache."""
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
@@ -86,23 +86,22 @@ class HfSource:
             box = tuple(
                 slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
-            theirs = read_part(self.location(part.hf_name), part.hf_region())
-            values[box] = theirs.permute(part.permutation()).reshape(part.size)
+            hf_values = read_part(self.location(part.hf_name), part.hf_region())
+            values[box] = hf_values.permute(part.permutation()).reshape(part.size)
         return values
 
 
 def load_hf_weights(
     folder: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Fill this rank's shards of a model with the weights of a Hugging Face folder; no communication.
+    """Fill this rank's shards of a model with the weights of a Hugging Face folder. No communication.
 
-    Each rank reads the parts that it holds, and no others. For a model that is used, not trained: layers of
-    multi-token prediction are passed over.
+    Each rank reads only its own shards. The model is for inference, not training: MTP layers are ignored.
 
     Args:
-        folder: config.json and safetensors files; its model must be the one that the parameters are of.
+        folder: config.json and safetensors files, of the same model as the parameters.
         parameters: by their names in the whole model: plain tensors, or DTensors under any mapping.
-        buffers: the same, for what has no gradient.
+        buffers: the same, for buffers.
 
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
@@ -112,18 +111,18 @@ def load_hf_weights(
 
 @torch.no_grad()
 def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name: str) -> None:
-    """Copy into this rank's shards what a source holds of them; no communication.
+    """Copy the weights of a source into this rank's shards. No communication.
 
     Raises:
         ConfigError: the source lacks a tensor, or has another shape of it.
     """
-    faults = [
+    reasons = [
         f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
         for name, tensor in tensors.items()
         if source.shapes.get(name) != tuple(tensor.shape)
     ]
-    if faults:
-        raise ConfigError(f"{source_name!r} is of another model: it lacks {format_list(faults)}")
+    if reasons:
+        raise ConfigError(f"{source_name!r} is of another model: it lacks {format_list(reasons)}")
     for name, tensor in tensors.items():
         values, starts = local_slice(tensor)
         if values.numel():
@@ -133,7 +132,7 @@ def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Every parameter and buffer of a model, by name."""
+    """Return the shape of every parameter and buffer of a model, by name."""
     with torch.device("meta"):
         whole_model = build_model(Config(model=model))
     tensors = {**dict(whole_model.named_parameters()), **dict(whole_model.named_buffers())}
@@ -141,68 +140,69 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> StateDictMapping:
-    """Where each parameter of a model is in a folder of a family.
+    """Return the mapping between a model's parameters and the tensors of a family's folder.
 
     Raises:
-        ConfigError: the family has no place for a parameter.
+        ConfigError: the family has no tensor for a parameter.
     """
     shapes = parameter_shapes(model)
     pieces: list[SliceMapping] = []
-    homeless = []
+    unmapped = []
     for name, shape in shapes.items():
         layer = name.split(".")[1] if name.startswith("layers.") else ""
-        row = rules.get(name.replace(f"layers.{layer}.", "layers.{l}.", 1) if layer else name)
-        if row is None:
-            homeless.append(name)
+        rule = rules.get(name.replace(f"layers.{layer}.", "layers.{l}.", 1) if layer else name)
+        if rule is None:
+            unmapped.append(name)
         else:
-            pieces += row.slices(name, shape, layer, model)
-    if homeless:
-        raise ConfigError(f"family {family.name} has no place for {format_list(homeless)}")
+            pieces += rule.slices(name, shape, layer, model)
+    if unmapped:
+        raise ConfigError(f"family {family.name} has no place for {format_list(unmapped)}")
     return build_mapping(pieces, shapes)
 
 
 def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) -> dict[str, str]:
-    """The tensors of a folder that need no place, with the reason."""
-    passed, echoes = {}, find_duplicate_tensors(model)
+    """Return the tensors of a folder that are ignored, with the reason."""
+    ignored = {}
+    duplicates = find_duplicate_tensors(model)
     for name, stored in folder.tensors.items():
-        original = folder.tensors.get(echoes.get(name, ""))
+        original = folder.tensors.get(duplicates.get(name, ""))
         if folder.family.is_ignored(name):
-            passed[name] = "computed, not stored"
+            ignored[name] = "computed, not stored"
         elif leaves_out_mtp and folder.family.has_mtp and is_mtp_tensor(name, model.num_layers):
-            passed[name] = MTP_REASON
+            ignored[name] = MTP_REASON
         elif original is not None and bytes_equal(stored, original):
-            passed[name] = DUPLICATE_REASONS[echoes[name]]
-    return passed
+            ignored[name] = DUPLICATE_REASONS[duplicates[name]]
+    return ignored
 
 
 def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
-    """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
+    """Return the mapping of the folder's layout and its index; reject a folder that matches no layout."""
     found = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
     _check_counts(folder, model)
     try:
-        plans = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
+        mappings = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
     except RuntimeError as error:
-        # What torch says of sizes whose product is no size.
+        # torch rejects sizes whose product overflows.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
-    plan = min(plans, key=lambda plan: len(plan.hf_shapes.keys() ^ found.keys()))
-    layout = plans.index(plan)
-    faults = [f"tensor {name} is missing" for name in sorted(plan.hf_shapes.keys() - found.keys())]
-    faults += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - plan.hf_shapes.keys())]
-    for name, shape in plan.hf_shapes.items():
+    mapping = min(mappings, key=lambda mapping: len(mapping.hf_shapes.keys() ^ found.keys()))
+    layout = mappings.index(mapping)
+    reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - found.keys())]
+    reasons += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - mapping.hf_shapes.keys())]
+    for name, shape in mapping.hf_shapes.items():
         if name in found and found[name].shape != shape:
-            faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
-    for name, parts in plan.by_name.items():
+            reasons.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
+    for name, parts in mapping.by_name.items():
         kinds = {found[piece.hf_name].dtype for piece in parts if piece.hf_name in found}
         if len(kinds) > 1:
-            faults.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
-    if faults:
-        raise ConfigError(f"{str(folder.path)!r}: {format_list(faults)}")
-    return plan, layout
+            reasons.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
+    if reasons:
+        raise ConfigError(f"{str(folder.path)!r}: {format_list(reasons)}")
+    return mapping, layout
 
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
-    """What is wrong with a tensor of a folder that has no place in the model."""
+    """Describe the error of a tensor of a folder that is not part of the model."""
     if original := find_duplicate_tensors(model).get(name):
         return f"tensor {name} should be {original} again, and differs"
     if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
@@ -214,10 +214,10 @@ def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
 
 
 def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
-    """Refuse numbers of config.json that the tensors cannot come to, before a list of them fills the memory."""
+    """Reject layer and expert counts of config.json that the tensors cannot match, before they exhaust the memory."""
     tensors = len(folder.tensors)
-    most_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
+    max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
     experts = model.num_experts if "M" in model.layer_kinds else 0
-    for what, count, most in (("layers", len(model.all_layer_kinds), tensors), ("experts", experts, most_experts)):
-        if count > most:
-            raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {what}, too many for {tensors} tensors")
+    for kind, count, limit in (("layers", len(model.all_layer_kinds), tensors), ("experts", experts, max_experts)):
+        if count > limit:
+            raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {kind}, too many for {tensors} tensors")
