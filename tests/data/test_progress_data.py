@@ -4,7 +4,7 @@ import time
 import pytest
 
 from moefold.data import worker_pool
-from moefold.data.worker_pool import ReadProgress
+from moefold.data.progress import ReadProgress
 
 
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):

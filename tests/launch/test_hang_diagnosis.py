@@ -91,12 +91,20 @@ def test_a_rank_that_never_reported():
 
 
 def test_ranks_that_said_good_bye_are_not_missed():
-    assert verdict(report(4, left=143, has_responded=False, process_state=GONE), report(), report(4)) == ((2,), "is late")
+    assert verdict(report(4, left=143, has_responded=False, process_state=GONE), report(), report(4)) == (
+        (2,),
+        "is late",
+    )
 
 
 def test_the_message_names_rank_host_step_phase_and_collective():
     late = report(
-        4, phase="loading data", age_s=31.0, source_location="data/streaming.py:88 read", is_communicating=False, host="node1"
+        4,
+        phase="loading data",
+        age_s=31.0,
+        source_location="data/streaming.py:88 read",
+        is_communicating=False,
+        host="node1",
     )
     gone = replace(late, has_responded=False, source_location="", reported_at_s=time.time() - 12, process_state=GONE)
     why = "no progress for 30 s (faults.timeout_s)"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moefold.launch import runtime_env
-from moefold.launch.runtime_env import keeps_freed_blocks
+from moefold.launch.malloc import keeps_freed_blocks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 

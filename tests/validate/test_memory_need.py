@@ -13,7 +13,7 @@ from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.host.rank_env import RankEnv
 from moefold.launch import fitting
-from moefold.launch.hardware import device_without_torch, has_no_gpu
+from moefold.launch.accelerator import device_without_torch, has_no_gpu
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import (

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.bench.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
-from moefold.bench.shape import BenchPart, BenchRouting, balanced_states, steer_embedding
+from moefold.bench.routing import balanced_states, steer_embedding
+from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.bench.torch_baseline import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

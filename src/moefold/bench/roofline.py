@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.launch.runtime_env import malloc_message
+from moefold.launch.malloc import malloc_message
 from moefold.ops.gemm import TORCH_GEMM
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}

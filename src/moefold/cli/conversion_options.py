@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.errors import format_list
 from moefold.host.rank_env import read_rank_env
-from moefold.launch.runtime_env import return_large_blocks
+from moefold.launch.malloc import return_large_blocks
 from moefold.terminal import MULTILINE_CHARS, printable
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is incompatible, a length is wrong, or nothing fits.
     """
-    from moefold.cli.plan import make_planner
+    from moefold.cli.plan_query import make_planner
 
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
@@ -99,7 +99,7 @@ def _format_gain(gain: float | None) -> str:
 
 
 def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> dict[str, Any]:
-    from moefold.cli.plan import plan_as_dict
+    from moefold.cli.plan_query import plan_as_dict
 
     def plan(one: PlannedMapping | None) -> dict[str, Any] | None:
         return None if one is None else plan_as_dict(one)

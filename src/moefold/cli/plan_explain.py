@@ -32,7 +32,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     given = parse_axes(args.explain, "--explain")
     _check_options(request, given, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan import make_planner, plan_as_dict
+    from moefold.cli.plan_query import make_planner, plan_as_dict
 
     planner = make_planner(request, args)
     if not planner.space.folds:
@@ -77,7 +77,7 @@ def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
 
 def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
     """Return the rank of the mapping among the best mappings of all folds."""
-    from moefold.cli.plan import make_planner
+    from moefold.cli.plan_query import make_planner
 
     everything = make_planner(replace(request, restriction=Restriction({}, args.method)), args)
     best = everything.top_plans(1)[0]

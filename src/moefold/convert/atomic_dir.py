@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moefold.comm.groups import World
+from moefold.convert.new_folder import new_folder_unsupported_reason
 from moefold.errors import ConfigError
 
 
@@ -64,13 +65,3 @@ def _create_tmp_dir(final: Path, tmp_dir: Path) -> str:
     except OSError as error:
         return f"{str(final)!r} cannot be written: {error.strerror}"
     return ""
-
-
-def new_folder_unsupported_reason(final: Path) -> str:
-    """Return why a new folder cannot have this path, or ""."""
-    try:
-        if final.exists() or final.is_symlink():
-            return f"{str(final)!r} exists; name another folder, or remove it"
-    except (OSError, ValueError) as error:
-        return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
-    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes, locate_checkpoint
-from moefold.convert.atomic_dir import new_folder_unsupported_reason
 from moefold.convert.hf_config import read_model_config
-from moefold.convert.hf_folder import tokenizer_unsupported_reason
+from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.init_from_check import read_model
+from moefold.convert.new_folder import new_folder_unsupported_reason
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 

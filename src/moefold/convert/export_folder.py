@@ -16,13 +16,7 @@ from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.export_config import WeightsOrigin, write_config
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.hf_config import families_for, family_unsupported_reason
-from moefold.convert.hf_folder import (
-    DUPLICATE_REASONS,
-    HEAD_NAME,
-    find_duplicate_tensors,
-    find_sidecar_dir,
-    open_hf_folder,
-)
+from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
     Manifest,
@@ -36,6 +30,7 @@ from moefold.convert.hf_shards import (
     write_index,
     write_manifest,
 )
+from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
 from moefold.convert.init_from_check import read_model
 from moefold.convert.mtp import mtp_layer_numbers

@@ -15,7 +15,7 @@ from moefold.checkpoint.checkpoint_dir import checkpoint_folder
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.families import FAMILIES
-from moefold.convert.hf_folder import SIDECAR_DIR, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.mtp import (
     IGNORED_BY_TRANSFORMERS,
     INDEX_FILE,

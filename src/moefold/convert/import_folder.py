@@ -19,14 +19,7 @@ from moefold.config.schema import Config, ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.early_check import NO_TOKENIZER_HINT
 from moefold.convert.hf_config import parse_model_config
-from moefold.convert.hf_folder import (
-    RECIPE_FILE,
-    SIDECAR_DIR,
-    TOKENIZER_FILE,
-    HfFolder,
-    open_hf_folder,
-    tokenizer_unsupported_reason,
-)
+from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_shards import (
     Manifest,
     ManifestEntry,
@@ -37,6 +30,7 @@ from moefold.convert.hf_shards import (
     read_manifest,
     write_manifest,
 )
+from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.verify_weights import verify_against_folder
 from moefold.convert.weights import HfSource, WeightSource

@@ -13,7 +13,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
-from moefold.convert.hf_folder import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer

@@ -9,8 +9,8 @@ from moefold.comm.groups import World
 from moefold.config.schema import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import is_hf_folder
-from moefold.convert.hf_folder import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.hf_shards import copy_sidecar_files
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.init_from import open_weights
 from moefold.convert.init_from_check import resolve_weights_folder

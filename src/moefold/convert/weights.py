@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.families import Family, TensorRules
-from moefold.convert.hf_folder import DUPLICATE_REASONS, HfFolder, find_duplicate_tensors, open_hf_folder
+from moefold.convert.hf_folder import HfFolder, open_hf_folder
+from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.mtp import is_mtp_tensor
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping

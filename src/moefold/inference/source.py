@@ -17,7 +17,7 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
-from moefold.convert.hf_folder import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.validate.config import check_model

@@ -6,7 +6,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
 from moefold.host.rank_env import RankEnv
-from moefold.launch.hardware import device_without_torch
+from moefold.launch.accelerator import device_without_torch
 from moefold.topology.layout import fold
 from moefold.validate.memory_need import (
     BytesByPart,

@@ -6,11 +6,9 @@ Which device the ranks will have, as far as it can be told without torch, which 
 import os
 import re
 import socket
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -103,48 +101,3 @@ def planner_gpu_name(driver_name: str) -> str:
             "plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
         )
     return known[0]
-
-
-DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
-"""What a driver of GPUs that torch knows as cuda makes in /dev: NVIDIA's, Jetson's, that of WSL, AMD's."""
-
-
-def device_without_torch(
-    requested_device: str, world_size: int, rank_env: RankEnv | None, root: Path = Path("/")
-) -> str:
-    """Return "cpu" where the ranks run there for certain, else "": then torch must be asked (`choose_device`).
-
-    Args:
-        requested_device: run.device.
-        world_size: ranks of the job.
-        rank_env: of this process, if a launcher started it.
-        root: where /dev is.
-
-    Raises:
-        ConfigError: the wish is cuda, and this machine has no driver of a GPU.
-    """
-    if requested_device == "cpu":
-        return "cpu"
-    if not has_no_gpu(root):
-        return ""
-    if requested_device == "cuda":
-        raise ConfigError(missing_gpu_message(requested_device, world_size, rank_env, 0))
-    return "cpu"
-
-
-def has_no_gpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine has no GPU for certain: it runs Linux, and no driver of a GPU is loaded."""
-    return sys.platform == "linux" and not any(any((root / "dev").glob(node)) for node in DEVICE_NODES)
-
-
-def missing_gpu_message(requested_device: str, world_size: int, rank_env: RankEnv | None, num_gpus: int) -> str:
-    """Return the message for ranks without a GPU of their own."""
-    if rank_env is None:
-        return (
-            f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
-            "set run.device='cpu', or fewer ranks"
-        )
-    return (
-        f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds {num_gpus} on its "
-        "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
-    )

@@ -92,7 +92,9 @@ class _FusedExperts(torch.autograd.Function):
         g, u = inner if how.saves_fc1 else _fc1(x, w, how)
         grad_rows = GatheredRows(grad.contiguous(), source_R)
         grad_hidden = kernels.grouped_gemm(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
-        hidden, grad_g, grad_u, grad_weights_R = kernels.activation_backward(how.activation, grad_hidden, g, u, weights_R)
+        hidden, grad_g, grad_u, grad_weights_R = kernels.activation_backward(
+            how.activation, grad_hidden, g, u, weights_R
+        )
         if grad_weights_R is not None and w.down_bias_EH is not None:
             bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_weights_R.dtype)
             columns = grad_rows.materialize()[:, how.bias_slice].to(grad_weights_R.dtype)

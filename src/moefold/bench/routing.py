@@ -1,0 +1,55 @@
+"""Synthetic routing for benchmarks: balanced choices, and hidden states that lead to them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import ModelConfig
+
+STEER_STRENGTH = 8.0
+"""Of the steered direction over the noise: the chosen experts are those that are meant."""
+
+
+def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal rows, [E, H]; E may not exceed H."""
+    assert num_experts <= hidden_size
+    matrix = torch.randn(hidden_size, num_experts, generator=generator, device=generator.device)
+    return torch.linalg.qr(matrix)[0].t().contiguous()
+
+
+def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
+    """K experts for each of `count` rows, int64 [count, K]: each expert as often as any other, up to one.
+
+    The experts of a row follow each other, and so do the rows: those of a router with groups stay within few groups.
+    """
+    place = torch.arange(count * model.top_k, device=device)
+    return (place % model.num_experts).view(count, model.top_k)
+
+
+@torch.no_grad()
+def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
+    """Random states [count, H] with an even routing; sets the routers' weights to what they follow."""
+    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
+    for router in routers:
+        router.copy_(rows_EH)
+    noise = torch.randn(count, model.hidden_size, generator=generator, device=generator.device)
+    return _add_expert_directions(noise, rows_EH, model)
+
+
+@torch.no_grad()
+def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
+    """Make the vectors of tokens point at their experts: token after token, so that random tokens load all alike."""
+    generator = torch.Generator(embedding.device).manual_seed(0)
+    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
+    for router in routers:
+        router.copy_(rows_EH)
+    embedding.copy_(_add_expert_directions(embedding / embedding.std(), rows_EH, model))
+
+
+def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig) -> Tensor:
+    ids_NK = balanced_choices(len(noise_NH), model, noise_NH.device)
+    strength_K = torch.linspace(STEER_STRENGTH + 1.0, STEER_STRENGTH, model.top_k, device=noise_NH.device)
+    chosen_NE = torch.zeros(len(noise_NH), model.num_experts, device=noise_NH.device)
+    chosen_NE.scatter_(1, ids_NK, strength_K.expand_as(ids_NK).contiguous())
+    return noise_NH + chosen_NE @ rows_EH

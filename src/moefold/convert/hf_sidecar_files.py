@@ -1,0 +1,82 @@
+"""Files next to the weights of a Hugging Face folder: tokenizer and recipe; tensors that repeat others."""
+
+from pathlib import Path
+
+from moefold.config.schema import ModelConfig
+
+SIDECAR_DIR = "hf"
+"""Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
+
+
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer format that moefold reads."""
+
+
+UNSUPPORTED_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+"""Tokenizer formats that moefold does not read."""
+
+
+RECIPE_FILE = "recipe.toml"
+"""Recipe next to imported and upcycled weights that continues training from them."""
+
+
+def find_sidecar_dir(checkpoint: Path) -> Path | None:
+    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none."""
+    for folder in (checkpoint / SIDECAR_DIR, checkpoint.parent / SIDECAR_DIR):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
+    """Return why a run cannot read text with the model's own tokenizer, with the ways out; empty if it can.
+
+    Args:
+        folder: the folder of the tokenizer files.
+        alternative: the way out that needs no files.
+    """
+    if (folder / TOKENIZER_FILE).is_file():
+        return ""
+    others = [file.name for pattern in UNSUPPORTED_TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+    if not others:
+        return (
+            f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; "
+            f"add its files, or {alternative}"
+        )
+    return (
+        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
+        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {alternative}"
+    )
+
+
+HEAD_NAME = "lm_head.weight"
+"""Name of the LM head in all families."""
+
+
+EMBEDDING_NAME = "model.embed_tokens.weight"
+"""Name of the embedding in all families."""
+
+
+DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head again"}
+"""Reason to ignore a duplicate tensor, by its original; recorded in manifests."""
+
+
+def find_duplicate_tensors(model: ModelConfig) -> dict[str, str]:
+    """Return the duplicate tensors that a folder may hold, each with the tensor that it must equal.
+
+    Duplicates are the head of tied embeddings, and the embedding and the head of each MTP layer: the published folder
+    of DeepSeek-V3 has both, and transformers reads neither.
+    """
+    head = EMBEDDING_NAME if model.tie_embeddings else HEAD_NAME
+    duplicates = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}
+    for number in range(model.num_layers, model.num_layers + model.mtp_layers):
+        duplicates[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_NAME
+        duplicates[f"model.layers.{number}.shared_head.head.weight"] = head
+    return duplicates
