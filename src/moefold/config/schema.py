@@ -6,7 +6,7 @@ Nothing here imports torch, so that a wrong recipe is answered at once.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig as ModelConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
