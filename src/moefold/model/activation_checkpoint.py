@@ -97,7 +97,8 @@ class _ResumableCheckpoint:
     def __init__(
         self, function: Callable[..., Resumable[Tensor]], args: Sequence[Any], on_yield: Callable[[], None]
     ) -> None:
-        self._function, self._on_yield = function, on_yield
+        self._function = function
+        self._on_yield = on_yield
         self._non_tensor_args = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._tensor_indices = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         self._requires_grad = [args[i].requires_grad for i in self._tensor_indices]
@@ -226,7 +227,8 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recompute_context: _RecomputeContext, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
-        ctx.recompute_context, recompute_context.ctx = recompute_context, ctx
+        ctx.recompute_context = recompute_context
+        recompute_context.ctx = ctx
         # This graph is gone at once: hooks around need not look at what it keeps.
         with saved_tensors_hooks(Tensor.detach, _unpack_output):
             return tuple(result.detach() for result in recompute_context.run_with_graph(tensors)[1])

@@ -45,8 +45,10 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
-        head, hidden = cfg.head_size, cfg.hidden_size
-        query, key_value = cfg.num_attention_heads * head, cfg.num_query_groups * head
+        head = cfg.head_size
+        hidden = cfg.hidden_size
+        query = cfg.num_attention_heads * head
+        key_value = cfg.num_query_groups * head
         self.head_size = head
         self.wq = nn.Parameter(torch.empty(query, hidden))
         self.wk = nn.Parameter(torch.empty(key_value, hidden))
@@ -181,7 +183,8 @@ class CausalAttention:
             and _has_long_documents(document_starts)
         ):
             return _attend_per_document(q, k, v, document_starts, self.kernel)
-        seen, mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device), None
+        seen = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device)
+        mask = None
         if sinks is not None or isinstance(seen, BlockedWindow):
             return _BlockAttention.apply(q, k, v, sinks, seen, _supported_kernel(self.kernel, seen, q, k, v))
         if isinstance(seen, Tensor):
@@ -262,7 +265,8 @@ class _BlockAttention(torch.autograd.Function):
         block = attention_block(q, k, v, block_mask=block_mask) if kernel is None else kernel.forward(q, k, v, "causal")
         out, lse = fold_in_sinks(*block, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.block_mask, ctx.kernel = block_mask, kernel
+        ctx.block_mask = block_mask
+        ctx.kernel = kernel
         return out
 
     @staticmethod

@@ -79,7 +79,8 @@ class CachedAttention:
         if sinks is not None:
             block = attention_block(q, keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), block_mask=seen_BSL)
             return fold_in_sinks(*block, sinks)[0]
-        mask, is_grouped = seen_BSL.unsqueeze(1), q.shape[2] != k.shape[2]
+        mask = seen_BSL.unsqueeze(1)
+        is_grouped = q.shape[2] != k.shape[2]
         out = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=mask, enable_gqa=is_grouped)
         return out.permute(2, 0, 1, 3)
 

@@ -94,7 +94,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_MN = grad.flatten(0, -2)
+        x_MK = x.flatten(0, -2)
         if isinstance(ctx.linear_backend, UnquantizedLinear):
             # Once for both products.
             grad_MN = ctx.linear_backend.gemm.upcast(grad_MN)

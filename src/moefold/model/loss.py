@@ -116,10 +116,14 @@ class _CrossEntropy(torch.autograd.Function):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: _ChunkOptions) -> Tensor:
-        x_NH, row_N = x.flatten(0, -2), labels.flatten() - options.vocab_range.start
+        x_NH = x.flatten(0, -2)
+        row_N = labels.flatten() - options.vocab_range.start
         is_mine_N = (row_N >= 0) & (row_N < len(weight))
         row_N = row_N.where(is_mine_N, 0)
-        tops, sums, targets, exps = [], [], [], []
+        tops = []
+        sums = []
+        targets = []
+        exps = []
         for x_CH, row_C in zip(x_NH.split(options.chunk), row_N.split(options.chunk), strict=True):
             wide = options.gemm.matmul_fp32(x_CH, weight)
             targets.append(wide.gather(1, row_C.unsqueeze(1)).squeeze(1))
@@ -146,15 +150,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, row_N, is_mine_N, known_N, *exps = ctx.saved_tensors
-        x_NH, grad_N = x.flatten(0, -2), grad.flatten()
-        grad_x_NH, gemm = torch.empty_like(x_NH), ctx.options.gemm
+        x_NH = x.flatten(0, -2)
+        grad_N = grad.flatten()
+        grad_x_NH = torch.empty_like(x_NH)
+        gemm = ctx.options.gemm
         wide_VH = gemm.upcast(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         # The same for all chunks: the first touch of new memory costs more than the product.
         room = torch.empty_like(exps[0]) if exps else grad_VH[:0]
         for i, start in enumerate(range(0, len(x_NH), ctx.options.chunk)):
             here = slice(start, start + ctx.options.chunk)
-            x_CH, factor_C1 = gemm.upcast(x_NH[here]), grad_N[here].unsqueeze(1)
+            x_CH = gemm.upcast(x_NH[here])
+            factor_C1 = grad_N[here].unsqueeze(1)
             if exps:
                 scaled_CV = room[: len(x_CH)]
                 torch.mul(exps[i], factor_C1 * known_N[here].unsqueeze(1), out=scaled_CV)

@@ -55,7 +55,8 @@ class LatentAttention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
-        heads, hidden = cfg.num_attention_heads, cfg.hidden_size
+        heads = cfg.num_attention_heads
+        hidden = cfg.hidden_size
         self.qk_rope_head_dim = cfg.qk_rope_head_dim
         self.qk_nope_head_dim = cfg.qk_nope_head_dim
         self.v_head_dim = cfg.v_head_dim
@@ -165,7 +166,8 @@ class LatentAttention(nn.Module):
         Returns:
             [S, B, A, v].
         """
-        num_heads, rank = query_nope_SBAD.shape[2], self.wkv_up.shape[1]
+        num_heads = query_nope_SBAD.shape[2]
+        rank = self.wkv_up.shape[1]
         up_AOR = local_param(self.wkv_up, query_nope_SBAD.dtype).unflatten(0, (num_heads, -1))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
         query = torch.cat(

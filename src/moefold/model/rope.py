@@ -66,7 +66,8 @@ def _yarn(cfg: ModelConfig, plain: Tensor) -> Tensor:
         """The pair, a fraction included, that turns so many times in the original context."""
         return pairs * math.log(cfg.rope_original_seq_len / (2 * math.pi * times)) / math.log(cfg.rope_theta)
 
-    first, last = pair_that_turns(cfg.rope_beta_fast), pair_that_turns(cfg.rope_beta_slow)
+    first = pair_that_turns(cfg.rope_beta_fast)
+    last = pair_that_turns(cfg.rope_beta_slow)
     if cfg.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)

@@ -83,7 +83,8 @@ class MTPBlock(Block):
 
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
-        hidden, eps = cfg.model.hidden_size, cfg.model.norm_eps
+        hidden = cfg.model.hidden_size
+        eps = cfg.model.norm_eps
         self.embedding_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
@@ -163,7 +164,8 @@ class Head(nn.Module):
         if is_whole and (x.device.type != "cpu" or self.wgrad_store is not None):
             return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
         chunk = CPU_CHUNK_TOKENS if is_whole else chunk
-        x_all, rows = self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight)
+        x_all = self.sequence_parallel.gather(x)
+        rows = self._weight_shard(x, tied_weight)
         return self.vocab_parallel.chunked_cross_entropy(
             x_all, rows, labels, chunk, saves_exponentials=is_whole, gemm=self.gemm
         )
@@ -187,7 +189,8 @@ class Transformer(nn.Module):
         model = cfg.model
         self.cfg = cfg
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first = is_first
+        self.is_last = is_last
         self._loss_chunk = loss_chunk(cfg)
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
@@ -237,7 +240,8 @@ class Transformer(nn.Module):
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
             losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
         """
-        turn, starts_SB = self._rope_for(document_starts), None if document_starts is None else document_starts.t()
+        turn = self._rope_for(document_starts)
+        starts_SB = None if document_starts is None else document_starts.t()
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():

@@ -134,7 +134,8 @@ class BlockedWindow:
         return torch.cat((before, own), 1).transpose(0, 1).flatten(1, 2)
 
     def _mask(self, length: int, batch: int, device: torch.device) -> Tensor:
-        size, tiles = self.block_size, -(-length // self.block_size)
+        size = self.block_size
+        tiles = -(-length // self.block_size)
         query = torch.arange(tiles * size, device=device).view(tiles, 1, size, 1)
         key = query.view(tiles, 1, 1, size)[:, :, :, :1] + torch.arange(-size, size, device=device)
         seen = (key >= 0) & (key <= query) & (key > query - self.window)
@@ -301,7 +302,8 @@ class CudaFlash:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
         # The state of the dropout generator is read only with dropout; the kernel takes lse as a plain array.
-        seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+        seed = q.new_empty(2, dtype=torch.uint64)
+        offset = q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0).contiguous()
         lengths = (None, None, q.shape[0], k.shape[0])
         dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset)
@@ -313,7 +315,9 @@ class MathBlockAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        q_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _upcast(k), _upcast(v)
+        q_SBGRD = _group_heads(q, k)
+        k_SBGD = _upcast(k)
+        v_SBGD = _upcast(v)
         scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
         lse = scores.logsumexp(-1)
         # Where a query sees nothing, -inf - (-inf) would be no number.
@@ -325,7 +329,10 @@ class MathBlockAttention:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _group_heads(grad_out, k), _upcast(k), _upcast(v)
+        q_SBGRD = _group_heads(q, k)
+        grad_SBGRD = _group_heads(grad_out, k)
+        k_SBGD = _upcast(k)
+        v_SBGD = _upcast(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
         probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
         delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)

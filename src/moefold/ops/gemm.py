@@ -21,7 +21,8 @@ from torch import Tensor
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
 MIN_PADDED_ROWS = 16
-NUM_UPCAST_CHUNKS, MIN_UPCAST_CHUNK_ROWS = 8, 256
+NUM_UPCAST_CHUNKS = 8
+MIN_UPCAST_CHUNK_ROWS = 256
 """Parts in which a large weight is widened, and rows of a part at least."""
 
 

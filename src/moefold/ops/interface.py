@@ -188,7 +188,8 @@ class TorchExpertOps:
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
         """See `ExpertOps`."""
-        row_TK, present_TK = permute_map.row_TK, permute_map.kept_TK
+        row_TK = permute_map.row_TK
+        present_TK = permute_map.kept_TK
         if len(rows_RH) == 0:
             return rows_RH.new_zeros(len(row_TK), rows_RH.shape[1])
         wide = torch.promote_types(rows_RH.dtype, torch.float32)

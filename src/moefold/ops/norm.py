@@ -31,7 +31,9 @@ class TorchRMSNorm:
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
         size = x.shape[-1]
-        x_NH, grad_NH, wide_H = _upcast(x).reshape(-1, size), _upcast(grad).reshape(-1, size), _upcast(weight)
+        x_NH = _upcast(x).reshape(-1, size)
+        grad_NH = _upcast(grad).reshape(-1, size)
+        wide_H = _upcast(weight)
         both_NH = x_NH * grad_NH
         grad_weight_H = scale_N1.squeeze(1) @ both_NH
         # The part of the gradient along x, which scaling takes out.

@@ -111,7 +111,8 @@ class ClampedSwiGLUActivation:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
-        clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
+        clamped = g.clamp(max=self.limit)
+        factor = u.clamp(-self.limit, self.limit) + 1
         share = torch.sigmoid(self.alpha * clamped)
         swish = clamped * share
         grad_u = (grad * swish).masked_fill_(u.abs() > self.limit, 0.0)

@@ -102,7 +102,8 @@ class Experts(nn.Module):
         # What is lent comes back with a collective, which has its place in the backward pass: nothing is postponed.
         own, borrowed = migration.migrate(own)
         num_own = own[0].shape[0]
-        own_rows, borrowed_rows = tokens_per_expert[:num_own], tokens_per_expert[num_own:]
+        own_rows = tokens_per_expert[:num_own]
+        borrowed_rows = tokens_per_expert[num_own:]
         if not borrowed_rows:
             return self._apply_to(x_RH, own, own_rows, probs_R)
         # Two calls rather than one over joined weights: that would copy all of them.
@@ -309,20 +310,22 @@ class _SequentialExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_RH: Tensor, options: SequentialExpertOptions, probs_R: Tensor | None, *tensors: Any
     ) -> Tensor:
-        w, width, dtype, gemm = ExpertWeights(*tensors), tensors[0].shape[2], x_RH.dtype, options.gemm
+        w = ExpertWeights(*tensors)
+        width = tensors[0].shape[2]
+        dtype = x_RH.dtype
+        gemm = options.gemm
         y_RH = torch.empty_like(x_RH)
         inner: list[Tensor] = []
         # What is kept has memory of its own; all else is the same for every expert, and stays in the cache.
         keeps_as_made = options.saves_fc1 and not gemm.upcasts(x_RH)
-        kept, scratch = (
-            _ScratchBuffers(x_RH, options, width, 2, per_expert=keeps_as_made),
-            _ScratchBuffers(x_RH, options, width, 1),
-        )
+        kept = _ScratchBuffers(x_RH, options, width, 2, per_expert=keeps_as_made)
+        scratch = _ScratchBuffers(x_RH, options, width, 1)
         for e, rows in _expert_slices(options.tokens_per_expert):
             x = gemm.upcast(_pad_rows(x_RH[rows], gemm))
             g, u = _fc1(x, w, e, kept.slices(rows, len(x)), options, dtype)
             (room,) = scratch.slices(rows, len(x))
-            hidden, weights = options.activation.forward(g, u, room), _pad_probs(probs_R, rows, len(x))
+            hidden = options.activation.forward(g, u, room)
+            weights = _pad_probs(probs_R, rows, len(x))
             if weights is not None:
                 hidden = _scale_rows(hidden, weights)
             gemm.matmul_out(y_RH[rows], hidden, gemm.cast_weight(w.down_EFH[e], dtype).t())
@@ -342,16 +345,21 @@ class _SequentialExperts(torch.autograd.Function):
         x_RH, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        how, w, dtype, gemm = ctx.options, ExpertWeights(*tensors), x_RH.dtype, ctx.options.gemm
+        how = ctx.options
+        w = ExpertWeights(*tensors)
+        dtype = x_RH.dtype
+        gemm = ctx.options.gemm
         gradients = _WeightGradients(x_RH, how, tensors)
         waiting = []
         grad_x_RH = torch.empty_like(x_RH)
         grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
-        width, is_postponed = tensors[0].shape[2], how.wgrad_store is not None
+        width = tensors[0].shape[2]
+        is_postponed = how.wgrad_store is not None
         scratch = _ScratchBuffers(x_RH, how, width, 3, per_expert=is_postponed)
         made_again = _ScratchBuffers(x_RH, how, width, 0 if how.saves_fc1 else 2)
         for i, (e, rows) in enumerate(_expert_slices(how.tokens_per_expert)):
-            grad_y, count = gemm.upcast(_pad_rows(grad_RH[rows], gemm)), rows.stop - rows.start
+            grad_y = gemm.upcast(_pad_rows(grad_RH[rows], gemm))
+            count = rows.stop - rows.start
             if how.saves_fc1:
                 inner_pair = inner[2 * i : 2 * i + 2]
             else:
@@ -379,10 +387,8 @@ class _SequentialExperts(torch.autograd.Function):
                 gradients.add(of_expert)
             else:
                 waiting.append(of_expert)
-            by_gate, by_up = (
-                (grad_g, gemm.cast_weight(w.gate_EHF[e], dtype)),
-                (grad_u, gemm.cast_weight(w.up_EHF[e], dtype)),
-            )
+            by_gate = (grad_g, gemm.cast_weight(w.gate_EHF[e], dtype))
+            by_up = (grad_u, gemm.cast_weight(w.up_EHF[e], dtype))
             gemm.matmul_add_out(grad_x_RH[rows], by_gate, by_up)
         if how.wgrad_store is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
@@ -418,7 +424,8 @@ class _WeightGradients:
 
     def add(self, inputs: _ExpertGradInputs) -> None:
         """Compute those of one expert."""
-        e, to = inputs.expert, ExpertWeights(*self.grads)
+        e = inputs.expert
+        to = ExpertWeights(*self.grads)
         gemm = self._options.gemm
         x = gemm.upcast(_pad_rows(self._x_RH[inputs.rows], gemm))
         for out, left, right in (
@@ -450,7 +457,8 @@ class _ScratchBuffers:
     def __init__(
         self, x_RH: Tensor, options: SequentialExpertOptions, width: int, count: int, *, per_expert: bool = False
     ) -> None:
-        self._count, self._per_expert = count, per_expert
+        self._count = count
+        self._per_expert = per_expert
         self._tensors: list[Tensor] = []
         like = options.gemm.upcast(x_RH[:0])
         # A product whose rows are padded brings its own; one that is not would keep the memory of all.

@@ -87,8 +87,11 @@ class _FusedExperts(torch.autograd.Function):
         x, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        how, w = ctx.options, ExpertWeights(*tensors)
-        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.source
+        how = ctx.options
+        w = ExpertWeights(*tensors)
+        kernels = how.kernels
+        offsets_E = how.offsets_E
+        source_R = how.source
         g, u = inner if how.saves_fc1 else _fc1(x, w, how)
         grad_rows = GatheredRows(grad.contiguous(), source_R)
         grad_hidden = kernels.grouped_gemm(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
@@ -97,7 +100,8 @@ class _FusedExperts(torch.autograd.Function):
             bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_weights_R.dtype)
             columns = grad_rows.materialize()[:, how.bias_slice].to(grad_weights_R.dtype)
             grad_weights_R += torch.linalg.vecdot(columns, bias_RH)
-        back, second = w.gate_EHF.transpose(1, 2), (grad_u, w.up_EHF.transpose(1, 2))
+        back = w.gate_EHF.transpose(1, 2)
+        second = (grad_u, w.up_EHF.transpose(1, 2))
         if how.permute_map is None:
             grad_x = kernels.grouped_gemm(GatheredRows(grad_g), back, offsets_E, second)
         else:

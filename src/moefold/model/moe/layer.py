@@ -124,7 +124,9 @@ class MoELayer(nn.Module):
         beside = None if self.shared is None else lambda: self._run_shared_expert(x)
         rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
         rows, y_shared = yield from self.dispatcher.dispatch_async(rows, plan, beside)
-        rows_per_expert, loan, weights_R = plan.tokens_per_expert, self.dispatcher.migration(plan), None
+        rows_per_expert = plan.tokens_per_expert
+        loan = self.dispatcher.migration(plan)
+        weights_R = None
         sorting = None if loan is not None else self._permute_map(plan)
         if sorting is None:
             rows = self.dispatcher.dispatch_postprocess(rows, plan)
@@ -148,10 +150,8 @@ class MoELayer(nn.Module):
         return self.dispatcher.permute_map(metadata) if weighs or not self.dispatcher.combines_locally else None
 
     def _apply_capacity(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        rule, (num_tokens, top_k) = (
-            self._capacity_policy if self.training else self._eval_capacity_policy,
-            routing.ids_TK.shape,
-        )
+        rule = self._capacity_policy if self.training else self._eval_capacity_policy
+        (num_tokens, top_k) = routing.ids_TK.shape
         if rule is None:
             return RoutingMap(routing.ids_TK, routing.probs_TK)
         kept_TK = rule.keep_mask(

@@ -50,7 +50,8 @@ def plan_permutation(
         padded_capacity: rows of every expert, enough for its kept copies, so that no shape depends on data; None means as many as
             it has copies.
     """
-    device, (num_tokens, top_k) = ids_TK.device, ids_TK.shape
+    device = ids_TK.device
+    (num_tokens, top_k) = ids_TK.shape
     ids = ids_TK.flatten() if kept_TK is None else ids_TK.masked_fill(~kept_TK, num_experts).flatten()
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
@@ -145,7 +146,8 @@ def order_by_expert(counts_GE: Tensor) -> tuple[Tensor, Tensor]:
     """
     total = int(counts_GE.sum())
     starts_GE = (counts_GE.flatten().cumsum(0) - counts_GE.flatten()).view_as(counts_GE)
-    rows, starts = counts_GE.t().flatten(), starts_GE.t().flatten()
+    rows = counts_GE.t().flatten()
+    starts = starts_GE.t().flatten()
     shift = starts - (rows.cumsum(0) - rows)
     place = torch.arange(total, device=rows.device)
     order = place + shift.repeat_interleave(rows, output_size=total)
@@ -205,7 +207,8 @@ def _unpermute_values(values_R: Tensor, permutation: Permutation) -> Tensor:
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor | None, permutation: Permutation) -> Tensor:
-        ctx.permutation, ctx.is_weighted = permutation, probs_TK is not None
+        ctx.permutation = permutation
+        ctx.is_weighted = probs_TK is not None
         if probs_TK is None:
             return unpermute_no_grad(y_RH, permutation)
         ctx.save_for_backward(y_RH, probs_TK)

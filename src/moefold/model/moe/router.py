@@ -172,7 +172,8 @@ class Router(nn.Module):
     def _select_experts(
         self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
     ) -> Tensor:
-        model, moe = self._model, self._moe
+        model = self._model
+        moe = self._moe
         if moe.choice == "round_robin":
             return round_robin(token_positions.global_index(), model.top_k, model.num_experts)
         if moe.choice == "skewed":
@@ -270,7 +271,8 @@ _MIX_B = 0x94D049BB133111EB
 """Of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as `data.random_bits` has them."""
 
 
-CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 15, 1 << 22
+CPU_CHUNK_ELEMENTS = 1 << 15
+GPU_CHUNK_ELEMENTS = 1 << 22
 """So many numbers are made at a time: on a CPU what stays in a core's cache, on a GPU what keeps it busy."""
 
 

@@ -86,7 +86,8 @@ def keep_within_capacity(
     Returns:
         bool [T, K].
     """
-    ids, top_k = ids_TK.flatten(), ids_TK.shape[1]
+    ids = ids_TK.flatten()
+    top_k = ids_TK.shape[1]
     by_key = index_T.repeat_interleave(top_k).argsort(stable=True)
     order = by_key
     if policy == "probs":
@@ -112,7 +113,8 @@ def _break_ties_by_index(order: Tensor, ids: Tensor, probs: Tensor, by_index: Te
         probs: their weights.
         by_index: their order by key.
     """
-    sorted_ids, sorted_probs = ids[order], probs[order]
+    sorted_ids = ids[order]
+    sorted_probs = probs[order]
     gaps = sorted_probs[:-1] - sorted_probs[1:]
     is_apart = (gaps > TIE_TOLERANCE[probs.dtype] * sorted_probs[:-1].abs()) | (sorted_ids[1:] != sorted_ids[:-1])
     tie = nn.functional.pad(is_apart.long().cumsum(0), (1, 0))

@@ -82,7 +82,8 @@ class TokenPositions:
 
     def positions(self) -> Tensor:
         """Position of each of my rows in its sample, int64 [S/(cp*tp)]."""
-        positions, device = self.group.positions, self.sample_ids_B.device
+        positions = self.group.positions
+        device = self.sample_ids_B.device
         return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
 
     def global_index(self) -> Tensor:

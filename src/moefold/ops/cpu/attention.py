@@ -47,12 +47,16 @@ class CAttention:
 
     def __init__(self) -> None:
         library = load_library("attention")
-        sizes, threads = [ctypes.c_int64] * 5, ctypes.c_int
+        sizes = [ctypes.c_int64] * 5
+        threads = ctypes.c_int
         self._scratch_floats = library.attention_scratch
-        self._scratch_floats.argtypes, self._scratch_floats.restype = [ctypes.c_int64] * 2, ctypes.c_int64
-        self._forward, self._backward = library.attention_forward, library.attention_backward
+        self._scratch_floats.argtypes = [ctypes.c_int64] * 2
+        self._scratch_floats.restype = ctypes.c_int64
+        self._forward = library.attention_forward
+        self._backward = library.attention_backward
         rooms = [ctypes.c_void_p] * 2
-        self._forward.argtypes, self._forward.restype = [*[_HeadsStruct] * 4, *rooms, *sizes, threads], None
+        self._forward.argtypes = [*[_HeadsStruct] * 4, *rooms, *sizes, threads]
+        self._forward.restype = None
         self._backward.argtypes = [*[_HeadsStruct] * 5, rooms[0], *[_HeadsStruct] * 3, rooms[1], *sizes, threads]
         self._backward.restype = None
         self.is_fast: bool = library.attention_vector() >= MIN_FAST_VECTOR_WIDTH
@@ -76,7 +80,8 @@ class CAttention:
         assert isinstance(block_mask, str), "it knows no masks"
         assert block_mask == "causal", block_mask
         tokens, samples, heads, _ = q.shape
-        out, lse = q.new_empty(q.shape), q.new_empty((samples, heads, tokens), dtype=torch.float32)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((samples, heads, tokens), dtype=torch.float32)
         held = [unit_stride(x) for x in (q, k, v)]
         scratch, *sizes = self._scratch_and_sizes(q, k)
         self._forward(*map(_to_heads_struct, (*held, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)

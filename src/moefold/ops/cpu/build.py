@@ -143,7 +143,8 @@ def _load(folder: Path, descriptor: int, file_name: str) -> ctypes.CDLL:
 
 def _build_spec(name: str) -> tuple[list[str], Path, str]:
     """How a library is compiled, from what, and the name of its entry."""
-    source, command = Path(__file__).with_name(f"{name}.c"), _compile_command()
+    source = Path(__file__).with_name(f"{name}.c")
+    command = _compile_command()
     sources = [path.read_text(encoding="ascii") for path in (source, *sorted(source.parent.glob("*.h")))]
     identity = (*sources, *command, _compiler_version(command[0]), _cpu_identity())
     return command, source, f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"

@@ -29,7 +29,8 @@ CACHE_LINE_WORDS = 16
 """Words of a line of the cache, at which panels begin."""
 SELF_TEST_SHAPE = (37, 41, 75)
 """Rows, columns and depth of the trial: what vectors and panels do not divide."""
-GEMM_ARGS, GEMM_TERM = struct.Struct("P7qPq"), struct.Struct("P3qP4q")
+GEMM_ARGS = struct.Struct("P7qPq")
+GEMM_TERM = struct.Struct("P3qP4q")
 """`job` of the source, and each `term` behind it."""
 MatmulOperands = tuple[Tensor, Tensor]
 """x [M, K] and w [N, K] of a product x @ w.T."""
@@ -46,12 +47,12 @@ class CGemm(Gemm):
 
     def __init__(self) -> None:
         library = load_library("gemm")
-        self._gemm, self._scratch_words = library.product, library.product_scratch
-        self._gemm.argtypes, self._gemm.restype = [ctypes.c_char_p], None
-        self._scratch_words.argtypes, self._scratch_words.restype = (
-            [*[ctypes.c_int64] * 3, ctypes.c_int],
-            ctypes.c_int64,
-        )
+        self._gemm = library.product
+        self._scratch_words = library.product_scratch
+        self._gemm.argtypes = [ctypes.c_char_p]
+        self._gemm.restype = None
+        self._scratch_words.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int]
+        self._scratch_words.restype = ctypes.c_int64
         self._vector_width: int = library.product_vector()
         self._scratch_buffers = threading.local()
         self._self_test()
@@ -156,7 +157,9 @@ class CGemm(Gemm):
             assert w.shape == (columns, x.shape[1]), (out.shape, x.shape, w.shape)
         if rows == 0 or columns == 0:
             return
-        is_narrow, depth, terms = False, 0, b""
+        is_narrow = False
+        depth = 0
+        terms = b""
         for x, w in pairs:
             is_narrow = is_narrow or torch.bfloat16 in (x.dtype, w.dtype)
             depth += x.shape[1]
@@ -195,7 +198,8 @@ class CGemm(Gemm):
         rows, columns, depth = SELF_TEST_SHAPE
         x, w = (torch.linspace(low, 9, n * depth).sin().view(n, depth) for low, n in ((-7, rows), (2, columns)))
         for dtype, error in TOLERANCES.items():
-            a, b = x.to(dtype), w.to(dtype)
+            a = x.to(dtype)
+            b = w.to(dtype)
             right = a.double() @ b.double().t()
             for left, other in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t()), (a, b.float())):
                 found = torch.full((rows, columns), float("nan"))

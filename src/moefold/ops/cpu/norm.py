@@ -30,10 +30,14 @@ class CNorm:
 
     def __init__(self) -> None:
         library = load_library("norm")
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        number = ctypes.c_int
         self._num_blocks = library.norm_blocks
-        self._num_blocks.argtypes, self._num_blocks.restype = [size], size
-        self._forward, self._backward = library.norm_forward, library.norm_backward
+        self._num_blocks.argtypes = [size]
+        self._num_blocks.restype = size
+        self._forward = library.norm_forward
+        self._backward = library.norm_backward
         self._forward.argtypes = [pointer, size, *[pointer] * 3, size, size, ctypes.c_float, number, number]
         self._backward.argtypes = [pointer, size, pointer, size, *[pointer] * 5, size, size, number, number]
         self._forward.restype = self._backward.restype = None
@@ -46,18 +50,22 @@ class CNorm:
             return TORCH_RMS_NORM.forward(x, weight, eps)
         size = x.shape[-1]
         rows = x.numel() // size
-        y, scale_N1 = x.new_empty(x.shape), x.new_empty((rows, 1), dtype=torch.float32)
+        y = x.new_empty(x.shape)
+        scale_N1 = x.new_empty((rows, 1), dtype=torch.float32)
         given = x.data_ptr(), apart, weight.data_ptr(), y.data_ptr(), scale_N1.data_ptr()
         self._forward(*given, rows, size, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
         return y, scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
-        apart, grad_apart = _row_stride(x), _row_stride(grad)
+        apart = _row_stride(x)
+        grad_apart = _row_stride(grad)
         if apart is None or grad_apart is None or not _supports(x, weight, grad):
             return TORCH_RMS_NORM.backward(grad, x, weight, scale_N1)
-        rows, size = len(scale_N1), x.shape[-1]
-        grad_x, grad_weight = x.new_empty(x.shape), weight.new_empty(weight.shape)
+        rows = len(scale_N1)
+        size = x.shape[-1]
+        grad_x = x.new_empty(x.shape)
+        grad_weight = weight.new_empty(weight.shape)
         sums = x.new_empty((self._num_blocks(rows), size), dtype=torch.float32)
         given = grad.data_ptr(), grad_apart, x.data_ptr(), apart, weight.data_ptr(), scale_N1.data_ptr()
         results = grad_x.data_ptr(), grad_weight.data_ptr(), sums.data_ptr()
@@ -75,10 +83,8 @@ class CNorm:
         weight = torch.linspace(-1, 2, size)
         for dtype, error in TOLERANCES.items():
             given = [t.to(dtype) for t in (grad, x, weight)]
-            found, right = (
-                _forward_backward(self, *given),
-                _forward_backward(TORCH_RMS_NORM, *(t.double() for t in given)),
-            )
+            found = _forward_backward(self, *given)
+            right = _forward_backward(TORCH_RMS_NORM, *(t.double() for t in given))
             for a, e in zip(found, right, strict=True):
                 if not torch.allclose(a.double(), e, rtol=error, atol=error):
                     raise CompilerError(f"what the compiler built of norms is wrong in {dtype}")

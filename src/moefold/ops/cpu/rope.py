@@ -33,7 +33,9 @@ class CRope:
 
     def __init__(self) -> None:
         library = load_library("rope")
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        number = ctypes.c_int
         self._rope = library.rope_turn
         self._rope.argtypes = [
             pointer, *[size] * 3, pointer, pointer, size, size, pointer, *[size] * 5, ctypes.c_float, number, number

@@ -53,7 +53,8 @@ class EmulatedExpertOps(TorchExpertOps):
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """See `ExpertOps`."""
-        counts, weight_rows = counts_from_offsets(offsets_E), self._linear.quant_format.weight_block_rows
+        counts = counts_from_offsets(offsets_E)
+        weight_rows = self._linear.quant_format.weight_block_rows
         parts = zip(rows.materialize().split(counts), w_EKN, strict=True)
         y_RN = torch.cat([self._linear.quantized_matmul(x, w.t(), weight_rows) for x, w in parts])
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))

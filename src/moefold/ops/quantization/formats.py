@@ -132,7 +132,8 @@ QUANT_FORMATS = {
 WIRE_QUANT_FORMAT = QUANT_FORMATS["fp8-blockwise"]
 CPU_CHUNK_VALUES = 2**17
 """Values that a CPU works on at a time (docs/log.md)."""
-VALUE_DTYPE, SCALE_DTYPE = torch.float8_e4m3fn, torch.float32
+VALUE_DTYPE = torch.float8_e4m3fn
+SCALE_DTYPE = torch.float32
 
 
 def pack(x_RH: Tensor) -> Tensor:
@@ -175,7 +176,8 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of the two parts that `quantize` made, [R, H]."""
     if values.device.type != "cpu":
         return _apply_scales_(values.to(dtype), scales)
-    rows, size = torch.empty(values.shape, dtype=dtype), _rows_per_chunk(values)
+    rows = torch.empty(values.shape, dtype=dtype)
+    size = _rows_per_chunk(values)
     wide = torch.promote_types(dtype, SCALE_DTYPE)
     for to, value, scale in zip(rows.split(size), values.split(size), scales.split(size), strict=True):
         to.copy_(_apply_scales_(_e4m3_to_float32(value).to(wide), scale))

@@ -55,10 +55,12 @@ class ScaledMMLinear(EmulatedLinear):
 
     def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
         """A @ b.T, both rounded in blocks along K; those of b have so many rows."""
-        (num_rows, depth), width = a_MK.shape, b_NK.shape[0]
+        (num_rows, depth) = a_MK.shape
+        width = b_NK.shape[0]
         if num_rows == 0 or depth == 0 or width == 0:
             return a_MK.new_zeros(num_rows, width)
-        a, b = quantize_operand(a_MK, self.quant_format), quantize_operand(b_NK, self.quant_format, b_block_rows)
+        a = quantize_operand(a_MK, self.quant_format)
+        b = quantize_operand(b_NK, self.quant_format, b_block_rows)
         y = self.scaled_mm(
             a.values, b.values.t(), a.scales, a.scale_recipes, b.scales, b.scale_recipes, a.swizzles, b.swizzles,
             output_dtype=a_MK.dtype if a_MK.dtype in OUTPUT_DTYPES else torch.float32,
@@ -120,7 +122,8 @@ def scaled_mm_unsupported_reason(linear: ScaledMMLinear, device: torch.device, d
     return ""
 
 
-SCALE_TILE_ROWS, SCALE_TILE_COLUMNS = 128, 4
+SCALE_TILE_ROWS = 128
+SCALE_TILE_COLUMNS = 4
 SCALE_TILE_LANES = 32
 """Rows of a tile that are neighbours in it only after as many bytes as a row group has."""
 

@@ -85,7 +85,8 @@ class TritonExpertOps:
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See `ExpertOps`."""
-        x, g = unit_stride(rows.values), unit_stride(grad.values)
+        x = unit_stride(rows.values)
+        g = unit_stride(grad.values)
         ways: dict[str, Callable[[], Tensor]] = {}
         if _torch_supports(rows, g):
             ways["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)

@@ -177,7 +177,8 @@ def _combine_kernel(
     """Out[t] = sum over k of factor[t, k] * rows[place[t, k]], in the order of k."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_token, is_column = token < num_tokens, column < width
+    is_token = token < num_tokens
+    is_column = column < width
     acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for k in range(top_k):
         copy = token * top_k + k
@@ -282,7 +283,9 @@ def grouped_gemm_weight_grad(
         tile_config: how to cut it up; None: the first of `tile_configs`.
         out: where the result goes.
     """
-    depth, width, num_experts = x.shape[1], grad.shape[1], len(offsets_E)
+    depth = x.shape[1]
+    width = grad.shape[1]
+    num_experts = len(offsets_E)
     how = tile_config or tile_configs(x)[0]
     out = x.new_empty(num_experts, depth, width) if out is None else out
     num_tiles = num_experts * triton.cdiv(depth, how.block_m) * triton.cdiv(width, how.block_n)

@@ -111,7 +111,8 @@ def quantize_columnwise(
         The blocks of an expert follow those of the one before it, see `block_offsets`; there are as many as any counts
         of R rows could need, and those behind the last are not written.
     """
-    width, num_experts = x.shape[1], len(offsets_E)
+    width = x.shape[1]
+    num_experts = len(offsets_E)
     most_blocks = num_rows // block_size + num_experts
     narrow = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(most_blocks, width, dtype=torch.float32, device=x.device)

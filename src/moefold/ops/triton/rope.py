@@ -32,11 +32,14 @@ def _rope_kernel(
     row_x = x + s * stride_xs + b * stride_xb + head[:, None] * stride_xn
     row_y = y + (tl.program_id(0).to(tl.int64) * num_heads + head[:, None]) * width
     # Neighbours as they come, halves as they are turned.
-    apart_first, apart_second = pair[None, :], pair[None, :] + half
+    apart_first = pair[None, :]
+    apart_second = pair[None, :] + half
     if IS_INTERLEAVED:
-        near_first, near_second = pair[None, :] * 2, pair[None, :] * 2 + 1
+        near_first = pair[None, :] * 2
+        near_second = pair[None, :] * 2 + 1
     else:
-        near_first, near_second = apart_first, apart_second
+        near_first = apart_first
+        near_second = apart_second
     if IS_BACKWARD:
         first = tl.load(row_x + apart_first, mask=is_pair, other=0.0).to(tl.float32)
         second = tl.load(row_x + apart_second, mask=is_pair, other=0.0).to(tl.float32)
@@ -85,7 +88,8 @@ def _launch_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, i
     cos, sin = cos.contiguous(), sin.contiguous()
     seq_len, num_batch, num_heads, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
+    half = cos.shape[-1] // 2
+    rest = width - cos.shape[-1]
     if y.numel():
         _rope_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),

@@ -81,7 +81,8 @@ def _forward_kernel(
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
-    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_token = token < num_tokens
+    is_expert = expert < num_experts
     is_cell = is_token[:, None] & is_expert[None, :]
     cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     # Tokens behind the last compute with zeros, which nobody reads.
@@ -138,7 +139,8 @@ def _backward_kernel(
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
-    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_token = token < num_tokens
+    is_expert = expert < num_experts
     is_cell = is_token[:, None] & is_expert[None, :]
     cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
@@ -206,9 +208,12 @@ def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptio
     programs = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
     empty = logits_TE.new_empty
     ids_TK = torch.empty(num_tokens, options.top_k, dtype=torch.int64, device=logits_TE.device)
-    probs_TK, scores_TE = empty(num_tokens, options.top_k), torch.empty_like(logits_TE)
+    probs_TK = empty(num_tokens, options.top_k)
+    scores_TE = torch.empty_like(logits_TE)
     copies_E = torch.zeros(num_experts, dtype=torch.int32, device=logits_TE.device)
-    sums_PE, z_P, entropy_P = empty(programs, num_experts), empty(programs), empty(programs)
+    sums_PE = empty(programs, num_experts)
+    z_P = empty(programs)
+    entropy_P = empty(programs)
     if programs:
         _forward_kernel[(programs,)](
             logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, copies_E, sums_PE, z_P,

@@ -71,7 +71,9 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         *,
         fp8_dispatch: bool = False,
     ) -> None:
-        self._ep, self._etp, self._experts = ep, etp, experts
+        self._ep = ep
+        self._etp = etp
+        self._experts = experts
         self._num_experts = num_experts
         self._fp8_dispatch = fp8_dispatch
         # Member of `experts` at each (ep, etp) coordinate.

@@ -178,7 +178,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
 def fp8_wire_format(rows: Tensor) -> WireFormat:
     """Each row is sent in 8 bits. Rows that were rounded before are not changed any more, but for the last bit."""
-    width, dtype = rows.shape[1], rows.dtype
+    width = rows.shape[1]
+    dtype = rows.dtype
     return WireFormat(pack, lambda packed: unpack(packed, width, dtype))
 
 

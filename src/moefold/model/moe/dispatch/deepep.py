@@ -110,7 +110,8 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DeepEPMetadata]:
         """Count where the tokens go, on the device."""
         assert routing_map.padded_capacity is None, "the recipe is refused: DeepEP does not pad"
-        ids_TK, probs_TK = routing_map.ids_TK.contiguous(), routing_map.probs_TK
+        ids_TK = routing_map.ids_TK.contiguous()
+        probs_TK = routing_map.probs_TK
         if routing_map.kept_TK is not None:
             ids_TK = ids_TK.masked_fill(~routing_map.kept_TK, -1)
         if x_TH.dtype == torch.bfloat16:
@@ -197,9 +198,11 @@ class _Dispatch(torch.autograd.Function):
         assert ids_NK is not None
         assert probs_NK is not None
         assert counts is not None
-        metadata.handle, metadata.tokens_per_expert = handle, counts
+        metadata.handle = handle
+        metadata.tokens_per_expert = counts
         metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0)
-        ctx.handle, ctx.buffer = handle, buffer
+        ctx.handle = handle
+        ctx.buffer = buffer
         return x_NH, probs_NK
 
     @staticmethod
@@ -211,7 +214,8 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, handle: Any, buffer: Buffer) -> Tensor:
-        ctx.handle, ctx.buffer = handle, buffer
+        ctx.handle = handle
+        ctx.buffer = buffer
         return buffer.combine(y_NH.contiguous(), handle)[0]
 
     @staticmethod

@@ -96,8 +96,10 @@ class TokenAssignment:
     """
 
     def __init__(self, counts_SE: Counts, assignment_PE: Counts) -> None:
-        self._source_ends, self._rank_ends = counts_SE.cumsum(0), assignment_PE.cumsum(0)
-        self._source_starts, self._rank_starts = self._source_ends - counts_SE, self._rank_ends - assignment_PE
+        self._source_ends = counts_SE.cumsum(0)
+        self._rank_ends = assignment_PE.cumsum(0)
+        self._source_starts = self._source_ends - counts_SE
+        self._rank_starts = self._rank_ends - assignment_PE
 
     def from_source(self, source: int) -> Counts:
         """Copies of each expert that a source sends to each rank, int64 [P, E]."""
@@ -127,7 +129,8 @@ def order_by_rank(sent_PE: Counts) -> Counts:
     is_borrowed = owner_ranks(*sent_PE.shape)[experts] != ranks
     pieces = np.lexsort((experts, is_borrowed, ranks))
     ranks, experts = ranks[pieces], experts[pieces]
-    counts, starts = sent_PE[ranks, experts], starts_PE[ranks, experts]
+    counts = sent_PE[ranks, experts]
+    starts = starts_PE[ranks, experts]
     order: Counts = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
     return order
 
@@ -189,7 +192,8 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
         return metadata.migration
 
     def _build_metadata(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllMetadata:
-        rank, num_ranks = self._ep.rank, self._ep.size
+        rank = self._ep.rank
+        num_ranks = self._ep.size
         counts_SE = counts.view(self._experts.size, self._num_experts).numpy()
         load_E = counts_SE.sum(0)
         shares_PE = plan_rebalance(load_E, num_ranks, self._rule)
@@ -272,7 +276,8 @@ class _MigrateWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         loan: MigratedExperts = ctx.migration
-        own, borrowed = grads[: len(ctx.shapes)], grads[len(ctx.shapes) :]
+        own = grads[: len(ctx.shapes)]
+        borrowed = grads[len(ctx.shapes) :]
         sent = torch.cat([grad.flatten(1) for grad in borrowed], 1)
         returned = all_to_all(sent, loan.ep, loan.num_received_from, loan.num_sent_to)
         if not loan.sent_experts:

@@ -36,7 +36,10 @@ class ValidatingDispatcher(Dispatcher[Any]):
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:
         self.combines_locally = inner.combines_locally
-        self._inner, self._experts, self._layer, self._device = inner, groups.experts, layer, device
+        self._inner = inner
+        self._experts = groups.experts
+        self._layer = layer
+        self._device = device
         at = groups.expert_coordinates
         same = {"ep": lambda a, b: at[a][1] == at[b][1], "etp": lambda a, b: at[a][0] == at[b][0]}
         everyone = range(groups.experts.size)
@@ -123,13 +126,15 @@ class ValidatingDispatcher(Dispatcher[Any]):
 
     def _count_mismatches(self, records: list[list[int]]) -> Iterator[str]:
         """What each rank would send to each other one must be what that one expects."""
-        start, ranks = len(HEADER), self._experts.ranks
+        start = len(HEADER)
+        ranks = self._experts.ranks
         for over, groups in self._members.items():
             size = len(groups[0])
             for source, members in enumerate(groups):
                 for place, target in enumerate(members):
                     mine = members.index(source)
-                    sent, expected = records[source][start + place], records[target][start + size + mine]
+                    sent = records[source][start + place]
+                    expected = records[target][start + size + mine]
                     if sent != expected:
                         yield (
                             f"rank {ranks[source]} sends {sent} rows to rank {ranks[target]} over {over}, which "
