@@ -163,7 +163,7 @@ class Head(nn.Module):
             x: normalised hidden states, [S/(cp*tp), B, H].
             tied_weight: the embedding weight, if embeddings are tied.
             labels: next tokens.
-            chunk: tokens whose logits are in memory at a time; 0 or more than there are: all, nothing is recomputed.
+            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
         """
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         self.rope_kernel: RopeKernel | None = None
 
     def set_positions(self, positions: Tensor) -> None:
-        """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; required before `forward`."""
+        """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         self.rope = build_rope(self.cfg.model, positions, self.dtype, self.rope_kernel)
 
