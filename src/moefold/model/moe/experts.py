@@ -410,7 +410,7 @@ class _WeightGradients:
 
     @property
     def grads(self) -> list[Any]:
-        """Gradients in the order of `ExpertWeights`, None where there is no weight; zero for experts without tokens."""
+        """Gradients in the order of `ExpertWeights`, None without a weight; zero for experts without tokens."""
         if self._grads is None:
             self._grads = [None if w is None else torch.empty_like(w) for w in self._tensors]
             unused_experts = [e for e, count in enumerate(self._options.tokens_per_expert) if count == 0]

@@ -173,8 +173,8 @@ def open_buffer(ep: Group, hidden_size: int) -> Buffer:
         configs = (buffer_class.get_dispatch_config(ep.size), buffer_class.get_combine_config(ep.size))
     except AssertionError:
         raise ConfigError(
-            f"parallel.ep={ep.size}: deep_ep has no configuration for this number of ranks; choose another ep, such as 8, or "
-            "parallel.dispatcher='alltoall'"
+            f"parallel.ep={ep.size}: deep_ep has no configuration for this number of ranks; choose another ep, "
+            "such as 8, or parallel.dispatcher='alltoall'"
         ) from None
     hidden_bytes = hidden_size * TOKEN_BYTES
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ep.size) for config in configs)
