@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values are projected up from a shared latent."""
+"""Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values are projected up from one latent."""
 
 from typing import Protocol
 

@@ -56,7 +56,7 @@ class SequenceParallel(ABC):
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
     ) -> Tensor:
-        """Compute x [S/cp, B, K] @ weight.T, weight [N, K], and reduce-scatter the partial sums -> [S/(cp*tp), B, N]."""
+        """Compute x [S/cp, B, K] @ weight.T, weight [N, K], and reduce-scatter it over tp -> [S/(cp*tp), B, N]."""
         return self.scatter(linear(x, weight, None, wgrad_store, linear_backend))
 
 

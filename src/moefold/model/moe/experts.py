@@ -319,7 +319,7 @@ class _SequentialExperts(torch.autograd.Function):
         gemm = options.gemm
         y_RH = torch.empty_like(x_RH)
         fc1_outputs: list[Tensor] = []
-        # Saved tensors have a buffer for each expert; scratch buffers are shared by all, so that they stay in the cache.
+        # Saved tensors have a buffer for each expert; scratch buffers are shared by all, so they stay in the cache.
         saves_gemm_output = options.saves_fc1 and not gemm.upcasts(x_RH)
         saved_buffers = _ScratchBuffers(x_RH, options, width, 2, per_expert=saves_gemm_output)
         scratch = _ScratchBuffers(x_RH, options, width, 1)
