@@ -1,4 +1,4 @@
-"""Blockwise FP8 grouped GEMMs in Triton: e4m3 operands with a float32 scale for each block (arXiv:2412.19437 sec. 3.3.2).
+"""Blockwise FP8 grouped GEMMs in Triton: e4m3 operands, a float32 scale for each block (arXiv:2412.19437 sec. 3.3.2).
 
 The tensor cores compute the partial sum over a block, which is then scaled and accumulated in float32: this includes
 the promotion of partial sums that DeepSeek-V3 makes every 128 terms.
@@ -122,8 +122,8 @@ def scaled_grouped_gemm(
     max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
     _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
         x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, width, depth, *w.values.stride(),
-        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
-        GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
+        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size),
+        BLOCK=block_size, GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 

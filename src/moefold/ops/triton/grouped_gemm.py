@@ -88,8 +88,8 @@ def _grouped_gemm_kernel(
     x, w, y, offsets, source, x_second, w_second, target, num_experts, width, depth,
     stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
     GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr, SCATTERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    UPCASTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Compute y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
     tile = tl.program_id(0)
@@ -337,7 +337,7 @@ def _upcasts(x: Tensor) -> bool:
 
 
 def max_programs(x: Tensor) -> int:
-    """Return the number of programs: one for each multiprocessor; few in the interpreter, so that each has several tiles."""
+    """Return the number of programs: one for each multiprocessor; 3 in the interpreter, for several tiles each."""
     if not x.is_cuda:
         return 3
     return torch.cuda.get_device_properties(x.device).multi_processor_count

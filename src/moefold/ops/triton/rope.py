@@ -93,7 +93,8 @@ def _launch_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, i
     if y.numel():
         _rope_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),
-            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward, HEADS=HEADS_PER_PROGRAM,
+            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward,
+            HEADS=HEADS_PER_PROGRAM,
             BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(rest) if rest else 0,
         )  # fmt: skip
     return y

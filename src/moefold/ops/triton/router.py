@@ -1,4 +1,4 @@
-"""Fused router in Triton: scores, group limit, top-k, probabilities, counts and loss sums in one pass over the logits."""
+"""Fused router in Triton: scores, group limit, top-k, probabilities, counts and loss sums in one pass over logits."""
 
 from dataclasses import dataclass
 
@@ -74,7 +74,8 @@ def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts, factor, eps,
+    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts,
+    factor, eps,
     TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
@@ -218,7 +219,8 @@ def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptio
         _forward_kernel[(programs,)](
             logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, counts_E, sums_PE, z_P,
             entropy_P, num_tokens, num_experts, options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
-            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax, NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
+            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
+            NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
             NUM_GROUPS=options.num_groups, TOP_GROUPS=options.top_groups,
             BLOCK_G=triton.next_power_of_2(options.num_groups), BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(options.top_k), ROWS=TOKENS_PER_PROGRAM,
@@ -242,8 +244,9 @@ def route_backward(
     grad_TE = torch.empty_like(logits_TE)
     if num_tokens:
         _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
-            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts, options.scaling_factor,
-            SCORE_SUM_EPS, TOP_K=options.top_k, IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
+            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts,
+            options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
+            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
             NORMALIZES=options.normalizes_probs, BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return grad_TE
