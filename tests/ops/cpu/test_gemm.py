@@ -85,7 +85,7 @@ def test_it_equals_the_definition(gemm, size, types, layouts):
         first = _values(x[:, :1], is_narrow=is_narrow) @ _values(w[:, :1], is_narrow=is_narrow).t()
         _assert_close(out, right + first)
     _assert_close(gemm.matmul_fp32(x, w), right)
-    product = gemm.product(x, w)
+    product = gemm.matmul(x, w)
     assert product.dtype == (torch.bfloat16 if is_narrow else torch.float32)
     _assert_close(product, right)
     _assert_close(gemm.weight_gradient(x.t(), w.t()), right)
@@ -118,7 +118,7 @@ def test_what_is_not_a_number_reaches_its_row_or_column_alone(gemm):
         for dtype in (torch.float32, torch.bfloat16):
             a, b = x.to(dtype, copy=True), w.to(dtype, copy=True)
             a[7, 30] = b[44, 2] = value
-            found = gemm.product(a, b)
+            found = gemm.matmul(a, b)
             is_number = found.isfinite()
             assert not is_number[7].any()
             assert not is_number[:, 44].any()
@@ -134,14 +134,14 @@ def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
         results = []
         for threads in (1, 3, 40):
             torch.set_num_threads(threads)
-            results.append(gemm.product(x, w))
+            results.append(gemm.matmul(x, w))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-    assert torch.equal(results[0][5:60], gemm.product(x[5:60], w))
-    assert torch.equal(results[0][:, 9:44], gemm.product(x, w[9:44]))
-    assert torch.equal(results[0], gemm.product(x.t().contiguous().t(), w.t().contiguous().t()))
+    assert torch.equal(results[0][5:60], gemm.matmul(x[5:60], w))
+    assert torch.equal(results[0][:, 9:44], gemm.matmul(x, w[9:44]))
+    assert torch.equal(results[0], gemm.matmul(x.t().contiguous().t(), w.t().contiguous().t()))
 
 
 def _apart(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -158,12 +158,12 @@ def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
     x_near = (x, x.t().contiguous().t(), _apart(x, 700))
     x_far = (_apart(x, 1200), _apart(x.t(), 900).t())
     w_any = (w, w.t().contiguous().t(), _apart(w.t(), 1200).t())
-    right = gemm.product(x, w)
+    right = gemm.matmul(x, w)
     for a in (*x_near, *x_far):
         for b in w_any:
-            assert torch.equal(gemm.product(a, b), right)
-            assert torch.equal(gemm.product(a, b[:300]), right[:, :300])
-        assert torch.equal(gemm.product(a, w[:300].t().contiguous().t()), right[:, :300])
+            assert torch.equal(gemm.matmul(a, b), right)
+            assert torch.equal(gemm.matmul(a, b[:300]), right[:, :300])
+        assert torch.equal(gemm.matmul(a, w[:300].t().contiguous().t()), right[:, :300])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,7 +171,7 @@ def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
     """Each has operands of its own, near or packed."""
     x, w = torch.randn(75, 530).to(dtype), torch.randn(130, 530).to(dtype)
     v, u = torch.randn(75, 77).to(dtype), torch.randn(130, 77).to(dtype)
-    right, found = gemm.product(x, w), torch.empty(75, 130, dtype=dtype)
+    right, found = gemm.matmul(x, w), torch.empty(75, 130, dtype=dtype)
     gemm.matmul_add_out(right, (_apart(x, 1200), w), (_apart(v, 1200), u))
     _assert_close(right, x.double() @ w.double().t() + v.double() @ u.double().t())
     for a, b in ((x, w), (x.t().contiguous().t(), w.t().contiguous().t()), (_apart(x, 700), _apart(w.t(), 140).t())):
@@ -186,7 +186,7 @@ def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
 
 def test_a_term_of_no_depth_adds_nothing(gemm):
     x, w = torch.randn(75, 30), torch.randn(130, 30)
-    right, found = gemm.product(x, w), torch.empty(75, 130)
+    right, found = gemm.matmul(x, w), torch.empty(75, 130)
     for terms in (((x[:, :0], w[:, :0]), (x, w)), ((x, w), (x[:, :0], w[:, :0]))):
         gemm.matmul_add_out(found.fill_(float("nan")), *terms)
         assert torch.equal(found, right)
@@ -227,14 +227,14 @@ def test_operands_beyond_the_scratch_memory_are_cut(native, depth):
     """So deep that one panel is more than a thread's share, and so wide that columns take turns."""
     for rows, columns in ((30, 40), (3, 200)):
         x, w = torch.randn(rows, depth), torch.randn(columns, depth)
-        found = native.product(x, w)
+        found = native.matmul(x, w)
         error = (found.double() - x.double() @ w.double().t()).norm() / (depth**0.5 * (rows * columns) ** 0.5)
         assert error < 1e-5
 
 
 def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
     x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
-    assert torch.equal(native.product(x, w), TORCH_GEMM.matmul(x, w))
+    assert torch.equal(native.matmul(x, w), TORCH_GEMM.matmul(x, w))
     assert torch.equal(native.weight_gradient(x, x), TORCH_GEMM.weight_gradient(x, x))
     assert native.cast_weight(x, torch.float64) is x
     assert native.padded_rows(5, x) == 5
@@ -303,19 +303,19 @@ def test_few_rows_are_multiplied_by_torch_mm(monkeypatch, native, dtype):
         right, out = x.double() @ w.double().t(), torch.full((rows, 30), float("nan"), dtype=dtype)
         native.matmul_out(out, x, w)
         _assert_close(out, right)
-        _assert_close(native.product(x, w), right)
+        _assert_close(native.matmul(x, w), right)
         assert multiplied == ([] if rows < 64 else [64, 64])
     multiplied.clear()
     _assert_close(native.matmul_fp32(x[:3], w), right[:3])
-    _assert_close(native.product(x[:3], w.bfloat16()), x[:3].bfloat16().double() @ w.bfloat16().double().t())
+    _assert_close(native.matmul(x[:3], w.bfloat16()), x[:3].bfloat16().double() @ w.bfloat16().double().t())
     assert multiplied == [3]
 
 
 def test_weights_are_not_copied_to_another_type(native):
     w = torch.randn(4, 4)
     assert native.cast_weight(w, torch.bfloat16) is w
-    assert native.reads_wide(w.bfloat16())
-    assert not native.reads_wide(w)
+    assert native.accepts_fp32_weight(w.bfloat16())
+    assert not native.accepts_fp32_weight(w)
 
 
 def test_a_compiler_that_errs_is_found_out(monkeypatch):
@@ -328,14 +328,14 @@ def test_a_compiler_that_errs_is_found_out(monkeypatch):
         out[-1, -1] += 1.0
 
     monkeypatch.setattr(CGemm, "_multiply", wrong)
-    with pytest.raises(CompilerError, match="what the compiler built of products is wrong in torch.float32"):
+    with pytest.raises(CompilerError, match="the compiled GEMM kernel is wrong in torch.float32"):
         CGemm()
 
 
 def test_it_is_chosen_where_the_libraries_leave_instructions_unused(monkeypatch, native):
     from moefold.ops import gemm
 
-    is_wide = native._vector >= 8
+    is_wide = native._vector_width >= 8
     for has_own in (True, False):
         monkeypatch.setattr(gemm, "_USES_ONEDNN_FP32", has_own)
         assert native.is_fast(torch.float32) == (has_own and is_wide)
