@@ -38,15 +38,15 @@ class UnquantizedLinear:
         self.gemm = gemm
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """See base class."""
+        """See `LinearBackend`."""
         return self.gemm.matmul(x_MK, w_NK)
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
-        """See base class."""
+        """See `LinearBackend`."""
         return self.gemm.matmul(grad_MN, w_NK.t())
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """See base class."""
+        """See `LinearBackend`."""
         return self.gemm.weight_gradient(grad_MN, x_MK)
 
 

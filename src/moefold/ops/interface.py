@@ -147,7 +147,7 @@ class TorchExpertOps:
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         counts = counts_from_offsets(offsets_E)
         y = torch.cat([x @ w for x, w in zip(rows.materialize().split(counts), w_EKN, strict=True)])
         if second is None:
@@ -162,24 +162,24 @@ class TorchExpertOps:
         permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         counts = counts_from_offsets(offsets_E)
         pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
         return torch.stack([x.t() @ g for x, g in pairs])
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         hidden_RF = activation.forward(g_RF, u_RF)
         return hidden_RF if probs_R is None else scale_rows(hidden_RF, probs_R)
 
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See base class."""
+        """See `ExpertOps`."""
         if probs_R is None:
             return *activation.backward(grad_RF, g_RF, u_RF), None
         hidden_RF, grad_g, grad_u = activation.backward(scale_rows(grad_RF, probs_R), g_RF, u_RF)
@@ -188,7 +188,7 @@ class TorchExpertOps:
         return scale_rows(hidden_RF, probs_R), grad_g, grad_u, dot_R
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         row_TK = permute_map.row_TK
         kept_TK = permute_map.kept_TK
         if len(rows_RH) == 0:

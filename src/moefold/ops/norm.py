@@ -23,13 +23,13 @@ class TorchRMSNorm:
     """RMSNorm in PyTorch operations, for every floating dtype."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See base class."""
+        """See `NormKernel`."""
         x_NH = _upcast(x).reshape(-1, x.shape[-1])
         scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         return (x_NH * scale_N1).mul_(_upcast(weight)).to(x.dtype).view(x.shape), scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
-        """See base class."""
+        """See `NormKernel`."""
         size = x.shape[-1]
         x_NH = _upcast(x).reshape(-1, size)
         grad_NH = _upcast(grad).reshape(-1, size)

@@ -69,7 +69,7 @@ class SwiGLUActivation:
     """SwiGLU: silu(g) * u (arXiv:2002.05202)."""
 
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """See base class."""
+        """See `ExpertActivation`."""
         if out is not None:
             return torch.ops.aten.silu.out(g, out=out).mul_(u)
         silu = F.silu(g)
@@ -78,7 +78,7 @@ class SwiGLUActivation:
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See base class."""
+        """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
         hidden, silu = outs or (torch.empty_like(g), torch.empty_like(g))
         torch.ops.aten.silu.out(g, out=silu)
@@ -99,14 +99,14 @@ class ClampedSwiGLUActivation:
     limit: float
 
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """See base class."""
+        """See `ExpertActivation`."""
         clamped = g.clamp(max=self.limit)
         return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
 
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See base class."""
+        """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
         clamped = g.clamp(max=self.limit)
         factor = u.clamp(-self.limit, self.limit) + 1

@@ -44,7 +44,7 @@ class CNorm:
         self._self_test()
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See base class."""
+        """See `NormKernel`."""
         row_stride = _row_stride(x)
         if row_stride is None or not _supports(x, weight):
             return TORCH_RMS_NORM.forward(x, weight, eps)
@@ -57,7 +57,7 @@ class CNorm:
         return y, scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
-        """See base class."""
+        """See `NormKernel`."""
         row_stride = _row_stride(x)
         grad_row_stride = _row_stride(grad)
         if row_stride is None or grad_row_stride is None or not _supports(x, weight, grad):

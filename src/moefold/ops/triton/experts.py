@@ -36,7 +36,7 @@ class TritonExpertOps:
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
@@ -86,7 +86,7 @@ class TritonExpertOps:
         )
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         x = unit_stride(rows.values)
         g = unit_stride(grad.values)
         candidates: dict[str, Callable[[], Tensor]] = {}
@@ -107,13 +107,13 @@ class TritonExpertOps:
         )
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         return activation_forward(g_RF, u_RF, probs_R, clamp_params(activation))
 
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See base class."""
+        """See `ExpertOps`."""
         return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TritonExpertOps:
         return grad_g, grad_u
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """See base class."""
+        """See `ExpertOps`."""
         return combine_rows(unit_stride(rows_RH), permute_map.row_TK, permute_map.kept_TK)
 
     def _run_autotuned(
@@ -146,7 +146,7 @@ def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
 
 def _torch_grouped_mm(
     rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
-) -> Tensor:  # pragma: no cover - CUDA alone
+) -> Tensor:  # pragma: no cover - CUDA only
     y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
     return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
 

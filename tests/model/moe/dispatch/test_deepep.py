@@ -228,6 +228,6 @@ def test_named_it_is_refused_on_a_cpu(pool):
 
 @pytest.mark.parity
 def test_where_there_is_nowhere_to_go_auto_stays_and_says_so(pool):
-    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no token leaves its rank"
     assert pool.run(1, _selected, tiny(world_size=1, dispatcher="auto")) == [("local", note)]
     assert pool.run(1, _selected, tiny(world_size=1)) == [("alltoall", "")]

@@ -172,7 +172,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
 
 def fp8_wire_format(rows: Tensor) -> WireFormat:
-    """Return the FP8 wire format of tokens; sending a token a second time rounds it no further but for the last bit."""
+    """Return the FP8 wire format of tokens; tokens quantised before change by at most the last bit."""
     width = rows.shape[1]
     dtype = rows.dtype
     return WireFormat(pack, lambda packed: unpack(packed, width, dtype))

@@ -1,7 +1,7 @@
 """Least-loaded expert parallelism (arXiv:2601.17111): an all-to-all that rebalances overloaded ranks.
 
 Overloaded ranks pass tokens and expert weights to underloaded ones; the gradients of these weights are returned and
-added by their owner. The assignment is computed from integers alone, so that all ranks get the same from the same
+added by their owner. The assignment is computed from integers only, so that all ranks get the same from the same
 counts.
 """
 

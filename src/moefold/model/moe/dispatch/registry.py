@@ -82,7 +82,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     name = cfg.parallel.dispatcher
     if name == "auto" and groups.moe.experts.size == 1:
         return DispatcherChoice(
-            "local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+            "local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no token leaves its rank"
         )
     if name not in ("auto", "deepep"):
         return DispatcherChoice(name)

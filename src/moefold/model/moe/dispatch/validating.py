@@ -18,7 +18,7 @@ from moefold.errors import RunError
 from moefold.model.moe.dispatch.base import Dispatcher, ExpertMigration, RoutingMap, SplitSizes
 from moefold.ops.interface import PermuteMap
 
-PHASES = ("preprocess", "dispatch", "weights", "loan", "combine")
+PHASES = ("preprocess", "dispatch", "probs", "migration", "combine")
 HEADER = ("step", "layer", "phase", "width")
 """Fields that must be equal on all ranks; `width` is that of a row."""
 GROUP_NAMES = ("ep", "etp", "experts")
@@ -100,14 +100,14 @@ class ValidatingDispatcher(Dispatcher[Any]):
 
     def dispatch_probs(self, metadata: Any) -> tuple[Tensor, Any]:
         """See base class; the collectives are those of `dispatch_communicate`, if any."""
-        self._compare("weights", 1, self._inner.split_sizes(metadata))
+        self._compare("probs", 1, self._inner.split_sizes(metadata))
         return self._inner.dispatch_probs(metadata)
 
     def migration(self, metadata: Any) -> ExpertMigration | None:
         """See base class."""
         migration = self._inner.migration(metadata)
         if migration is not None:
-            self._compare("loan", 0, [migration.split_sizes()])
+            self._compare("migration", 0, [migration.split_sizes()])
         return migration
 
     def _compare_combine(self, rows: Tensor, metadata: Any) -> None:
