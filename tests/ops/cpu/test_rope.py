@@ -127,15 +127,15 @@ def test_nothing_is_kept_of_what_it_turns(kernel):
 
 def test_the_choice_is_automatic_and_reaches_the_model():
     for dtype, kernels, expected in (
-        ("float32", "auto", "CTurn"),
-        ("bfloat16", "c", "CTurn"),
+        ("float32", "auto", "CRope"),
+        ("bfloat16", "c", "CRope"),
         ("bfloat16", "plain", "NoneType"),
         ("float64", "auto", "NoneType"),
     ):
         cfg = recipe(dtype, kernels)
         chosen = select_kernels(cfg, CPU)
         assert type(chosen.rope).__name__ == expected
-        assert ("rotations" in chosen.message) == (expected == "CTurn")
+        assert ("rotations" in chosen.message) == (expected == "CRope")
         model = build_model(cfg)
         apply_kernels(model, chosen)
         model.set_positions(torch.arange(4))

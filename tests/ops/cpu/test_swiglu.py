@@ -136,7 +136,7 @@ def _recipe(**run) -> Config:
 
 @needs_compiler
 def test_the_choice_is_automatic_and_switchable():
-    for kernels, expected in (("auto", "CGate"), ("c", "CGate"), ("plain", "NoneType")):
+    for kernels, expected in (("auto", "CSwiGLU"), ("c", "CSwiGLU"), ("plain", "NoneType")):
         chosen = select_kernels(_recipe(kernels=kernels), CPU)
         assert type(chosen.expert_activation).__name__ == expected
     assert select_kernels(_recipe(dtype="float64"), CPU).expert_activation is None
