@@ -1,8 +1,8 @@
-"""What is not kept for the backward pass, but made again there: a whole part of a layer, or just what it hands on.
+"""Activation checkpointing: recompute a part of a layer in the backward pass, or only its output.
 
-`checkpoint_wrapper` forgets all that happens inside a function and keeps its inputs. Its result is whatever the next operation
-keeps, so for a cheap function with a large result, such as a norm, nothing would be gained. `checkpoint_without_output` forgets that
-result: while the next operations run, what they would keep of it is replaced by a note how to make it again.
+`checkpoint_wrapper` saves the inputs of a function and recomputes everything inside. Its output is still saved by the
+next operation, so a cheap function with a large output, such as a norm, would gain nothing. `checkpoint_without_output`
+(Megatron's term) drops that output: what the next operations would save of it is recomputed on first use.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,44 +21,44 @@ TensorFunction = Callable[..., tuple[Tensor, ...]]
 
 
 class OutputCheckpoint(Protocol):
-    """Whether the results of a function live until the backward pass."""
+    """Policy that saves the outputs of a function for backward or recomputes them."""
 
     def __call__(self, function: TensorFunction, *tensors: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
-        """Give function(*tensors) to the operations inside the context.
+        """Provide function(*tensors) to the operations inside the context.
 
         Args:
-            function: of these tensors alone, which include the weights that it uses; does not communicate.
-            tensors: its arguments; gradients go to them.
+            function: of these tensors only, which include the weights that it uses; does not communicate.
+            tensors: its arguments; differentiable.
         """
         ...
 
 
 @contextmanager
 def no_checkpoint(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Nothing is made again."""
+    """Provide the outputs without recomputation."""
     yield function(*tensors)
 
 
 @contextmanager
 def checkpoint_without_output(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """What the operations inside would keep of the results is made again, once, when the first of them needs it."""
+    """Discard the outputs; recompute them once, when the first consumer's backward needs them."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         yield function(*tensors)
         return
-    cell = _RecomputeContext(function)
-    results = _CheckpointWithoutOutput.apply(cell, *tensors)
-    with saved_tensors_hooks(cell.make_pack_hook(results), _unpack_output):
-        yield results
+    context = _RecomputeContext(function)
+    outputs = _CheckpointWithoutOutput.apply(context, *tensors)
+    with saved_tensors_hooks(context.make_pack_hook(outputs), _unpack_output):
+        yield outputs
 
 
 def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which keeps its arguments alone, and runs once more in the backward pass.
+    """Wrap a function so that it saves only its arguments, and is recomputed in the backward pass.
 
-    What it communicates is communicated again: every rank of the groups runs it again too, at the same place.
+    Its collectives are repeated: every rank of their groups recomputes at the same place.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # No random number here comes from a generator: jitter follows from the step and the token's place.
+        # There is no RNG state to preserve: jitter is a hash of the step and the token's position.
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
@@ -67,20 +67,22 @@ def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
 def checkpoint_resumable(
     function: Callable[..., Resumable[Tensor]], on_yield: Callable[[], None]
 ) -> Callable[..., Any]:
-    """`checkpoint_wrapper` for a function that pauses, which a checkpoint of torch cannot: it would watch what runs meanwhile.
+    """Wrap a resumable function like `checkpoint_wrapper`.
+
+    torch's checkpoint cannot: its saved-tensor hooks would also catch operations that run between the yields.
 
     Args:
-        function: gives steps; its tensors are positional arguments.
-        on_yield: called at each pause while it runs again.
+        function: returns a `Resumable`; its tensors are positional arguments.
+        on_yield: called at each yield of the recomputation.
     """
 
     def run(*args: Any) -> Resumable[Tensor]:
         if not torch.is_grad_enabled():
             return (yield from function(*args))
-        memory = _ResumableCheckpoint(function, args, on_yield)
+        resumable_checkpoint = _ResumableCheckpoint(function, args, on_yield)
         steps = function(*args)
         while True:
-            with saved_tensors_hooks(memory.pack, _unpack_resumable):
+            with saved_tensors_hooks(resumable_checkpoint.pack, _unpack_resumable):
                 try:
                     next(steps)
                 except StopIteration as end:
@@ -92,12 +94,13 @@ def checkpoint_resumable(
 
 
 class _ResumableCheckpoint:
-    """How to make again what the steps of one call would have kept."""
+    """Recomputation of the tensors that one call of a resumable function would have saved."""
 
     def __init__(
         self, function: Callable[..., Resumable[Tensor]], args: Sequence[Any], on_yield: Callable[[], None]
     ) -> None:
-        self._function, self._on_yield = function, on_yield
+        self._function = function
+        self._on_yield = on_yield
         self._non_tensor_args = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._tensor_indices = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         self._requires_grad = [args[i].requires_grad for i in self._tensor_indices]
@@ -108,37 +111,37 @@ class _ResumableCheckpoint:
         )
 
     def pack(self, tensor: Tensor) -> "tuple[_ResumableCheckpoint, int]":
-        """A pack hook: the number of the tensor instead of it."""
+        """Pack hook: replace the tensor by its number."""
         self._num_saved += 1
         return self, self._num_saved - 1
 
     def unpack(self, number: int) -> Tensor:
-        """The tensor of that number, once."""
+        """Return the tensor of that number; only once."""
         if number not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(number)
 
     def _recompute(self) -> None:
         args = list(self._non_tensor_args)
-        kept = self._saved_inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
-        for i, tensor, wants in zip(self._tensor_indices, kept, self._requires_grad, strict=True):
-            args[i] = tensor.detach().requires_grad_(wants)
-        found: dict[int, Tensor] = {}
+        saved_inputs = self._saved_inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
+        for i, tensor, requires_grad in zip(self._tensor_indices, saved_inputs, self._requires_grad, strict=True):
+            args[i] = tensor.detach().requires_grad_(requires_grad)
+        recomputed: dict[int, Tensor] = {}
 
-        def keep(tensor: Tensor) -> None:
-            found[len(found)] = tensor.detach()
+        def pack(tensor: Tensor) -> None:
+            recomputed[len(recomputed)] = tensor.detach()
 
         with torch.enable_grad():
-            # To the end, even if nothing is kept of it: where it stops must not differ between ranks.
+            # Run to the end even if nothing more is saved: all ranks must stop at the same place.
             steps = self._function(*args)
-            while not _advance(steps, keep):
+            while not _advance(steps, pack):
                 self._on_yield()
-        assert len(found) == self._num_saved, "what runs again keeps what the first run kept"
-        self._recomputed = found
+        assert len(recomputed) == self._num_saved, "the recomputation must save as many tensors as the forward pass"
+        self._recomputed = recomputed
 
 
 def _advance(resumable: Resumable[Tensor], pack: Callable[[Tensor], None]) -> bool:
-    """Take a step whose operations give to `pack` what they would keep; whether none was left."""
+    """Run one step, packing saved tensors with `pack`; returns True if no step was left."""
     with saved_tensors_hooks(pack, _reject_unpack):
         return next(resumable, _END) is _END
 
@@ -147,16 +150,16 @@ _END = object()
 
 
 def _unpack_resumable(packed: tuple[_ResumableCheckpoint, int]) -> Tensor:
-    memory, number = packed
-    return memory.unpack(number)
+    resumable_checkpoint, number = packed
+    return resumable_checkpoint.unpack(number)
 
 
 def _reject_unpack(packed: None) -> Tensor:
-    raise AssertionError("nobody goes backwards through what runs again")
+    raise AssertionError("recomputed tensors must not be unpacked")
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Keeps arguments as an operation would, so that those which the hooks around forget are forgotten here too."""
+    """Save arguments with save_for_backward, so that enclosing saved-tensor hooks apply to them."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, *tensors: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _RecomputeContext:
-    """How to make the results of one call again, and the results while the backward pass needs them."""
+    """Recomputation of one call's outputs, which are cached while the backward pass needs them."""
 
     def __init__(self, function: TensorFunction) -> None:
         self._function = function
@@ -173,14 +176,14 @@ class _RecomputeContext:
         self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
 
     def make_pack_hook(self, results: tuple[Tensor, ...]) -> Callable[[Tensor], Any]:
-        """A pack hook that replaces what lies in the memory of the results."""
-        # Not the results themselves: the hook outlives the context.
-        places = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
-        # Torch asks the innermost hooks alone: what they do not want is for those around them.
+        """Return a pack hook that replaces tensors sharing the storage of the outputs."""
+        # Do not capture the outputs: the hook outlives the context.
+        output_indices = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
+        # torch calls the innermost hooks only: pass all other tensors to the enclosing hooks.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: Tensor) -> Any:
-            i = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
+            i = output_indices.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
             if i is not None:
                 return self, i, tensor.size(), tensor.stride(), tensor.storage_offset()
             return tensor if outer is None else _OuterPacked(outer[0](tensor), outer[1])
@@ -188,25 +191,25 @@ class _RecomputeContext:
         return pack
 
     def recompute(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """(inputs, results), with a graph between them; made at the first call."""
+        """Return (inputs, outputs) connected by a graph; computed on the first call."""
         if self._recomputed is None:
             self._recomputed = self.run_with_graph(self.ctx.saved_tensors)
         return self._recomputed
 
     def run_with_graph(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """(inputs, results) with a graph of their own: torch picks other kernels where nothing needs a gradient."""
+        """Return (inputs, outputs) with their own graph; with a graph torch may choose other kernels than without."""
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             return inputs, self._function(*inputs)
 
     def release(self) -> None:
-        """The gradient has passed."""
+        """Release the recomputed outputs after the backward pass."""
         self._recomputed = None
 
 
 @dataclass(frozen=True)
 class _OuterPacked:
-    """What the hooks around a recall made of a tensor."""
+    """Tensor packed by the saved-tensor hooks that enclose this checkpoint."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -217,8 +220,8 @@ def _unpack_output(packed: Any) -> Tensor:
         return packed
     if isinstance(packed, _OuterPacked):
         return packed.unpack(packed.packed)
-    cell, i, size, stride, offset = packed
-    result: Tensor = cell.recompute()[1][i].detach()
+    context, i, size, stride, offset = packed
+    result: Tensor = context.recompute()[1][i].detach()
     return result.as_strided(size, stride, offset)
 
 
@@ -226,15 +229,16 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recompute_context: _RecomputeContext, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
-        ctx.recompute_context, recompute_context.ctx = recompute_context, ctx
-        # This graph is gone at once: hooks around need not look at what it keeps.
+        ctx.recompute_context = recompute_context
+        recompute_context.ctx = ctx
+        # This graph is discarded at once: bypass the enclosing hooks.
         with saved_tensors_hooks(Tensor.detach, _unpack_output):
             return tuple(result.detach() for result in recompute_context.run_with_graph(tensors)[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, results = ctx.recompute_context.recompute()
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        found = iter(torch.autograd.grad(results, wanted, grads, allow_unused=True))
+        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(results, differentiable, grads, allow_unused=True))
         ctx.recompute_context.release()
-        return None, *(next(found) if tensor.requires_grad else None for tensor in inputs)
+        return None, *(next(gradients) if tensor.requires_grad else None for tensor in inputs)

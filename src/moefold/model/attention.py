@@ -1,7 +1,4 @@
-"""Causal self-attention with grouped queries (arXiv:2305.13245).
-
-Causal attention over a whole sequence: the core that a layer calls between its projections.
-"""
+"""Causal self-attention with grouped queries (GQA, arXiv:2305.13245): projections, RoPE and core attention."""
 
 from itertools import pairwise
 from typing import Any, Protocol
@@ -32,21 +29,23 @@ from moefold.ops.rope import Rope
 
 
 class Attention(nn.Module):
-    """Projections, rotation and the attention core. Head counts come from the sizes of the local weights.
+    """Attention layer: QKV projections, RoPE, core attention, output projection. Head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism), `wgrad_store` (a backward pass in
-    two parts) and `kv_rows` (the rows of wk and wv that belong to this rank's query heads, where tp exceeds
-    the number of query groups).
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
+    `wgrad_store` (backward pass split in two) and `kv_rows` (the rows of wk and wv for this rank's query heads, where
+    tp exceeds the number of query groups).
 
     Args:
         cfg: sizes, norms, biases and sinks.
-        window: keys that a query of this layer sees at most, its own included; 0: no limit.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
-        head, hidden = cfg.head_size, cfg.hidden_size
-        query, key_value = cfg.num_attention_heads * head, cfg.num_query_groups * head
+        head = cfg.head_size
+        hidden = cfg.hidden_size
+        query = cfg.num_attention_heads * head
+        key_value = cfg.num_query_groups * head
         self.head_size = head
         self.wq = nn.Parameter(torch.empty(query, hidden))
         self.wk = nn.Parameter(torch.empty(key_value, hidden))
@@ -67,7 +66,7 @@ class Attention(nn.Module):
         self.kv_rows = slice(None)
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Attend over the whole sequence.
+        """Compute self-attention over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
@@ -100,7 +99,7 @@ class Attention(nn.Module):
     def _shard_of(
         weight: Tensor, bias: Tensor | None, weight_rows: slice, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the heads of this rank."""
+        """Return weight and bias of this rank's heads."""
         return local_param(weight, dtype)[weight_rows], None if bias is None else local_param(bias, dtype)[weight_rows]
 
 
@@ -113,24 +112,24 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256
-"""Tokens of a document, in the mean, from which the CPU is faster one by one than with a mask (docs/log.md)."""
+"""Mean tokens of a document from which a CPU is faster with one call a document than with a mask (docs/log.md)."""
 
 
 class CoreAttention(Protocol):
-    """Attention over all tokens of the samples, of which this rank may hold a part."""
+    """Attention over all tokens of the samples; this rank may hold a context shard of them."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend.
+        """Compute softmax attention.
 
         Args:
             q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            document_starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
-                rank; None: a sample is one document.
-            sinks: a logit for each query head that takes its share of the softmax, [A]; see `attention_sink`.
+            document_starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on
+                every rank; None: a sample is one document.
+            sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
 
         Returns:
             [S, B, A, D].
@@ -139,21 +138,21 @@ class CoreAttention(Protocol):
 
 
 class CausalKernel(BlockKernel, Protocol):
-    """A kernel of causal attention alone, of a device and a type."""
+    """Kernel of causal attention for one device and one dtype."""
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether it computes these, [S, B, heads, D]."""
+        """Return whether the kernel supports these tensors, [S, B, heads, D]."""
         ...
 
 
 class CausalAttention:
-    """softmax(q k^T / sqrt(D)) v, in which a token sees itself and the tokens before it (arXiv:1706.03762 sec. 3.2.1).
+    """Scaled dot-product attention with a causal mask (arXiv:1706.03762 sec. 3.2.1).
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters. `parallelize` sets `kernel`, for what it knows.
+    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors.
 
     Args:
-        window: keys that a query sees at most, its own and those right before it; 0: no limit.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -163,16 +162,16 @@ class CausalAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend.
+        """Compute causal attention.
 
         Args:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            document_starts: see `CoreAttention`; so for `sinks`.
+            document_starts: see `CoreAttention`; likewise `sinks`.
 
         Returns:
-            [S, B, A, D]; of the library's kernel, a view of a tensor with the batch outermost.
+            [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
         """
         if (
             document_starts is not None
@@ -181,24 +180,27 @@ class CausalAttention:
             and _has_long_documents(document_starts)
         ):
             return _attend_per_document(q, k, v, document_starts, self.kernel)
-        seen, mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device), None
-        if sinks is not None or isinstance(seen, BlockedWindow):
-            return _BlockAttention.apply(q, k, v, sinks, seen, _supported_kernel(self.kernel, seen, q, k, v))
-        if isinstance(seen, Tensor):
-            mask = seen.unsqueeze(1)
+        block_mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device)
+        mask = None
+        if sinks is not None or isinstance(block_mask, BlockedWindow):
+            return _BlockAttention.apply(
+                q, k, v, sinks, block_mask, _supported_kernel(self.kernel, block_mask, q, k, v)
+            )
+        if isinstance(block_mask, Tensor):
+            mask = block_mask.unsqueeze(1)
         return _attend(q, k, v, mask, self.kernel)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: CausalKernel | None) -> Tensor:
-    """`kernel`, if it knows these, or the library's, on [S, B, heads, D]; without a mask, causal."""
-    seen: BlockMask = "causal" if mask is None else mask.squeeze(1)
-    kernel = _supported_kernel(kernel, seen, q, k, v)
+    """Call `kernel`, where it supports the tensors, else SDPA, on [S, B, heads, D]; causal without a mask."""
+    block_mask: BlockMask = "causal" if mask is None else mask.squeeze(1)
+    kernel = _supported_kernel(kernel, block_mask, q, k, v)
     if kernel is not None or is_faster_in_fp32(q):
-        # The library's widens inside of both passes, so that what lives between them is narrow.
-        y: Tensor = _BlockAttention.apply(q, k, v, None, seen, kernel)
+        # Upcasts inside both passes, so that the saved tensors stay in bfloat16.
+        y: Tensor = _BlockAttention.apply(q, k, v, None, block_mask, kernel)
         return y
-    # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
-    # counts it would only rule kernels out.
+    # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal head
+    # counts it would only rule out kernels.
     out = F.scaled_dot_product_attention(
         q.permute(1, 2, 0, 3),
         k.permute(1, 2, 0, 3),
@@ -213,13 +215,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Causal
 def _supported_kernel(
     kernel: CausalKernel | None, block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 ) -> CausalKernel | None:
-    """The kernel, if it computes these."""
+    """Return the kernel if it supports these tensors and this mask, else None."""
     is_causal = isinstance(block_mask, str) and block_mask == "causal"
     return kernel if kernel is not None and is_causal and kernel.supports(q, k, v) else None
 
 
 def _has_long_documents(document_starts: Tensor) -> bool:
-    """Whether documents are worth a call each. Not asked of a GPU, which would have to be waited for."""
+    """Return whether one attention call a document is faster; False on a GPU, where asking would synchronise."""
     return (
         document_starts.device.type == "cpu"
         and MIN_LONG_DOCUMENT_TOKENS * int(_is_document_start(document_starts).sum()) <= document_starts.numel()
@@ -233,13 +235,13 @@ def _is_document_start(document_starts: Tensor) -> Tensor:
 def _attend_per_document(
     q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, kernel: CausalKernel | None
 ) -> Tensor:
-    """Causal attention in each document by itself: no score is computed that a mask would hide."""
+    """Compute causal attention document by document, so that no masked score is computed."""
     samples = []
-    for begins_S, *sample in zip(
+    for is_start_S, *sample in zip(
         _is_document_start(document_starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True
     ):
-        borders = [*begins_S.nonzero().flatten().tolist(), len(q)]
-        lengths = [stop - start for start, stop in pairwise(borders)]
+        bounds = [*is_start_S.nonzero().flatten().tolist(), len(q)]
+        lengths = [stop - start for start, stop in pairwise(bounds)]
         queries, keys, values = (x.split(lengths) for x in sample)
         documents = zip(queries, keys, values, strict=True)
         samples.append(torch.cat([_attend(*document, None, kernel) for document in documents]))
@@ -247,7 +249,7 @@ def _attend_per_document(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A] or None) -> [S, B, A, D]."""
+    """Attention with a kernel or in blocks: q [S, B, A, D], k and v [S, B, G, D], sinks [A] or None -> [S, B, A, D]."""
 
     @staticmethod
     def forward(
@@ -262,7 +264,8 @@ class _BlockAttention(torch.autograd.Function):
         block = attention_block(q, k, v, block_mask=block_mask) if kernel is None else kernel.forward(q, k, v, "causal")
         out, lse = fold_in_sinks(*block, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.block_mask, ctx.kernel = block_mask, kernel
+        ctx.block_mask = block_mask
+        ctx.kernel = kernel
         return out
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Which keys a query sees: its own, and those before it in the same document and within the window."""
+"""Attention masks: causal, limited to the document and to a sliding window."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,23 +11,23 @@ from moefold.ops.block_attention import BlockedWindow
 
 @dataclass(frozen=True)
 class AttentionMaskSpec:
-    """What limits a query beside the order of the tokens. Positions are those of the whole sample.
+    """Limits of a query's context in addition to causality. Positions are those of the whole sample.
 
-    A query at position p sees the keys at f .. p, with f the greater of the start of its document and p - window + 1.
-    As documents are runs of tokens, the start of the query's is all there is to know: nothing travels with the keys.
+    A query at position p attends to the keys at f .. p, f = max(start of its document, p - window + 1). Documents are
+    contiguous, so the start of the query's document suffices, and no mask data is sent with the keys.
     """
 
     window: int = 0
-    """Keys that a query sees at most, its own included; 0: no limit."""
+    """Sliding window: most keys that a query attends to, its own included; 0: no limit."""
     document_starts: Tensor | None = None
     """Position at which the document of each token begins, int64 [S, B] for the whole sample; None: one document."""
 
     def needs_mask(self, seq_len: int) -> bool:
-        """Whether any query of a sample of this length may see less than all that is before it."""
+        """Return whether a query of a sample of this length may attend to less than its causal context."""
         return self.document_starts is not None or 0 < self.window < seq_len
 
     def local_mask(self, first: int, length: int, device: torch.device) -> "Literal['causal'] | Tensor | BlockedWindow":
-        """What the queries of a run of tokens see of the keys of that run, for `attention_block`.
+        """Return the mask between queries and keys of the same contiguous tokens, for `attention_block`.
 
         Args:
             first: position of the first token.
@@ -43,11 +43,11 @@ class AttentionMaskSpec:
         return self.mask(positions, positions)
 
     def in_window(self, distance: int) -> bool:
-        """Whether a query sees the key so many positions before it, documents aside."""
+        """Return whether a key this many positions before a query is in its window, regardless of documents."""
         return not self.window or distance < self.window
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which query sees which key.
+        """Return the boolean attention mask, True where a query attends to a key.
 
         Args:
             queries: positions of the queries, int64 [Sq], on the device of `document_starts`.
@@ -58,8 +58,8 @@ class AttentionMaskSpec:
         """
         first_SB = queries[:, None] if self.document_starts is None else self.document_starts[queries]
         if self.window:
-            reach = queries[:, None] - (self.window - 1)
-            first_SB = reach if self.document_starts is None else torch.maximum(first_SB, reach)
+            window_start_S1 = queries[:, None] - (self.window - 1)
+            first_SB = window_start_S1 if self.document_starts is None else torch.maximum(first_SB, window_start_S1)
         elif self.document_starts is None:
             first_SB = torch.zeros_like(first_SB)
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])

@@ -1,8 +1,7 @@
-"""The seam at which a pipeline schedule splits the backward pass: gradients of weights that can wait.
+"""Delayed weight gradients: interface through which a pipeline schedule splits the backward pass in two.
 
-A backward pass makes the gradient of a layer's input, which the stage before waits for, and those of its weights, which
-nobody waits for until the optimizer (arXiv:2401.10241). Where a module has a `wgrad_store`, its large products hand the
-second part over instead of computing it.
+The input gradient of a layer is needed by the previous stage at once, the weight gradients only by the optimizer
+(arXiv:2401.10241). Modules with a `wgrad_store` pass their weight-gradient GEMMs to it instead of computing them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +14,18 @@ Compute = Callable[[], Sequence[Tensor]]
 
 
 class WeightGradStoreProtocol(Protocol):
-    """Takes work that is to be done after the backward pass that gives it."""
+    """Store of weight-gradient computations to be run after the backward pass."""
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """Once it is time, call `compute` and send what it gives backward from `weights`, to their parameters.
+        """Store `compute`, to be called later; its gradients are then back-propagated from `weights` to the parameters.
 
         Args:
-            weights: what a module computed with, differentiable; the parameters themselves, or views and casts of them.
-            compute: gives the gradient of each.
+            weights: differentiable weights of the forward pass: the parameters, or views and casts of them.
+            compute: returns the gradient of each.
         """
         ...
 
 
 def should_delay(wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient of a weight is to be postponed: there will be a backward pass, and it passes by here."""
+    """Return whether a weight gradient should be delayed (there is a store, and input and weight require grad)."""
     return wgrad_store is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad

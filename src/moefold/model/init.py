@@ -1,4 +1,4 @@
-"""Initial weights that depend on (seed, name) alone: every mapping starts from the same model."""
+"""Weight initialisation from (seed, name) only: every parallel mapping starts from the same model."""
 
 import hashlib
 import math
@@ -17,36 +17,36 @@ OUTPUT_WEIGHTS = ("wo", "w_down")
 
 @torch.no_grad()
 def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Fill the local parts of all parameters, and all buffers with zeros; no communication.
+    """Initialise the local shards of all parameters, and zero all buffers; no communication.
 
-    Buffers of whole numbers keep their type, all others are float32, whatever the type of the weights.
+    Integer buffers keep their dtype, all others become float32, whatever the dtype of the weights.
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
-    biases zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name)
-    and drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    biases zero. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is
+    drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
             part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
-    for part_of_it in module.modules():
-        for leaf, buffer in list(part_of_it.named_buffers(recurse=False)):
+    for submodule in module.modules():
+        for leaf, buffer in list(submodule.named_buffers(recurse=False)):
             dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
-            setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=dtype, device=buffer.device))
+            setattr(submodule, leaf, torch.zeros(buffer.shape, dtype=dtype, device=buffer.device))
 
 
 def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
+    """Return (name, global shape, local slices, local values) of each logical tensor that is local in part."""
     values, starts = local_slice(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
     if not name.endswith(EXPERT_PARAMETERS):
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
-    whole = tuple(parameter.shape[1:])
-    return [(f"{name}.{first + i}", whole, index[1:], values[i]) for i in range(values.shape[0])]
+    expert_shape = tuple(parameter.shape[1:])
+    return [(f"{name}.{first + i}", expert_shape, index[1:], values[i]) for i in range(values.shape[0])]
 
 
 def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The values that this rank holds of a plain tensor or DTensor, and where they start in the logical tensor."""
+    """Return the local values of a plain tensor or DTensor, and their offsets in the logical tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     values = parameter.to_local()
@@ -58,7 +58,7 @@ def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
-    """The whole logical tensor of a name: the same on every rank, and under every mapping."""
+    """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
         return torch.ones(shape)
@@ -70,6 +70,6 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
 
 
 def seed_for(seed: int, name: str) -> int:
-    """63 bits for the generator of something that has a name in the whole model."""
+    """Return a 63-bit generator seed for a named object of the whole model."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,8 +1,8 @@
-"""Attention that remembers earlier tokens, for a layer that decodes token by token.
+"""KV cache: attention for decoding token by token.
 
-`CachedAttention` stands at the seam `core`, so the layer around it is the one that trains: it keeps the keys and values
-that the core is given, the heads of this rank. `LatentCache` stands at the seam `kept` of latent attention: it keeps
-what the heads would be made of. Keys come rotated.
+`CachedAttention` replaces a layer's `core_attention` and caches keys and values, of this rank's heads. `LatentCache`
+is the `latent_cache` of latent attention and caches the latents from which heads are computed. Keys are cached after
+RoPE.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from moefold.ops.block_attention import attention_block, fold_in_sinks
 
 @dataclass
 class DecodePositions:
-    """Where the tokens of the present forward pass stand; one object for all layers, changed between passes."""
+    """Positions of the tokens of the current forward pass; shared by all layers, updated between passes."""
 
     positions_SB: Tensor
     """Position of each token in its sample, int64 [S, B]; ascending in S, and the same in all rows at the start."""
     num_keys: int
     """One more than the largest position."""
     is_start: bool
-    """These are the first tokens of their samples: they see nothing but each other."""
+    """True if these are the first tokens of their samples (prefill)."""
 
 
 class CachedAttention:
-    """softmax(q k^T / sqrt(D)) v over the tokens of this pass and all earlier ones of the same sample.
+    """Attention over the tokens of this pass and all cached ones of the same sample.
 
-    A token sees the keys at positions up to its own. Positions that a shorter sample has not reached yet hold zeros,
-    or what padding left there, and no token sees them before it overwrites them.
+    A token attends to keys at positions up to its own. Positions that a shorter sample has not reached yet hold zeros
+    or padding; they are masked until they are overwritten.
 
     Args:
         decode_positions: of the pass; shared with the other layers.
-        capacity: positions that a sample can have.
-        window: keys that a query sees at most, its own included; 0: no limit.
+        capacity: maximum positions of a sample.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
     """
 
     def __init__(self, decode_positions: DecodePositions, capacity: int, window: int = 0) -> None:
@@ -48,38 +48,39 @@ class CachedAttention:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the keys and values; 0 before the first pass."""
-        return sum(kept.nbytes for kept in self._key_value or ())
+        """Bytes of the cached keys and values; 0 before the first pass."""
+        return sum(cache.nbytes for cache in self._key_value or ())
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Keep the new keys and values, then attend; local.
+        """Cache the new keys and values, then attend; local.
 
         Args:
             q: queries, [S, B, A, D].
             k: keys of the same tokens, [S, B, G, D].
             v: values, [S, B, G, D].
-            document_starts: None: a text that is continued is one document.
+            document_starts: None: a continued text is one document.
             sinks: see `CoreAttention`, [A].
 
         Returns:
             [S, B, A, D].
         """
-        assert document_starts is None, "a text that is continued is one document"
+        assert document_starts is None, "a continued text is one document"
         if self._key_value is None:
             self._key_value = self._zeros(k), self._zeros(v)
         samples_B = torch.arange(k.shape[1], device=k.device)
-        for kept_BGLD, new_SBGD in zip(self._key_value, (k, v), strict=True):
-            kept_BGLD[samples_B, :, self._decode_positions.positions_SB] = new_SBGD
+        for cache_BGLD, new_SBGD in zip(self._key_value, (k, v), strict=True):
+            cache_BGLD[samples_B, :, self._decode_positions.positions_SB] = new_SBGD
         if self._decode_positions.is_start:
             return self._prefill_attention(q, k, v, None, sinks)
-        keys, values = (kept_BGLD[:, :, : self._decode_positions.num_keys] for kept_BGLD in self._key_value)
-        seen_BSL = decode_mask(self._decode_positions, self._window)
+        keys, values = (cache_BGLD[:, :, : self._decode_positions.num_keys] for cache_BGLD in self._key_value)
+        mask_BSL = decode_mask(self._decode_positions, self._window)
         if sinks is not None:
-            block = attention_block(q, keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), block_mask=seen_BSL)
+            block = attention_block(q, keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), block_mask=mask_BSL)
             return fold_in_sinks(*block, sinks)[0]
-        mask, is_grouped = seen_BSL.unsqueeze(1), q.shape[2] != k.shape[2]
+        mask = mask_BSL.unsqueeze(1)
+        is_grouped = q.shape[2] != k.shape[2]
         out = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=mask, enable_gqa=is_grouped)
         return out.permute(2, 0, 1, 3)
 
@@ -89,12 +90,12 @@ class CachedAttention:
 
 
 class LatentCache:
-    """The latents and rotated keys of all tokens, one vector for each, whole on every tensor-parallel rank.
+    """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
 
     Args:
         decode_positions: of the pass; shared with the other layers.
-        capacity: positions that a sample can have.
-        window: keys that a query sees at most, its own included; 0: no limit.
+        capacity: maximum positions of a sample.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
     """
 
     def __init__(self, decode_positions: DecodePositions, capacity: int, window: int = 0) -> None:
@@ -105,11 +106,11 @@ class LatentCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the latents and keys; 0 before the first pass."""
+        """Bytes of the cached latents and keys; 0 before the first pass."""
         return 0 if self._latents_BLR is None else self._latents_BLR.nbytes
 
     def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Keep those of this pass; see `LatentCacheProtocol`."""
+        """Cache the vectors of this pass; see `LatentCacheProtocol`."""
         _, batch_size, size = new_SBR.shape
         if self._latents_BLR is None:
             self._latents_BLR = new_SBR.new_zeros(batch_size, self._capacity, size)
@@ -123,8 +124,8 @@ class LatentCache:
 
 
 def decode_mask(decode_positions: DecodePositions, window: int) -> Tensor:
-    """Which kept key each query sees, bool [B, S, keys]."""
-    own_BS1 = decode_positions.positions_SB.t().unsqueeze(-1)
-    places = torch.arange(decode_positions.num_keys, device=own_BS1.device)
-    seen_BSL = places <= own_BS1
-    return seen_BSL & (places > own_BS1 - window) if window else seen_BSL
+    """Return the mask of cached keys that each query attends to, bool [B, S, keys]."""
+    query_positions_BS1 = decode_positions.positions_SB.t().unsqueeze(-1)
+    key_positions = torch.arange(decode_positions.num_keys, device=query_positions_BS1.device)
+    mask_BSL = key_positions <= query_positions_BS1
+    return mask_BSL & (key_positions > query_positions_BS1 - window) if window else mask_BSL

@@ -1,4 +1,4 @@
-"""The dense linear layer, through the fastest product that the device has."""
+"""Linear layer with the fastest GEMM of the device."""
 
 from typing import Any, Protocol
 
@@ -12,26 +12,26 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class LinearBackend(Protocol):
-    """The three products of a layer, where they are not those of its tensors' type; no autograd."""
+    """The three GEMMs of a linear layer, for other number formats than the tensors' dtype; no autograd."""
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """X @ w.T, [M, N]."""
+        """Compute x @ w.T, [M, N]."""
         ...
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
-        """Grad @ w, [M, K]."""
+        """Compute grad @ w, [M, K]."""
         ...
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """Grad.T @ x, [N, K]."""
+        """Compute grad.T @ x, [N, K]."""
         ...
 
 
 class UnquantizedLinear:
-    """In the type of the tensors.
+    """Linear GEMMs in the dtype of the tensors.
 
     Args:
-        gemm: who multiplies.
+        gemm: GEMM backend.
     """
 
     def __init__(self, gemm: Gemm) -> None:
@@ -60,14 +60,14 @@ def linear(
     wgrad_store: WeightGradStoreProtocol | None = None,
     linear_backend: LinearBackend | None = None,
 ) -> Tensor:
-    """X @ weight.T + bias, as torch.nn.functional.linear.
+    """Compute x @ weight.T + bias, as torch.nn.functional.linear.
 
     Args:
         x: [..., K].
         weight: [N, K].
         bias: [N].
-        wgrad_store: takes the gradient of the weight; None: it is computed with that of x.
-        linear_backend: of few bits, or by others than the libraries; None: theirs, in the type of x.
+        wgrad_store: receives the delayed weight gradient; None: it is computed with that of x.
+        linear_backend: low-precision or other GEMMs; None: torch's, in the dtype of x.
 
     Returns:
         [..., N].
@@ -94,16 +94,17 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_MN = grad.flatten(0, -2)
+        x_MK = x.flatten(0, -2)
         if isinstance(ctx.linear_backend, UnquantizedLinear):
-            # Once for both products.
+            # Upcast once for both GEMMs.
             grad_MN = ctx.linear_backend.gemm.upcast(grad_MN)
         grad_x = ctx.linear_backend.input_gradient(grad_MN, weight).view_as(x)
         return grad_x, ctx.linear_backend.weight_gradient(grad_MN, x_MK), None
 
 
 class _DelayedWgradLinear(torch.autograd.Function):
-    """As `_Linear`; `tracked_weights` has the differentiable weight, where autograd does not see it."""
+    """Linear layer with a delayed weight gradient; autograd does not see the differentiable `tracked_weights`."""
 
     @staticmethod
     def forward(
@@ -122,7 +123,7 @@ class _DelayedWgradLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        held, later, products = ctx.args
+        tracked_weights, wgrad_store, linear_backend = ctx.args
         grad_MN = grad.flatten(0, -2)
-        later.put(held, lambda: (products.weight_gradient(grad_MN, x.flatten(0, -2)),))
-        return products.input_gradient(grad_MN, weight).view_as(x), None, None, None, None
+        wgrad_store.put(tracked_weights, lambda: (linear_backend.weight_gradient(grad_MN, x.flatten(0, -2)),))
+        return linear_backend.input_gradient(grad_MN, weight).view_as(x), None, None, None, None

@@ -1,4 +1,4 @@
-"""How the maths reads a parameter: always as a local tensor, whatever shards it."""
+"""Local tensors of parameters, plain or DTensor, for the model's computations."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch.distributed.tensor import DTensor
 
 
 def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The part of a parameter that this rank computes with, in the compute type.
+    """Return the local shard of a parameter in the compute dtype.
 
-    A parameter that tensor-parallel ranks hold whole gets a *part* of its gradient on each of them, because each sees
-    other tokens or heads; `parallel.gradients.sum_replicated_gradients` adds the parts once a step. A sharded one
-    gets its own.
+    The gradient of a parameter that is replicated over tp is *partial* on each tp rank, because each computes other
+    tokens or heads; `parallel.gradients.sum_replicated_gradients` sums the parts once a step. A sharded parameter gets
+    the gradient of its shard.
 
     Args:
         parameter: a plain tensor, or a DTensor.
-        dtype: compute type; None keeps the parameter's.
+        dtype: compute dtype; None: that of the parameter.
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
@@ -24,14 +24,14 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds, to be read or changed in place without autograd."""
+    """Return the local values, to be read or changed in place without autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the memory of a parameter, or of a copy that `local_param` made of one."""
+    """Return whether a tensor shares the storage of a parameter, or of a cast that `local_param` made."""
     return hasattr(tensor.untyped_storage(), _MARK)
 
 
 _MARK = "_moefold_is_weight"
-"""Attribute of a storage: torch keeps it as long as the memory lives, whichever tensor asks for it."""
+"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""

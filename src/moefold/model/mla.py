@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one narrow vector (arXiv:2405.04434 sec. 2.1)."""
+"""Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values are projected up from one latent."""
 
 from typing import Protocol
 
@@ -18,44 +18,46 @@ from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.rope import Rope
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever `norm_eps` is: DeepSeek's code and transformers have it so."""
+"""Epsilon of the norms of latents, independent of `norm_eps`, as in DeepSeek's code and transformers."""
 
 
 class LatentCacheProtocol(Protocol):
-    """What decoding remembers of earlier tokens; see `LatentCache`."""
+    """KV cache of latent attention; see `LatentCache`."""
 
     def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Remember the latents and rotated keys of this pass; returns those of all tokens and which of them are seen.
+        """Cache the latents and rotated keys of this pass; returns those of all tokens and the attention mask.
 
         Args:
             new_SBR: [S, B, latent + rotated].
 
         Returns:
-            (kept [B, tokens, latent + rotated], seen [B, S, tokens], bool); None where the tokens of this pass see
-            nothing but each other.
+            (cached [B, tokens, latent + rotated], mask [B, S, tokens], bool, True where attended); None where the
+            tokens of this pass attend only to each other (prefill).
         """
         ...
 
 
 class LatentAttention(nn.Module):
-    """Latents of queries and of keys and values, their heads, rotation of a part, and the attention core.
+    """Multi-head latent attention: down and up projections, partial RoPE, and core attention.
 
-    The latents are narrow: each rank makes those of its own tokens, with weights that tensor-parallel ranks hold
-    whole, and the latents, not the hidden states, are gathered over tp. Heads are made behind that, from the local
-    rows of `wq_up` (or `wq`) and `wkv_up`.
+    The latents are low-dimensional: each rank computes those of its own tokens, with weights replicated over tp, and
+    the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of `wq_up`
+    (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism), `wgrad_store` (a backward pass in
-    two parts) and `up_proj_checkpoint` (where heads are made again from the latents instead of being kept). A decoder sets `latent_cache`,
-    and then attention to earlier tokens reads their latents: no heads are made of them (arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
+    `wgrad_store` (backward pass split in two) and `up_proj_checkpoint` (recompute heads from the latents instead of
+    saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
+    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
-        window: keys that a query of this layer sees at most, its own included; 0: no limit.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
-        heads, hidden = cfg.num_attention_heads, cfg.hidden_size
+        heads = cfg.num_attention_heads
+        hidden = cfg.hidden_size
         self.qk_rope_head_dim = cfg.qk_rope_head_dim
         self.qk_nope_head_dim = cfg.qk_nope_head_dim
         self.v_head_dim = cfg.v_head_dim
@@ -76,12 +78,12 @@ class LatentAttention(nn.Module):
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
-        # The core wants one width for all heads, and divides the scores by the root of that of the queries.
+        # Core attention needs one head dim for q, k and v, and scales scores by its inverse square root.
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Attend over the whole sequence.
+        """Compute latent attention over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
@@ -94,18 +96,18 @@ class LatentAttention(nn.Module):
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        kept = None
+        cached = None
         if self.latent_cache is not None:
-            turned_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
-            kept = self.latent_cache.add(torch.cat((latent, turned_key), -1))
-        if kept is None:
+            rotated_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
+            cached = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
+        if cached is None:
             attended = self._expanded_attention(
                 (source, latent, shared_key), local_param(weight, x.dtype), rope, document_starts
             )
         else:
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-            plain, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-            attended = self._absorbed_attention(plain, rope(rotated), *kept)
+            nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+            attended = self._absorbed_attention(nope, rope(rotated), *cached)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.linear_backend
@@ -118,33 +120,33 @@ class LatentAttention(nn.Module):
         rope: Rope,
         document_starts: Tensor | None,
     ) -> Tensor:
-        """Make heads of the gathered latents, for the core; [S, B, A, v]."""
-        # What is made again has weights of its own there: nothing of theirs can be sent on later.
-        later = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
+        """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
+        # A recomputation has its own graph, whose weight gradients cannot be delayed.
+        wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
 
-        def heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(source, weights[0], wgrad_store=later, linear_backend=self.linear_backend).unflatten(
+        def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            query = linear(source, weights[0], wgrad_store=wgrad_store, linear_backend=self.linear_backend).unflatten(
                 -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
             )
-            key_value = linear(latent, weights[1], wgrad_store=later, linear_backend=self.linear_backend).unflatten(
-                -1, (-1, self.qk_nope_head_dim + self.v_head_dim)
-            )
+            key_value = linear(
+                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.linear_backend
+            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             return self._expand_heads(query, key_value, shared_key, rope)
 
         weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
-        with self.up_proj_checkpoint(heads, *latents, *weights) as (query, key, value):
+        with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
             attended = self.core_attention(query, key, value, document_starts)
         return attended[..., : self.v_head_dim]
 
     def _expand_heads(
         self, query: Tensor, key_value: Tensor, shared_key: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values for the core, each [S/cp, B, heads of this rank, width]."""
-        plain_query, rotated_query = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-        plain_key, value = key_value.split((self.qk_nope_head_dim, self.v_head_dim), -1)
-        rotated_key = rope(shared_key.unsqueeze(-2)).expand(*plain_key.shape[:-1], -1)
-        query = torch.cat((plain_query, rope(rotated_query)), -1)
-        key = torch.cat((plain_key, rotated_key), -1)
+        """Compute queries, keys and values for core attention, each [S/cp, B, heads of this rank, head dim]."""
+        query_nope, query_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        key_nope, value = key_value.split((self.qk_nope_head_dim, self.v_head_dim), -1)
+        rotated_key = rope(shared_key.unsqueeze(-2)).expand(*key_nope.shape[:-1], -1)
+        query = torch.cat((query_nope, rope(query_rope)), -1)
+        key = torch.cat((key_nope, rotated_key), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
         return self._pad_head_dim(query), self._pad_head_dim(key), self._pad_head_dim(value)
@@ -152,35 +154,36 @@ class LatentAttention(nn.Module):
     def _absorbed_attention(
         self, query_nope_SBAD: Tensor, query_rope_SBAD: Tensor, cache_BLR: Tensor, mask_BSL: Tensor
     ) -> Tensor:
-        """Bring the queries into the space of the latents, attend there, and make values of what was seen; local.
+        """Attend in the space of the latents, with the up projections absorbed into queries and outputs; local.
 
-        (W_k c)^T q = c^T (W_k^T q), so that all heads read the same keys: for each query A rows of one attention.
+        (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys: each query becomes A rows of one attention.
 
         Args:
-            query_nope_SBAD: queries of the unrotated part, [S, B, A, nope].
-            query_rope_SBAD: those of the rotated part, [S, B, A, rope].
+            query_nope_SBAD: queries of the dims without RoPE, [S, B, A, nope].
+            query_rope_SBAD: queries of the dims with RoPE, [S, B, A, rope].
             cache_BLR: latents and rotated keys, [B, tokens, R + rope].
-            mask_BSL: which of them a query sees.
+            mask_BSL: tokens that a query attends to.
 
         Returns:
             [S, B, A, v].
         """
-        num_heads, rank = query_nope_SBAD.shape[2], self.wkv_up.shape[1]
+        num_heads = query_nope_SBAD.shape[2]
+        rank = self.wkv_up.shape[1]
         up_AOR = local_param(self.wkv_up, query_nope_SBAD.dtype).unflatten(0, (num_heads, -1))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
         query = torch.cat(
             (torch.einsum("sbap,apr->bsar", query_nope_SBAD, key_up), query_rope_SBAD.transpose(0, 1)), -1
         )
-        # The values are the latents, the first columns of the keys: the others are cut off behind the product.
-        seen = mask_BSL.repeat_interleave(num_heads, 1).unsqueeze(1)
+        # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
+        mask = mask_BSL.repeat_interleave(num_heads, 1).unsqueeze(1)
         keys = cache_BLR.unsqueeze(1)
         out = F.scaled_dot_product_attention(
-            query.flatten(1, 2).unsqueeze(1), keys, keys, attn_mask=seen, scale=self._scale
+            query.flatten(1, 2).unsqueeze(1), keys, keys, attn_mask=mask, scale=self._scale
         )
         return torch.einsum("bsar,avr->sbav", out[:, 0, :, :rank].unflatten(1, (-1, num_heads)), value_up)
 
     def _all_gather_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries come from, the latent of keys and values, and the key that all heads share, each [S/cp, B, ...].
+        """Compute the input of the query heads, the KV latent, and the key shared by all heads, each [S/cp, B, ...].
 
         One all-gather over tp.
         """
@@ -195,6 +198,6 @@ class LatentAttention(nn.Module):
         return linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.linear_backend)
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
-        """Zeros add nothing to a score, and what they add to a value is cut off again."""
+        """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""
         missing = self._padded_head_dim - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x

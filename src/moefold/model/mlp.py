@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: SwiGLU (arXiv:2002.05202)."""
+"""Dense gated feed-forward network: SwiGLU (arXiv:2002.05202)."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from moefold.ops.swiglu import SwiGLUKernel, swiglu
 
 
 class SwiGLU(nn.Module):
-    """w_down(silu(w_gate x) * (w_up x)); the dense layer, and the shared expert of an MoE layer."""
+    """Feed-forward w_down(silu(w_gate x) * (w_up x)); the dense layer, and the shared expert of an MoE layer."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class SwiGLU(nn.Module):
         self.swiglu_kernel: SwiGLUKernel | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
+        """Compute the feed-forward, [S/(cp*tp), B, H] -> same; communicates through `sequence_parallel`."""
         columns = [(local_param(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
         gate, up = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.linear_backend)
         hidden = swiglu(gate, up, self.swiglu_kernel)

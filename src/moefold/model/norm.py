@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv:1910.07467)."""
+"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467)."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from moefold.ops.norm import NormKernel, cpu_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Scale the last dim to unit root mean square, then by a learned weight [size]; `parallelize` sets `kernel`."""
+    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernel`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -24,22 +24,22 @@ class RMSNorm(nn.Module):
         return self.normalize(x, self.local_weight(x))[0]
 
     def normalize(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        """The same as a function of its tensors alone."""
+        """Normalise as a function of tensors only, for recomputation."""
         if x.device.type == "cpu":
             return (cpu_rms_norm(x, weight, self.eps, self.kernel),)
-        # Torch may use x several times: behind a view the parts of its gradient are added up before they leave here, so
-        # that they are the same bits whether or not this runs by itself.
+        # F.rms_norm may use x several times. The view makes autograd sum these gradients here, so that the result is
+        # bitwise the same with and without recomputation.
         return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)
 
     def local_weight(self, x: Tensor) -> Tensor:
-        """The weight in the type of x."""
+        """Return the local weight in the dtype of x."""
         return local_param(self.weight, x.dtype)
 
 
 class FullWidthQKNorm(nn.Module):
-    """RMSNorm over all heads of a token together, weight [heads * D] (OLMoE, arXiv:2409.02060 sec. 4.2.5).
+    """QK norm: RMSNorm over all heads of a token together, weight [heads * D] (OLMoE, arXiv:2409.02060 sec. 4.2.5).
 
-    `parallelize` replaces `sum_of_squares` where tensor parallelism spreads the heads over ranks.
+    `parallelize` replaces `sum_of_squares` where tensor parallelism shards the heads.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -54,11 +54,11 @@ class FullWidthQKNorm(nn.Module):
 
         Args:
             x: queries or keys.
-            weight_slice: those of the local weight that belong to these heads.
+            weight_slice: rows of the local weight that belong to these heads.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        total = self.sum_of_squares(wide.square().sum((-2, -1), keepdim=True))
-        normed = (wide * torch.rsqrt(total / self.size + self.eps)).to(x.dtype)
+        x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.sum_of_squares(x_fp32.square().sum((-2, -1), keepdim=True))
+        normed = (x_fp32 * torch.rsqrt(total / self.size + self.eps)).to(x.dtype)
         return normed * local_param(self.weight, x.dtype)[weight_slice].view(x.shape[-2:])
 
 

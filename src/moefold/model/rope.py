@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), partial and scaled, with pairs of halves or of neighbours."""
+"""Rotary position embedding (RoPE, arXiv:2104.09864), partial and scaled, half-split or interleaved."""
 
 import math
 
@@ -10,13 +10,13 @@ from moefold.ops.rope import Rope, RopeKernel
 
 
 def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: RopeKernel | None = None) -> Rope:
-    """The rotation of tokens at the given positions.
+    """Build the RoPE of tokens at the given positions.
 
     Args:
         cfg: sizes, base and scaling.
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
-        dtype: type of the result; angles are computed in float64.
-        kernel: turns in one pass; None: plain operations.
+        dtype: dtype of the result; angles are computed in float64.
+        kernel: fused RoPE kernel; None: PyTorch operations.
     """
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies(cfg).to(positions.device)
@@ -26,18 +26,18 @@ def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: 
 
 
 def frequencies(cfg: ModelConfig) -> Tensor:
-    """Angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
+    """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
     rotated = cfg.rotary_dim
-    plain = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    unscaled = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if cfg.rope_scaling == "none":
-        return plain
+        return unscaled
     if cfg.rope_scaling == "linear":
-        return plain / cfg.rope_scaling_factor
-    return _yarn(cfg, plain) if cfg.rope_scaling == "yarn" else _llama3(cfg, plain)
+        return unscaled / cfg.rope_scaling_factor
+    return _yarn(cfg, unscaled) if cfg.rope_scaling == "yarn" else _llama3(cfg, unscaled)
 
 
 def attention_factor(cfg: ModelConfig) -> float:
-    """Factor of the rotated parts of queries and keys: the temperature of YaRN (arXiv:2309.00071 sec. 3.4)."""
+    """Return the factor of the rotated parts of queries and keys: YaRN's temperature (arXiv:2309.00071 sec. 3.4)."""
     if cfg.rope_scaling != "yarn":
         return 1.0
     if cfg.rope_attention_factor:
@@ -48,7 +48,7 @@ def attention_factor(cfg: ModelConfig) -> float:
 
 
 def softmax_factor(cfg: ModelConfig) -> float:
-    """Factor of the scores of latent attention beside 1/sqrt(D): the temperature on all dims, squared (DeepSeek-V2)."""
+    """Return the factor of MLA's scores in addition to 1/sqrt(D): YaRN's temperature squared (DeepSeek-V2)."""
     if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
         return 1.0
     return _temperature(cfg, cfg.rope_mscale_all_dim) ** 2
@@ -59,25 +59,26 @@ def _temperature(cfg: ModelConfig, weight: float) -> float:
 
 
 def _yarn(cfg: ModelConfig, plain: Tensor) -> Tensor:
-    """Stretch the pairs that turn seldom, keep those that turn often, blend between (arXiv:2309.00071 sec. 3.2)."""
+    """Scale frequencies by YaRN: interpolate low ones, keep high ones, blend between (arXiv:2309.00071 sec. 3.2)."""
     pairs = len(plain)
 
-    def pair_that_turns(times: float) -> float:
-        """The pair, a fraction included, that turns so many times in the original context."""
+    def pair_with_rotations(times: float) -> float:
+        """Return the (fractional) index of the pair that rotates `times` times in the original context."""
         return pairs * math.log(cfg.rope_original_seq_len / (2 * math.pi * times)) / math.log(cfg.rope_theta)
 
-    first, last = pair_that_turns(cfg.rope_beta_fast), pair_that_turns(cfg.rope_beta_slow)
+    first = pair_with_rotations(cfg.rope_beta_fast)
+    last = pair_with_rotations(cfg.rope_beta_slow)
     if cfg.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
-    # The smallest width is that of transformers: a blend within one pair.
-    stretched = ((torch.arange(pairs, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
-    return plain * (1 - stretched + stretched / cfg.rope_scaling_factor)
+    # 0.001 as in transformers: the blend falls within one pair.
+    interpolation = ((torch.arange(pairs, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return plain * (1 - interpolation + interpolation / cfg.rope_scaling_factor)
 
 
 def _llama3(cfg: ModelConfig, plain: Tensor) -> Tensor:
-    """Stretch long waves, keep short ones, blend between (Llama 3.1, arXiv:2407.21783)."""
-    turns = cfg.rope_original_seq_len * plain / (2 * math.pi)
+    """Scale frequencies as Llama 3.1: interpolate low ones, keep high ones, blend between (arXiv:2407.21783)."""
+    rotations = cfg.rope_original_seq_len * plain / (2 * math.pi)
     span = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    kept = ((turns - cfg.rope_low_freq_factor) / span).clamp(0.0, 1.0)
-    return plain * (kept + (1 - kept) / cfg.rope_scaling_factor)
+    extrapolation = ((rotations - cfg.rope_low_freq_factor) / span).clamp(0.0, 1.0)
+    return plain * (extrapolation + (1 - extrapolation) / cfg.rope_scaling_factor)

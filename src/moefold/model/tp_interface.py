@@ -1,7 +1,7 @@
-"""Two of the seams at which `parallelize` enters the maths, and what stands there on one rank.
+"""Interfaces of tensor parallelism, and their implementations for one rank.
 
-A module sees tokens through `SequenceParallel` and the vocabulary through `VocabParallel`; the twins that communicate are in
-`parallel/`.
+A module handles sequence shards through `SequenceParallel` and vocabulary shards through `VocabParallel`; the
+communicating implementations are in `moefold.parallel`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,15 +18,15 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class SequenceParallel(ABC):
-    """How the tokens of a context shard are spread over tensor-parallel ranks between the sub-layers."""
+    """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers."""
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
-        """[S/(cp*tp), B, ...] of every tp rank -> [S/cp, B, ...]."""
+        """Gather tokens: [S/(cp*tp), B, ...] of every tp rank -> [S/cp, B, ...]."""
 
     @abstractmethod
     def scatter(self, x: Tensor) -> Tensor:
-        """Partial sums [S/cp, B, ...] of every tp rank -> my part of the sum, [S/(cp*tp), B, ...]."""
+        """Reduce-scatter partial sums [S/cp, B, ...] of every tp rank -> this rank's [S/(cp*tp), B, ...]."""
 
     def all_gather_linear(
         self,
@@ -35,7 +35,7 @@ class SequenceParallel(ABC):
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
     ) -> list[Tensor]:
-        """`gather`, and some linear layers of what it gives.
+        """Apply linear layers to the gathered tokens.
 
         Args:
             x: [S/(cp*tp), B, K].
@@ -56,19 +56,19 @@ class SequenceParallel(ABC):
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
     ) -> Tensor:
-        """`scatter` of the product x [S/cp, B, K] @ weight.T, weight [N, K], a partial sum -> [S/(cp*tp), B, N]."""
+        """Compute x [S/cp, B, K] @ weight.T, weight [N, K], and reduce-scatter it over tp -> [S/(cp*tp), B, N]."""
         return self.scatter(linear(x, weight, None, wgrad_store, linear_backend))
 
 
 class VocabParallel(Protocol):
-    """How the rows of the embedding and of the output head are spread over tensor-parallel ranks."""
+    """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of `weight` [V/tp, H] for tokens [...]; zeros for tokens of other ranks -> [..., H]."""
+        """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H]; zeros for tokens of other ranks."""
         ...
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each token in nats, float32 or wider [...], from logits [..., V/tp] and labels [...]."""
+        """Compute the loss of each token in nats, float32 at least [...], from logits [..., V/tp] and labels [...]."""
         ...
 
     def chunked_cross_entropy(
@@ -81,34 +81,35 @@ class VocabParallel(Protocol):
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
     ) -> Tensor:
-        """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time.
+        """Compute the loss from hidden states [..., H] and head rows [V/tp, H], `chunk` tokens at a time.
 
-        `gemm` multiplies. Their logits are made again in the backward pass, unless it `saves_exponentials` the exponentials of all.
+        The backward pass recomputes the logits with `gemm`, unless `saves_exponentials`; see
+        `loss.chunked_cross_entropy`.
         """
         ...
 
 
 class NoSequenceParallel(SequenceParallel):
-    """One rank holds all tokens."""
+    """No sequence parallelism: one rank holds all tokens."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Nothing to gather."""
+        """Return x unchanged."""
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Nothing to sum."""
+        """Return x unchanged."""
         return x
 
 
 class NoVocabParallel:
-    """One rank holds all rows."""
+    """No vocabulary parallelism: one rank holds all rows."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Look the rows up."""
+        """Look up the rows of tokens."""
         return F.embedding(tokens, weight)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy over all rows."""
+        """Compute cross-entropy over all rows."""
         return cross_entropy(logits, labels)
 
     def chunked_cross_entropy(
@@ -121,5 +122,5 @@ class NoVocabParallel:
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
     ) -> Tensor:
-        """The same, some tokens at a time."""
+        """Compute cross-entropy over all rows, `chunk` tokens at a time."""
         return chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=saves_exponentials, gemm=gemm)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, or one pipeline stage of it."""
+"""Decoder-only transformer, or one pipeline stage of it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,17 +26,18 @@ from moefold.ops.rope import Rope, RopeKernel
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 CHUNK_LOGITS = 1 << 24
-"""Logits of a chunk of the loss that nobody sized: 64 MiB in float32."""
+"""Default size of a loss chunk, in logits: 64 MiB in float32."""
 MIN_CHUNK_TOKENS = 256
 CPU_CHUNK_TOKENS = 512
-"""Tokens of a chunk on a CPU where the logits of all are kept: no larger temporary is made (docs/log.md)."""
+"""Tokens of a loss chunk on a CPU where all logits are saved for backward: it bounds the temporaries (docs/log.md)."""
 
 
 class Block(nn.Module):
-    """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream.
+    """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `parallelize` replaces `norm_checkpoint`, where the results of the norms are not to be kept, and `yields_at_comm`, where somebody
-    works meanwhile: nothing may hook into the call of a layer then, or into that of its feed-forward part.
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward, and sets
+    `yields_at_comm`, where another micro-batch is computed concurrently: no hook may then be registered on the layer
+    or on its feed-forward part.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
@@ -52,15 +53,15 @@ class Block(nn.Module):
         self.yields_at_comm = False
 
     def forward(self, x: Tensor, rope: Rope, *more: Tensor | None) -> Tensor:
-        """All of `forward_resumable` at once."""
+        """Run `forward_resumable` to its end."""
         return run_to_end(self.forward_resumable(x, rope, *more))
 
     def forward_resumable(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
     ) -> Resumable[Tensor]:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H], with a pause wherever rows of an MoE layer travel, if it `yields_at_comm`.
+        """Compute the layer, [S/(cp*tp), B, H] -> same; with `yields_at_comm` it yields at each MoE all-to-all.
 
-        An MoE layer may want to know which samples these are.
+        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
         """
         with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
             x = x + self.attention(normed, rope, document_starts)
@@ -70,20 +71,22 @@ class Block(nn.Module):
             if not self.yields_at_comm:
                 return x + self.ffn(normed, sample_ids)
             moe = ResumableTask(self.ffn.forward_resumable(normed, sample_ids))
-            # Up to its first pause it reads the result of the norm, and another micro-batch may work at each.
+            # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
         return x + (yield from moe.remaining())
 
 
 class MTPBlock(Block):
-    """A layer that predicts one token further ahead than the one before it (arXiv:2412.19437 sec. 2.2).
+    """Multi-token prediction (MTP) layer: predicts one token further than its predecessor (arXiv:2412.19437 sec. 2.2).
 
-    It reads what its predecessor made of the tokens up to i, and the token after the one that that predicted.
+    Its input at position i: the predecessor's hidden state and the embedding of the token that the predecessor
+    predicts.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
-        hidden, eps = cfg.model.hidden_size, cfg.model.norm_eps
+        hidden = cfg.model.hidden_size
+        eps = cfg.model.norm_eps
         self.embedding_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
@@ -99,7 +102,11 @@ class MTPBlock(Block):
         document_starts: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
-        """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
+        """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
+
+        Returns:
+            Normalised hidden states, [S/(cp*tp), B, H].
+        """
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
         x = linear(
@@ -112,7 +119,7 @@ class MTPBlock(Block):
 
 
 class Embedding(nn.Module):
-    """Token vectors, weight [V, H]; also the output head where embeddings are tied."""
+    """Token embedding, weight [V, H]; also the output head where embeddings are tied."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,13 +129,13 @@ class Embedding(nn.Module):
         self.vocab_parallel: VocabParallel = NoVocabParallel()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [B, S/cp] -> [S/(cp*tp), B, H] in the compute type."""
+        """Embed tokens, int64 [B, S/cp] -> [S/(cp*tp), B, H] in the compute dtype."""
         vectors = self.vocab_parallel.embed(tokens.t(), local_param(self.weight))
         return self.sequence_parallel.scatter(vectors.to(self.dtype))
 
 
 class Head(nn.Module):
-    """The last norm and the output projection; its weight [V, H] is absent where embeddings are tied."""
+    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -140,46 +147,47 @@ class Head(nn.Module):
         self.gemm: Gemm = TORCH_GEMM
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """[S/(cp*tp), B, H] -> logits [S/cp, B, V/tp]."""
+        """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
         return self.logits(self.norm(x), tied_weight)
 
     def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """The same of hidden states that are behind a norm already."""
+        """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
         return linear(
             self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
         )
 
     def losses(self, x: Tensor, tied_weight: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
-        """Cross-entropies of labels, int64 [S/cp, B], float32 or wider [S/cp, B].
+        """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
 
         Args:
-            x: hidden states behind the norm, [S/(cp*tp), B, H].
-            tied_weight: the embedding, where it is the head.
+            x: normalised hidden states, [S/(cp*tp), B, H].
+            tied_weight: the embedding weight, if embeddings are tied.
             labels: next tokens.
-            chunk: tokens whose logits are in memory at a time; 0 or too many: all, and nothing is computed twice.
+            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
         """
-        is_whole = not 0 < chunk < labels.numel()
-        # A GPU is at its best with all tokens at once, and what is postponed is a product over all of them.
-        if is_whole and (x.device.type != "cpu" or self.wgrad_store is not None):
+        is_single_chunk = not 0 < chunk < labels.numel()
+        # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
+        if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
             return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
-        chunk = CPU_CHUNK_TOKENS if is_whole else chunk
-        x_all, rows = self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight)
+        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
+        x_all = self.sequence_parallel.gather(x)
+        weight_shard = self._weight_shard(x, tied_weight)
         return self.vocab_parallel.chunked_cross_entropy(
-            x_all, rows, labels, chunk, saves_exponentials=is_whole, gemm=self.gemm
+            x_all, weight_shard, labels, chunk, saves_exponentials=is_single_chunk, gemm=self.gemm
         )
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """My rows of the head in the type of x, [V/tp, H]."""
+        """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None
         return local_param(weight, x.dtype)
 
 
 class Transformer(nn.Module):
-    """Some consecutive layers of the model, with the embedding if they are the first and the head if the last.
+    """Consecutive layers of the model, with the embedding on the first pipeline stage and the head on the last.
 
-    Layers are named by their number in the whole model, so parameter names do not depend on the pipeline. Those of
-    multi-token prediction come behind all others, on the last stage.
+    Layers are named by their number in the whole model, so parameter names do not depend on the pipeline. The layers of
+    multi-token prediction (MTP) follow all others, on the last stage.
     """
 
     def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
@@ -187,26 +195,27 @@ class Transformer(nn.Module):
         model = cfg.model
         self.cfg = cfg
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first = is_first
+        self.is_last = is_last
         self._loss_chunk = loss_chunk(cfg)
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
         if is_last:
             self.head = Head(model)
-            further = range(model.num_layers, model.num_layers + model.mtp_layers)
-            self.layers.update({str(i): MTPBlock(cfg, i) for i in further})
+            mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
+            self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
         self.rope_kernel: RopeKernel | None = None
 
     def set_positions(self, positions: Tensor) -> None:
-        """Say which positions of their sample this rank's tokens have, int64 [S/cp] or [S/cp, B]; before `forward`."""
+        """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         self.rope = build_rope(self.cfg.model, positions, self.dtype, self.rope_kernel)
 
     def forward(self, x: Tensor, *targets: Tensor | None, **named: Tensor | None) -> Tensor:
-        """All of `forward_resumable` at once."""
+        """Run `forward_resumable` to its end."""
         return run_to_end(self.forward_resumable(x, *targets, **named))
 
     def forward_resumable(
@@ -219,32 +228,32 @@ class Transformer(nn.Module):
         mtp_weights: Tensor | None = None,
         document_starts: Tensor | None = None,
     ) -> Resumable[Tensor]:
-        """Run the layers of this stage, with their pauses if they have any.
+        """Run the layers of this stage; yields where its blocks yield.
 
         Args:
-            x: tokens, int64 [B, S/cp], on the first stage; else the hidden states of the stage before, [S/(cp*tp), B,
-            H].
+            x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
             labels: next tokens, int64 [B, S/cp]; used by the last stage.
             weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
-            sample_ids: place of each sample in the global batch, int64 [B]; what a layer knows
-            about a sample goes by it.
-            mtp_labels: the tokens behind the next, int64 [B, mtp_layers, S/cp], for multi-token prediction.
-            mtp_weights: share of each in the loss of its depth, [B, mtp_layers, S/cp]; 0 behind the sample's end.
-            document_starts: position at which the document of each token begins, int64 [B, S], of whole samples: attention stays
-            within a document, and its positions count from there. None: a sample is one document.
+            sample_ids: index of each sample in the global batch, int64 [B].
+            mtp_labels: targets of multi-token prediction, int64 [B, mtp_layers, S/cp].
+            mtp_weights: share of each MTP target in the loss of its depth, [B, mtp_layers, S/cp]; 0 after the sample's
+                end.
+            document_starts: position at which the document of each token begins, int64 [B, S], of whole samples:
+                attention stays within a document, and its positions count from there. None: a sample is one document.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
             losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
         """
-        turn, starts_SB = self._rope_for(document_starts), None if document_starts is None else document_starts.t()
+        rope = self._rope_for(document_starts)
+        starts_SB = None if document_starts is None else document_starts.t()
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():
             if not isinstance(block, MTPBlock):
-                x = yield from self._run_block(block, x, turn, sample_ids, starts_SB)
+                x = yield from self._run_block(block, x, rope, sample_ids, starts_SB)
         if not self.is_last:
-            # A stage without layers hands on what it gets, as a tensor of its own: the pipeline keeps both.
+            # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
             return x if self.is_first or len(self.layers) else x.view_as(x)
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
         if labels is None:
@@ -255,17 +264,15 @@ class Transformer(nn.Module):
             return loss
         if not self.training:
             return torch.cat((loss, torch.zeros_like(loss)))
-        assert mtp_labels is not None, "multi-token prediction needs the tokens behind the next"
-        further_loss = loss.new_zeros(1)
-        read = labels
+        assert mtp_labels is not None, "multi-token prediction needs mtp_labels"
+        mtp_loss = loss.new_zeros(1)
+        inputs = labels
         for i in range(self.cfg.model.mtp_layers):
             block = self.layers[str(self.cfg.model.num_layers + i)]
-            normed = yield from self._run_block(block, normed, turn, sample_ids, starts_SB, self.embedding(read))
-            read = mtp_labels[:, i]
-            further_loss = further_loss + self._loss(
-                normed, tied, read, None if mtp_weights is None else mtp_weights[:, i]
-            )
-        return torch.cat((loss, further_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+            normed = yield from self._run_block(block, normed, rope, sample_ids, starts_SB, self.embedding(inputs))
+            inputs = mtp_labels[:, i]
+            mtp_loss = mtp_loss + self._loss(normed, tied, inputs, None if mtp_weights is None else mtp_weights[:, i])
+        return torch.cat((loss, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
 
     def _run_block(self, block: nn.Module, *args: Any) -> Resumable[Tensor]:
         assert isinstance(block, Block)
@@ -275,47 +282,47 @@ class Transformer(nn.Module):
         return y
 
     def _loss(self, normed: Tensor, tied_weight: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Weighted sum of the cross-entropies of labels [B, S/cp], [1]."""
+        """Sum the weighted cross-entropies of labels [B, S/cp]; [1]."""
         losses = self.head.losses(normed, tied_weight, labels.t(), self._loss_chunk)
         if weights is not None:
             losses = losses * weights.t()
         return losses.flatten().sum(0, keepdim=True)
 
     def _rope_for(self, document_starts: Tensor | None) -> Rope:
-        assert self.positions is not None, "place() comes before forward()"
+        assert self.positions is not None, "set_positions() must be called before forward()"
         if document_starts is None:
             assert self.rope is not None
             return self.rope
-        # RoPE is relative: to restart its positions changes no score, but lets a document be computed with the very
-        # numbers that it would have alone, in narrow types too.
+        # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
+        # its place in the sample bit by bit, in low precision too.
         positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
         return build_rope(self.cfg.model, positions_SB, self.dtype, self.rope_kernel)
 
     def enable_comm_yields(self) -> None:
-        """From now on `forward_resumable` pauses wherever rows travel."""
+        """Make `forward_resumable` yield at each MoE all-to-all from now on."""
         for block in self.layers.values():
             assert isinstance(block, Block)
             block.yields_at_comm = True
 
     def moe_layers(self) -> dict[int, MoELayer]:
-        """The MoE layers of this stage by their number in the whole model."""
+        """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
 
 def num_loss_terms(model: ModelConfig) -> int:
-    """Terms of the loss that the last stage returns: that of the next token, and that of the further ones if any."""
+    """Return the number of loss terms of the last stage: next token, and multi-token prediction (MTP) if any."""
     return 2 if model.mtp_layers else 1
 
 
 def loss_chunk(cfg: Config) -> int:
-    """Tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+    """Return the tokens whose logits are in memory at a time; 0: all of a micro-batch."""
     if cfg.train.loss_chunk >= 0:
         return cfg.train.loss_chunk
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS * cfg.parallel.tp // cfg.model.vocab_size)
 
 
 def build_model(cfg: Config) -> Transformer:
-    """The whole model on one rank, on the current default device; weights are not initialised."""
+    """Build the whole model on one rank, on the current default device; weights are not initialised."""
     return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
 
 

@@ -1,4 +1,4 @@
-"""Which of several ways to compute the same thing is fastest here: measured once for each shape, then remembered."""
+"""Autotuning: measure equivalent implementations once for each shape, and cache the fastest."""
 
 from collections.abc import Callable, Hashable, Mapping
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 Candidates = Mapping[str, Callable[[], Tensor]]
 NUM_WARMUP_RUNS = 2
-"""Runs before the measured ones: the first compiles."""
+"""Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
 
 
 class Autotuner:
-    """Remembers the fastest way by key.
+    """Cache of the fastest implementation by key.
 
     Args:
-        is_enabled: whether to measure on CUDA; else the first way is taken, always the same one, as runs whose repeats
-            are to be bit-equal need it: which of two ways is faster may come out differently.
+        is_enabled: True: measure on CUDA; False: always take the first candidate, for bitwise reproducible runs, as the
+            fastest candidate may differ between runs.
     """
 
     def __init__(self, *, is_enabled: bool) -> None:
@@ -25,15 +25,15 @@ class Autotuner:
 
     @property
     def best_by_key(self) -> Mapping[Hashable, str]:
-        """What was chosen so far."""
+        """Choices so far."""
         return self._best_by_key
 
     def run(self, key: Hashable, candidates: Candidates, device: torch.device) -> Tensor:
-        """The result of the best way; waits for the device the first time that a key is seen.
+        """Return the result of the fastest candidate; synchronises with the device on the first use of a key.
 
         Args:
-            key: what the time depends on, such as the shape.
-            candidates: by name, at least one; the first is the guess.
+            key: parameters that determine the time, such as the shape.
+            candidates: by name, at least one; the first is the default.
             device: where they run.
         """
         if len(candidates) == 1 or not self._is_enabled or device.type != "cuda":

@@ -1,24 +1,20 @@
-"""Attention of some queries over some keys with its log-sum-exp: the piece from which a ring builds the whole.
+"""Blockwise attention with log-sum-exp, from which ring attention is built; attention sinks and sliding windows.
 
-softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
+The softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
 log-sum-exps (arXiv:2205.14135 sec. 3.1, arXiv:2310.01889). Gradients need no merging: given the output and the
 log-sum-exp of the *union*, each block yields its exact share (arXiv:2205.14135 algorithm 4).
 
 Shapes here: q [Sq, B, A, D], k and v [Sk, B, G, D], out [Sq, B, A, D], lse [Sq, B, A]. Query head a reads key/value
 head a // (A/G). The log-sum-exp and every accumulation are float32, or float64 for float64 inputs.
 
-Attention sinks: a learned logit per head that takes its share of the softmax and gives nothing (arXiv:2309.17453).
+Attention sinks are a learned logit per head that takes part in the softmax without a value (arXiv:2309.17453). The
+output with a sink is the output without, scaled by 1 - exp(sink - lse), with lse the log-sum-exp over keys and sink
+(gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
+blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-softmax over the keys and the sink is softmax over the keys, scaled by 1 - exp(sink - lse), with lse the log-sum-exp
-over both (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero, so what holds for blocks holds for
-it: it is folded in once, after the union of all blocks, and given the output and the log-sum-exp with it, the backward
-pass of each block is exact as it stands.
-
-Attention within a window, tile by tile: the keys that nobody sees are not multiplied.
-
-A run of tokens is cut into tiles at least as long as the reach of the window. The queries of a tile then see keys of
-their own tile and of the one before it alone, so the run becomes a batch of small blocks of T queries and 2T keys, and
-the work grows with S * T instead of S * S.
+Sliding windows are computed in blocks that skip keys outside the window. Blocks are at least as long as the window
+reaches back: the T queries of a block attend to its own keys and those of the previous block, so the sequence becomes a
+batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
 from dataclasses import dataclass
@@ -32,7 +28,7 @@ from moefold.ops.gemm import is_faster_in_fp32
 
 
 def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp with the sinks; both as they are without any.
+    """Return output and log-sum-exp with the sinks; unchanged without sinks.
 
     Args:
         out: attention over all keys, [S, B, A, D].
@@ -46,7 +42,7 @@ def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tenso
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Gradient of the sinks, [A], from these queries; None without sinks.
+    """Compute the gradient of the sinks, [A], from these queries; None without sinks.
 
     Args:
         grad_out: gradient of the output with the sinks, [S, B, A, D].
@@ -62,31 +58,31 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 
 MIN_BLOCK_TOKENS = 64
-"""Shorter tiles leave kernels idle."""
+"""Minimum block length; shorter blocks underuse the kernels."""
 MIN_BLOCKS = 4
-"""Of fewer tiles, the keys that are left out are no gain."""
+"""Minimum number of blocks; with fewer, skipping keys does not pay."""
 
 
 @dataclass(frozen=True)
 class BlockedWindow:
-    """Queries and keys of one run of S tokens; query i sees keys max(i - window + 1, starts[i]) .. i."""
+    """Sliding window over S contiguous tokens: query i attends to keys max(i - window + 1, starts[i]) .. i."""
 
     window: int
     document_starts: Tensor | None = None
-    """Place in the run at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
+    """Index at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a tile, T."""
+        """Tokens of a block, T."""
         return max(self.window - 1, MIN_BLOCK_TOKENS)
 
     @staticmethod
     def is_worthwhile(window: int, length: int) -> bool:
-        """Whether tiles save work on a run of this length."""
+        """Return whether blocks save work for this many tokens."""
         return window > 0 and length >= MIN_BLOCKS * max(window - 1, MIN_BLOCK_TOKENS)
 
     def to_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The run as a batch of n tiles.
+        """Split the tokens into a batch of n blocks.
 
         Args:
             q: queries, [S, B, A, D].
@@ -94,8 +90,8 @@ class BlockedWindow:
             v: values, [S, B, G, D].
 
         Returns:
-            (queries [T, n*B, A, D], keys [2T, n*B, G, D], values likewise, seen bool [n*B, T, 2T]); every query sees
-            itself, those that fill the last tile as well.
+            (queries [T, n*B, A, D], keys [2T, n*B, G, D], values likewise, mask bool [n*B, T, 2T]); every query attends
+            to itself, padding queries of the last block too.
         """
         return (
             self.to_query_blocks(q),
@@ -105,58 +101,59 @@ class BlockedWindow:
         )
 
     def to_query_blocks(self, x: Tensor) -> Tensor:
-        """[S, B, ...] -> [T, n*B, ...], with zeros behind the run."""
+        """Split [S, B, ...] into [T, n*B, ...], zero-padded at the end."""
         return self._split_into_blocks(x).transpose(0, 1).flatten(1, 2)
 
     def from_blocks(self, x: Tensor, length: int) -> Tensor:
-        """What came of the queries, [T, n*B, ...] -> [S, B, ...]."""
-        tiles = -(-length // self.block_size)
-        return x.unflatten(1, (tiles, -1)).transpose(0, 1).flatten(0, 1)[:length]
+        """Join query blocks, [T, n*B, ...] -> [S, B, ...]."""
+        num_blocks = -(-length // self.block_size)
+        return x.unflatten(1, (num_blocks, -1)).transpose(0, 1).flatten(0, 1)[:length]
 
     def kv_grad_from_blocks(self, grad: Tensor, length: int) -> Tensor:
-        """The gradients of keys or values, [2T, n*B, ...] -> [S, B, ...]: each tile has been seen from two."""
-        before, own = grad.chunk(2)
+        """Join gradients of keys or values, [2T, n*B, ...] -> [S, B, ...]: each block was read by two query blocks."""
+        previous, own = grad.chunk(2)
         total = self.from_blocks(own, length).clone()
-        # What tile i + 1 saw of the tile before it.
-        seen_later = self.from_blocks(before, -(-length // self.block_size) * self.block_size)[self.block_size :]
-        total[: len(seen_later)] += seen_later[:length]
+        # Gradients from the queries of the next block.
+        from_next = self.from_blocks(previous, -(-length // self.block_size) * self.block_size)[self.block_size :]
+        total[: len(from_next)] += from_next[:length]
         return total
 
     def _split_into_blocks(self, x: Tensor) -> Tensor:
-        """[n, T, B, ...]."""
+        """Split x into [n, T, B, ...]."""
         padding = -len(x) % self.block_size
         x = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, padding)) if padding else x
         return x.unflatten(0, (-1, self.block_size))
 
     def _with_previous_block(self, x: Tensor) -> Tensor:
         own = self._split_into_blocks(x)
-        before = torch.cat((torch.zeros_like(own[:1]), own[:-1]))
-        return torch.cat((before, own), 1).transpose(0, 1).flatten(1, 2)
+        previous = torch.cat((torch.zeros_like(own[:1]), own[:-1]))
+        return torch.cat((previous, own), 1).transpose(0, 1).flatten(1, 2)
 
     def _mask(self, length: int, batch: int, device: torch.device) -> Tensor:
-        size, tiles = self.block_size, -(-length // self.block_size)
-        query = torch.arange(tiles * size, device=device).view(tiles, 1, size, 1)
-        key = query.view(tiles, 1, 1, size)[:, :, :, :1] + torch.arange(-size, size, device=device)
-        seen = (key >= 0) & (key <= query) & (key > query - self.window)
+        size = self.block_size
+        num_blocks = -(-length // self.block_size)
+        query = torch.arange(num_blocks * size, device=device).view(num_blocks, 1, size, 1)
+        key = query.view(num_blocks, 1, 1, size)[:, :, :, :1] + torch.arange(-size, size, device=device)
+        mask = (key >= 0) & (key <= query) & (key > query - self.window)
         if self.document_starts is not None:
-            starts = F.pad(self.document_starts, (0, 0, 0, tiles * size - length), value=length)
-            seen = seen & (key >= starts.view(tiles, size, batch).transpose(1, 2).unsqueeze(-1))
-        return seen.expand(tiles, batch, size, 2 * size).flatten(0, 1)
+            starts = F.pad(self.document_starts, (0, 0, 0, num_blocks * size - length), value=length)
+            mask = mask & (key >= starts.view(num_blocks, size, batch).transpose(1, 2).unsqueeze(-1))
+        return mask.expand(num_blocks, batch, size, 2 * size).flatten(0, 1)
 
 
 CUDA_FLASH_MAX_HEAD_SIZE = 256
-"""Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
+"""Largest head dim of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
 CUDA_FLASH_HEAD_MULTIPLE = 8
-"""Heads of the CUDA flash kernel are multiples of this size (torch: flash_api.cpp, mha_fwd)."""
+"""Head dims of the CUDA flash kernel are multiples of this (torch: flash_api.cpp, mha_fwd)."""
 
 Mask = Literal["all", "causal"] | Tensor
-"""Which keys the queries of a block see: all; query i keys 0..i, with Sq = Sk; or those of a bool [B or 1, Sq, Sk]."""
+"""Attended keys: all; "causal": query i attends to keys 0..i, with Sq = Sk; or a bool mask [B or 1, Sq, Sk]."""
 BlockMask = Mask | BlockedWindow
-"""The same, or the last keys before each query, with Sq = Sk."""
+"""A `Mask`, or a sliding window, with Sq = Sk."""
 
 
 class BlockKernel(Protocol):
-    """One way to compute a block."""
+    """Attention kernel for one block."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -168,22 +165,22 @@ class BlockKernel(Protocol):
 
 
 def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Attend from the queries to the keys of one block. Without autograd; local.
+    """Compute attention from the queries to the keys of one block. Without autograd; local.
 
     Args:
         q: queries, [Sq, B, A, D].
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
-        block_mask: which keys each query sees.
+        block_mask: keys that each query attends to.
 
     Returns:
-        (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), strides as they come. A
-        query that sees nothing has out = 0 and lse = -inf.
+        (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
+        masked query has out = 0 and lse = -inf.
     """
     assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
     if isinstance(block_mask, BlockedWindow):
-        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
-        out, lse = attention_block(q_tiles, k_tiles, v_tiles, block_mask=mask)
+        q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
+        out, lse = attention_block(q_blocks, k_blocks, v_blocks, block_mask=mask)
         return block_mask.from_blocks(out, len(q)), block_mask.from_blocks(lse, len(q))
     return block_kernel(q, block_mask).forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
 
@@ -191,14 +188,14 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
 def attention_block_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, block_mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that flow through one block. Local.
+    """Compute the gradients through one block. Local.
 
     Args:
         grad_out: gradient of the final output, [Sq, B, A, D].
         q: queries, [Sq, B, A, D].
         k: keys of the block, [Sk, B, G, D].
         v: values of the block, [Sk, B, G, D].
-        out: final output, merged over all blocks that the queries see, [Sq, B, A, D].
+        out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
         block_mask: as in the forward pass of this block.
 
@@ -206,17 +203,17 @@ def attention_block_backward(
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
     if isinstance(block_mask, BlockedWindow):
-        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
-        # Behind the run there is no gradient, so its log-sum-exp there has only to be finite.
-        given = (
+        q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
+        # The gradient of padding is zero, so its log-sum-exp only has to be finite.
+        args = (
             block_mask.to_query_blocks(grad_out),
-            q_tiles,
-            k_tiles,
-            v_tiles,
+            q_blocks,
+            k_blocks,
+            v_blocks,
             block_mask.to_query_blocks(out),
             block_mask.to_query_blocks(lse),
         )
-        dq, dk, dv = attention_block_backward(*given, block_mask=mask)
+        dq, dk, dv = attention_block_backward(*args, block_mask=mask)
         return (
             block_mask.from_blocks(dq, len(q)),
             block_mask.kv_grad_from_blocks(dk, len(q)),
@@ -227,12 +224,13 @@ def attention_block_backward(
 
 
 def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a block over further keys into the running result of the same queries, in place.
+    """Merge a block over other keys into the running result of the same queries, in place.
 
     Args:
         out: running output, [Sq, B, A, D], float32 or float64.
-        lse: running log-sum-exp, [Sq, B, A], of the same type; finite, as each query sees itself in the first block.
-        block_out: output of the block, [Sq, B, A, D], any floating type.
+        lse: running log-sum-exp, [Sq, B, A], of the same dtype; finite, as each query attends to itself in the first
+            block.
+        block_out: output of the block, [Sq, B, A, D], any floating dtype.
         block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
     """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
@@ -240,7 +238,7 @@ def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
 
 def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
-    """The fastest kernel that computes exactly this device, type, head size and sight."""
+    """Return the fastest kernel that supports this device, dtype, head dim and mask."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
     if (
@@ -255,7 +253,7 @@ def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
 
 
 class CpuFlash:
-    """The CPU flash kernel; every floating type, no [Sq, Sk] matrix in memory."""
+    """CPU flash kernel; every floating dtype, without an [Sq, Sk] matrix in memory."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -266,7 +264,7 @@ class CpuFlash:
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
         out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_additive_mask(block_mask, q.dtype))
         if isinstance(block_mask, Tensor):
-            # The kernel leaves 0 where a query sees nothing.
+            # The kernel returns 0 for fully masked queries.
             lse = lse.masked_fill(~block_mask.any(-1).unsqueeze(1), float("-inf"))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
@@ -275,8 +273,8 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         if is_faster_in_fp32(q):
-            wide = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, block_mask)
-            dq, dk, dv = (x.to(q.dtype) for x in wide)
+            grads = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, block_mask)
+            dq, dk, dv = (x.to(q.dtype) for x in grads)
             return dq, dk, dv
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
@@ -286,7 +284,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """The CUDA flash kernel; bfloat16 and float16."""
+    """CUDA flash kernel; bfloat16 and float16."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -300,8 +298,9 @@ class CudaFlash:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
-        # The state of the dropout generator is read only with dropout; the kernel takes lse as a plain array.
-        seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+        # The RNG state is read only with dropout; the kernel needs a contiguous lse.
+        seed = q.new_empty(2, dtype=torch.uint64)
+        offset = q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0).contiguous()
         lengths = (None, None, q.shape[0], k.shape[0])
         dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset)
@@ -309,14 +308,16 @@ class CudaFlash:
 
 
 class MathBlockAttention:
-    """The same in plain tensor maths, for every device and type; holds one [B, A, Sq, Sk] matrix."""
+    """Reference implementation in PyTorch operations, for every device and dtype; allocates a [B, A, Sq, Sk] matrix."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        q_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _upcast(k), _upcast(v)
+        q_SBGRD = _group_heads(q, k)
+        k_SBGD = _upcast(k)
+        v_SBGD = _upcast(v)
         scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
         lse = scores.logsumexp(-1)
-        # Where a query sees nothing, -inf - (-inf) would be no number.
+        # For fully masked queries, -inf - (-inf) would be NaN.
         probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
         out = torch.einsum("bgrst,tbgd->sbgrd", probs, v_SBGD)
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2).permute(2, 0, 1)
@@ -325,7 +326,10 @@ class MathBlockAttention:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _group_heads(grad_out, k), _upcast(k), _upcast(v)
+        q_SBGRD = _group_heads(q, k)
+        grad_SBGRD = _group_heads(grad_out, k)
+        k_SBGD = _upcast(k)
+        v_SBGD = _upcast(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
         probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
         delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)
@@ -338,7 +342,7 @@ class MathBlockAttention:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of sums over blocks: float32, or float64 for float64."""
+    """Return the dtype of sums over blocks: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -347,7 +351,7 @@ def _is_causal(block_mask: BlockMask) -> bool:
 
 
 def _additive_mask(block_mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, [B, 1, Sq, Sk]: 0, or -inf for a hidden key."""
+    """Return the additive mask of the scores, [B, 1, Sq, Sk]: 0, or -inf for a masked key."""
     if not isinstance(block_mask, Tensor):
         return None
     return (
@@ -369,7 +373,7 @@ def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
 
 
 def _group_heads(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
-    """[S, B, A, D] -> [S, B, G, A/G, D] in the type of the sums."""
+    """Group query heads, [S, B, A, D] -> [S, B, G, A/G, D], in the accumulation dtype."""
     return _upcast(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
 
 
@@ -386,5 +390,5 @@ def _sequence_first(x_BASD: Tensor) -> Tensor:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """A tensor as kernels read it: they address every stride but the last, which they take to be 1."""
+    """Return x with a contiguous last dim, as kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

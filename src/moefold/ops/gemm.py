@@ -1,16 +1,16 @@
-"""Matrix products whose number of rows changes from call to call, as routing makes it.
+"""GEMMs whose number of rows changes from call to call, as token counts of experts do.
 
-oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every shape it meets and keeps the last 1,024. With
-routed row counts nearly every call meets a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
-the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) leaves unused there,
-oneDNN then is the fastest float32 product as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512],
-two threads of a Zen 5). Elsewhere MKL is ahead, has no kernels to compile, and reads transposed operands for nothing
-(for [512, 256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91
-against 78, and 89 against 76, on a Zen 3 with AVX2).
+oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every new shape and caches the last 1,024. With
+routed row counts nearly every call has a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
+the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) does not use there,
+oneDNN is the fastest float32 GEMM as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512], two
+threads of a Zen 5). Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost (for
+[512, 256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91 against
+78, and 89 against 76, on a Zen 3 with AVX2).
 
-A processor without instructions for bfloat16 emulates its products at a tenth of the speed of float32: 13 against 130
-GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 alone, where widening reaches 85). There `matmul`
-widens its operands, multiplies in float32, as the accumulation is anyway, and rounds once.
+A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32: 13 against 130
+GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 only, where upcasting reaches 85). There `matmul`
+upcasts its operands, multiplies in float32, which is the accumulation dtype anyway, and rounds once.
 """
 
 from pathlib import Path
@@ -21,56 +21,57 @@ from torch import Tensor
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
 MIN_PADDED_ROWS = 16
-NUM_UPCAST_CHUNKS, MIN_UPCAST_CHUNK_ROWS = 8, 256
-"""Parts in which a large weight is widened, and rows of a part at least."""
+NUM_UPCAST_CHUNKS = 8
+MIN_UPCAST_CHUNK_ROWS = 256
+"""A large weight is upcast in NUM_UPCAST_CHUNKS chunks, of at least this many rows."""
 
 
 class Gemm:
-    """Products without autograd, by the libraries of torch; other ways to compute them are subclasses.
+    """GEMM backend without autograd, by torch's libraries; subclasses are other implementations.
 
-    A caller asks first how operands are to come, then multiplies.
+    A caller first asks in which form operands are expected, then multiplies.
     """
 
     def is_faster_than_torch_mm(self, x: Tensor) -> bool:
-        """Whether `matmul` beats what torch.mm does with tensors such as x."""
+        """Return whether `matmul` is faster than torch.mm for tensors such as x."""
         return is_faster_in_fp32(x) or _uses_onednn(x)
 
     def upcasts(self, x: Tensor) -> bool:
-        """Whether products of tensors such as x are taken, and given, in a wider type."""
+        """Return whether GEMMs of tensors such as x are computed, and returned, in higher precision."""
         return is_faster_in_fp32(x)
 
     def upcast(self, x: Tensor) -> Tensor:
-        """The same values in the type that their products are taken in: a caller with several widens once."""
+        """Cast x to the dtype in which its GEMMs are computed: for callers with several GEMMs of x."""
         return x.float() if self.upcasts(x) else x
 
     def accepts_fp32_weight(self, x: Tensor) -> bool:
-        """Whether weights that meet tensors such as x may come in float32, to be rounded one at a time by `cast_weight`."""
+        """Return whether weights for tensors such as x may be float32, to be cast one at a time by `cast_weight`."""
         return is_faster_in_fp32(x)
 
     def cast_weight(self, w: Tensor, dtype: torch.dtype) -> Tensor:
-        """What products read for a tensor of any width with the values that it has in `dtype`."""
+        """Return a weight as GEMMs read it, with the values that it has in `dtype`."""
         return self.upcast(w.to(dtype))
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
-        """`rows`, rounded up to a number for which a kernel is kept; unchanged where products are not by oneDNN."""
-        is_by_mkl = like.dtype == torch.float64 or (
+        """Return `rows` rounded up to a count for which oneDNN caches a kernel; unchanged where oneDNN is not used."""
+        uses_mkl = like.dtype == torch.float64 or (
             (like.dtype == torch.float32 or is_faster_in_fp32(like)) and not _USES_ONEDNN_FP32
         )
-        if like.device.type != "cpu" or is_by_mkl:
+        if like.device.type != "cpu" or uses_mkl:
             return rows
         return round_up_rows(rows)
 
     def supports_out(self, x: Tensor) -> bool:
-        """Whether `matmul` of tensors such as x can write to memory that is there already."""
+        """Return whether `matmul` of tensors such as x can write to a given output tensor."""
         return not self.is_faster_than_torch_mm(x)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
-        """The product x @ w.T, [M, N]; w may have any strides, a transposed one is as fast.
+        """Compute x @ w.T, [M, N]; w may have any strides, a transposed one is as fast.
 
         Args:
-            x_MK: [M, K], of the same type as w or `upcast` already; oneDNN copies it first if it is not contiguous.
-            w_NK: [N, K], whose type is that of the result.
-            out_MN: memory of that type for the result, where `supports_out`.
+            x_MK: [M, K], of the same dtype as w or `upcast` already; oneDNN copies it first if it is not contiguous.
+            w_NK: [N, K], whose dtype is that of the result.
+            out_MN: output tensor of that dtype, where `supports_out`.
         """
         if is_faster_in_fp32(w_NK):
             return _matmul_in_chunks(x_MK, w_NK, w_NK.dtype)
@@ -80,14 +81,14 @@ class Gemm:
         return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-        """Write x @ w.T to where it belongs; rows of x beyond those of `out` are padding."""
+        """Write x @ w.T into `out`; rows of x beyond those of `out` are padding."""
         if _supports_mm_out(out_MN, x_MK):
             torch.mm(x_MK, w_NK.t(), out=out_MN)
         else:
             out_MN.copy_(self.matmul(x_MK, w_NK)[: len(out_MN)])
 
     def matmul_add_out(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
-        """The same of the sum of two products, x and w of each; it is rounded once to the type of `out`."""
+        """Write the sum of two GEMMs, (x, w) of each, into `out`; it is rounded once to the dtype of `out`."""
         if _supports_mm_out(out_MN, first[0]):
             torch.mm(first[0], first[1].t(), out=out_MN)
             out_MN.addmm_(second[0], second[1].t())
@@ -95,55 +96,55 @@ class Gemm:
             torch.add(self.matmul(*first)[: len(out_MN)], self.matmul(*second)[: len(out_MN)], out=out_MN)
 
     def weight_gradient(self, x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-        """The product x.T @ grad, [K, N], with operands in the order that costs least; x may be `upcast` already."""
+        """Compute x.T @ grad, [K, N], with operands in the cheapest order; x may be `upcast` already."""
         if is_faster_in_fp32(grad_MN) or not _uses_onednn(x_MK):
             return self.matmul(x_MK.t(), grad_MN.t())
-        # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
+        # oneDNN needs a contiguous first operand: the smaller of the two is cheaper to transpose.
         if grad_MN.shape[1] < x_MK.shape[1]:
             return self.matmul(grad_MN.t().contiguous(), x_MK.t()).t()
         return self.matmul(x_MK.t().contiguous(), grad_MN.t())
 
     def weight_gradient_out(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-        """Write `weight_gradient` to where it belongs."""
+        """Write `weight_gradient` into `out`."""
         if _supports_mm_out(out_KN, x_MK.t()):
             torch.mm(x_MK.t(), grad_MN, out=out_KN)
         else:
             out_KN.copy_(self.weight_gradient(x_MK, grad_MN))
 
     def add_weight_gradient(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-        """Add `weight_gradient` to a sum."""
+        """Add `weight_gradient` to `out`."""
         if _supports_mm_out(out_KN, x_MK.t()):
             out_KN.addmm_(x_MK.t(), grad_MN)
         else:
             out_KN += self.weight_gradient(x_MK, grad_MN)
 
     def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """`matmul` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
-        is_narrow = x_MK.element_size() < torch.float32.itemsize
-        return _matmul_in_chunks(x_MK, w_NK, torch.float32) if is_narrow else self.matmul(x_MK, w_NK)
+        """Compute `matmul` with a result in float32 at least, unless the processor's instructions round it."""
+        is_low_precision = x_MK.element_size() < torch.float32.itemsize
+        return _matmul_in_chunks(x_MK, w_NK, torch.float32) if is_low_precision else self.matmul(x_MK, w_NK)
 
 
 TORCH_GEMM = Gemm()
 
 
 def round_up_rows(rows: int) -> int:
-    """The next of few row counts."""
+    """Return the next padded row count."""
     step = max(1 << (rows.bit_length() - 1), MIN_PADDED_ROWS) // PADDED_SIZES_PER_DOUBLING
     return max(-(-rows // step) * step, MIN_PADDED_ROWS)
 
 
 def is_faster_in_fp32(x: Tensor) -> bool:
-    """Whether the libraries' products of tensors such as x are faster in float32 than in their own type."""
+    """Return whether the libraries' GEMMs of tensors such as x are faster in float32 than in their own dtype."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _EMULATES_BFLOAT16
 
 
 def torch_mm_is_fastest() -> bool:
-    """Whether torch.mm has the fastest float32 product that the libraries have for this processor."""
+    """Return whether torch.mm is the libraries' fastest float32 GEMM on this processor."""
     return not _USES_ONEDNN_FP32
 
 
 def _matmul_in_chunks(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
+    """Multiply by a large w in chunks: a float32 copy of the whole weight would cost the memory that bfloat16 saves."""
     x_MK, rows = TORCH_GEMM.upcast(x_MK), max(MIN_UPCAST_CHUNK_ROWS, -(-len(w_NK) // NUM_UPCAST_CHUNKS))
     y_MN = x_MK.new_empty(len(x_MK), len(w_NK), dtype=dtype)
     for y, w in zip(y_MN.split(rows, dim=1), w_NK.split(rows), strict=True):
@@ -160,7 +161,7 @@ def _supports_mm_out(out_MN: Tensor, x_MK: Tensor) -> bool:
 
 
 def _has_onednn_linear() -> bool:
-    """Whether torch has the product that its compiler uses for linear layers on x86."""
+    """Return whether torch has the oneDNN linear operation that its compiler uses on x86."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX")
@@ -169,7 +170,7 @@ def _has_onednn_linear() -> bool:
 
 
 def _mkl_uses_widest_simd() -> bool:
-    """Whether MKL uses the widest instructions there are: AVX-512 on Intel's processors alone, which Linux names."""
+    """Return whether MKL uses the widest SIMD: it uses AVX-512 only on Intel processors, identified on Linux only."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return True
     cpuinfo = Path("/proc/cpuinfo")
@@ -177,12 +178,12 @@ def _mkl_uses_widest_simd() -> bool:
 
 
 def _emulates_bfloat16() -> bool:
-    """Whether this is an x86 processor without dot products of bfloat16."""
-    known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    """Return whether this is an x86 processor without bfloat16 dot products."""
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     is_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return is_x86 and all(known) and not any(has() for has in known if has is not None)
+    return is_x86 and all(checks) and not any(is_supported() for is_supported in checks if is_supported is not None)
 
 
 _USES_ONEDNN_FP32 = _has_onednn_linear() and not (torch.backends.mkl.is_available() and _mkl_uses_widest_simd())
-"""Whether float32 is multiplied by oneDNN rather than by the library that torch.mm calls."""
+"""True if float32 is multiplied by oneDNN rather than by the library of torch.mm."""
 _EMULATES_BFLOAT16 = _emulates_bfloat16()

@@ -1,7 +1,7 @@
-"""The large operations of experts over rows that are sorted by expert: the seam at which kernels replace them.
+"""Interface of the expert operations over tokens sorted by expert, which device kernels implement.
 
-A layer computes with `ExpertOps` and does not know which; `TorchExpertOps` is the twin in plain tensor maths that every
-other one is tested against, on every device and in every type.
+`TorchExpertOps` is the reference implementation in PyTorch operations, against which every other one is tested, on
+every device and in every dtype.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ from moefold.ops.swiglu import ExpertActivation
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which copy of which token stands in which row; rows are sorted by expert, unless they were rearranged.
+    """Permutation of routed tokens into rows sorted by expert, unless they were reordered.
 
-    Copies may be absent (dropped, or another rank's) and rows may be empty (padding); a mask is None where none are.
+    Routed tokens may be absent (dropped, or another rank's) and rows may be empty (padding); masks are None if none
+    are.
     """
 
     token_R: Tensor
-    """Token of each row, int64 [R]; 0 in an empty row."""
+    """Token of each row, int64 [R]; 0 in a padding row."""
     topk_index_R: Tensor
-    """Copy t*K + k in each row, int64 [R]; 0 in an empty row."""
+    """Index t*K + k of each row's routed token, int64 [R]; 0 in a padding row."""
     row_TK: Tensor
-    """Row of each copy, int64 [T, K]; 0 for an absent copy."""
+    """Row of each routed token, int64 [T, K]; 0 for an absent one."""
     tokens_per_expert_E: Tensor
     """int64 [E]; sums to R."""
     kept_TK: Tensor | None
@@ -37,11 +38,11 @@ class Permutation:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Rows that are sorted by expert once they are read: row i is values[source_R[i]], or zeros where that is -1."""
+    """Rows gathered on read: row i is values[source_R[i]], or zeros where that is -1."""
 
     values: Tensor
     source_R: Tensor | None = None
-    """int32 [R]; None: the rows lie as they are."""
+    """int32 [R]; None: `values` are the rows."""
 
     @property
     def num_rows(self) -> int:
@@ -49,7 +50,7 @@ class GatheredRows:
         return len(self.values) if self.source_R is None else len(self.source_R)
 
     def materialize(self) -> Tensor:
-        """The rows in memory of their own, where they do not lie so yet."""
+        """Return the gathered rows as a tensor."""
         if self.source_R is None:
             return self.values
         if len(self.values) == 0:
@@ -60,18 +61,18 @@ class GatheredRows:
 
 @dataclass(frozen=True)
 class PermuteMap:
-    """How rows are read sorted by expert, and how the results of each token are added up again."""
+    """Permutation as kernels use it: rows gathered on read, and outputs summed for each token."""
 
     source_R: Tensor
-    """Token of each row, int32 [R]; -1 in an empty row."""
+    """Token of each row, int32 [R]; -1 in a padding row."""
     row_TK: Tensor
-    """Row of each copy, [T, K]."""
+    """Row of each routed token, [T, K]."""
     kept_TK: Tensor | None
-    """Copies that have a row, bool [T, K]; None: all."""
+    """Routed tokens that have a row, bool [T, K]; None: all."""
 
     @staticmethod
     def from_permutation(permutation: Permutation) -> "PermuteMap":
-        """The same, as kernels read it."""
+        """Convert a permutation for kernels."""
         source_R = permutation.token_R.to(torch.int32)
         if permutation.non_padding_R is not None:
             source_R = source_R.masked_fill(~permutation.non_padding_R, -1)
@@ -79,32 +80,32 @@ class PermuteMap:
 
     @staticmethod
     def from_order(order_R: Tensor, inverse_R: Tensor) -> "PermuteMap":
-        """Row i is row order_R[i], and `inverse_R` undoes it."""
+        """Build a map where row i is row order_R[i], with inverse `inverse_R`."""
         return PermuteMap(order_R.to(torch.int32), inverse_R.unsqueeze(1), None)
 
 
 class ExpertOps(Protocol):
-    """What an expert does with its rows; local, without autograd, never waiting for row counts."""
+    """Operations of experts on their rows; local, without autograd, without syncs for row counts."""
 
     @property
     def probs_commute(self) -> bool:
-        """Whether the weight of a row may as well multiply its hidden values as its result.
+        """True if routing probabilities may scale the expert's hidden values instead of its output.
 
-        Not where the hidden values are rounded to few bits: then the two are different numbers, and a mapping must not
-        decide between them.
+        False where hidden values are quantised: the results would then differ, and the parallel mapping must not decide
+        between them.
         """
         ...
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Each row times the matrix of its expert, [R, N].
+        """Multiply each row by the matrix of its expert, [R, N].
 
         Args:
             rows: [R, K].
             w_EKN: any strides.
-            offsets_E: where the rows of each expert end, int32 [E] on the device; the last is R.
-            second: other rows, which lie sorted, and other matrices, whose product is added.
+            offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is R.
+            second: another pair of sorted rows and matrices, whose product is added.
         """
         ...
 
@@ -116,30 +117,30 @@ class ExpertOps(Protocol):
         permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`combine` of `grouped_gemm`, [T, N]."""
+        """Compute `combine` of `grouped_gemm`, [T, N]."""
         ...
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """Rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
+        """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
         ...
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """The hidden values times the weights of their rows, [R, F]; may overwrite nothing."""
+        """Compute the activation times the probabilities of the rows, [R, F]; overwrites nothing."""
         ...
 
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(weighted hidden values, gradient of g, gradient of u, gradient of the weights); may overwrite `grad_RF`."""
+        """Return (scaled hidden values, gradients of g, of u and of the probabilities); may overwrite `grad_RF`."""
         ...
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """The sum of the rows of each token, [T, H], taken in float32 at least."""
+        """Sum the rows of each token, [T, H], in float32 at least."""
         ...
 
 
 class TorchExpertOps:
-    """One expert after another; waits for the row counts."""
+    """Reference implementation, expert by expert; synchronises to read row counts."""
 
     probs_commute = True
 
@@ -188,21 +189,22 @@ class TorchExpertOps:
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
         """See `ExpertOps`."""
-        row_TK, present_TK = permute_map.row_TK, permute_map.kept_TK
+        row_TK = permute_map.row_TK
+        kept_TK = permute_map.kept_TK
         if len(rows_RH) == 0:
             return rows_RH.new_zeros(len(row_TK), rows_RH.shape[1])
-        wide = torch.promote_types(rows_RH.dtype, torch.float32)
-        factors_TK = None if present_TK is None else present_TK.to(wide)
-        y_TH = F.embedding_bag(row_TK, rows_RH.to(wide), mode="sum", per_sample_weights=factors_TK)
+        accum_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
+        weights_TK = None if kept_TK is None else kept_TK.to(accum_dtype)
+        y_TH = F.embedding_bag(row_TK, rows_RH.to(accum_dtype), mode="sum", per_sample_weights=weights_TK)
         return y_TH.to(rows_RH.dtype)
 
 
 def counts_from_offsets(offsets_E: Tensor) -> list[int]:
-    """Rows of each expert; waits for the device."""
+    """Return the rows of each expert; synchronises with the device."""
     stops = offsets_E.tolist()
     return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def scale_rows(x_MF: Tensor, scales_M: Tensor) -> Tensor:
-    """Rows times their weights, taken in the wider of the two types and given in that of the rows."""
+    """Scale rows in the higher precision of the two dtypes; returns the dtype of the rows."""
     return (x_MF * scales_M.unsqueeze(1)).to(x_MF.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm on CPU with fewer passes over memory than the library's, which composes it there of single operations."""
+"""RMSNorm on CPU, with fewer passes over memory than torch's, which composes it of single operations there."""
 
 from typing import Any, Protocol
 
@@ -8,10 +8,10 @@ from torch.autograd.function import once_differentiable
 
 
 class NormKernel(Protocol):
-    """One way to compute both passes; no autograd."""
+    """Implementation of RMSNorm's forward and backward; no autograd."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (the normalised x, what each row was scaled by [N, 1], in float32 at least)."""
+        """Return (normalised x, reciprocal RMS of each row [N, 1], in float32 at least)."""
         ...
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ class NormKernel(Protocol):
 
 
 class TorchRMSNorm:
-    """In torch's operations, of every floating type."""
+    """RMSNorm in PyTorch operations, for every floating dtype."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
@@ -31,12 +31,14 @@ class TorchRMSNorm:
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
         size = x.shape[-1]
-        x_NH, grad_NH, wide_H = _upcast(x).reshape(-1, size), _upcast(grad).reshape(-1, size), _upcast(weight)
-        both_NH = x_NH * grad_NH
-        grad_weight_H = scale_N1.squeeze(1) @ both_NH
-        # The part of the gradient along x, which scaling takes out.
-        along_N1 = (both_NH @ wide_H).unsqueeze(1).mul_(scale_N1.pow(3)).div_(size)
-        grad_x_NH = torch.mul(grad_NH, wide_H, out=both_NH).mul_(scale_N1).addcmul_(x_NH, along_N1, value=-1)
+        x_NH = _upcast(x).reshape(-1, size)
+        grad_NH = _upcast(grad).reshape(-1, size)
+        weight_H = _upcast(weight)
+        product_NH = x_NH * grad_NH
+        grad_weight_H = scale_N1.squeeze(1) @ product_NH
+        # The component of the gradient along x, which normalisation removes.
+        along_N1 = (product_NH @ weight_H).unsqueeze(1).mul_(scale_N1.pow(3)).div_(size)
+        grad_x_NH = torch.mul(grad_NH, weight_H, out=product_NH).mul_(scale_N1).addcmul_(x_NH, along_N1, value=-1)
         return grad_x_NH.to(x.dtype).view(x.shape), grad_weight_H.to(weight.dtype)
 
 
@@ -44,13 +46,13 @@ TORCH_RMS_NORM = TorchRMSNorm()
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | None = None) -> Tensor:
-    """As torch.nn.functional.rms_norm over the last dim; keeps x and one number a row.
+    """Compute torch.nn.functional.rms_norm over the last dim; saves x and one number a row.
 
     Args:
         x: [..., H]; computed in float32 at least.
-        weight: [H], of the type of x.
+        weight: [H], of the dtype of x.
         eps: added to the mean of squares.
-        kernel: what computes it; None: torch's operations.
+        kernel: implementation; None: PyTorch operations.
     """
     y: Tensor = _RMSNorm.apply(x, weight, eps, kernel or TORCH_RMS_NORM)
     return y

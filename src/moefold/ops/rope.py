@@ -1,4 +1,4 @@
-"""Rotary position embedding of halves on CPU, written into its place: no copies, and nothing is kept of x."""
+"""Rotary position embedding (RoPE); on CPU half-split pairs are rotated without temporaries or tensors saved from x."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,11 +9,12 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of the first R dims of each head; the rest passes through.
+    """Rotate the pairs (i, i + R/2) of the first R dims of each head; the other dims are copied.
 
     Args:
         x: [S, B, heads, D].
-        cos: [S, 1 or B, 1, R], whose halves are equal; so for `sin`.
+        cos: [S, 1 or B, 1, R], with equal halves.
+        sin: likewise.
     """
     y: Tensor = _RotateHalves.apply(x, cos, sin)
     return y
@@ -48,29 +49,29 @@ def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tens
 
 
 class RopeKernel(Protocol):
-    """What `RotaryEmbedding` does, as one kernel."""
+    """Kernel that computes `Rope.__call__` in one pass."""
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-        """See `RotaryEmbedding`."""
+        """See `Rope.__call__`."""
         ...
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Cosines and sines of the positions of some tokens, each [S, 1 or B, 1, rotated dims]."""
+    """RoPE of given positions: cosines and sines, each [S, 1 or B, 1, rotated dims]."""
 
     cos: Tensor
     sin: Tensor
     is_interleaved: bool = False
-    """Pairs are neighbours."""
+    """True: pairs are neighbouring dims; False: dims i and i + R/2."""
     kernel: RopeKernel | None = None
-    """Turns in one pass."""
+    """Fused kernel; None: PyTorch operations."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the first dims of each head of x [S, B, heads, D]; the rest passes through.
+        """Rotate the first dims of each head of x [S, B, heads, D]; the other dims are copied.
 
-        Of interleaved pairs the firsts come out before the seconds: another order of the dims, the same for queries
-        and keys, so their products are the same.
+        With interleaved pairs the output has all first elements before all second ones: another order of dims, but the
+        same for queries and keys, so their dot products are unchanged.
         """
         if self.kernel is not None:
             return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
@@ -81,5 +82,5 @@ class Rope:
         if self.is_interleaved:
             part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
         first, second = part.chunk(2, dim=-1)
-        turned = part * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-        return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+        y = part * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        return y if rotated == x.shape[-1] else torch.cat((y, x[..., rotated:]), dim=-1)

@@ -1,7 +1,4 @@
-"""SwiGLU's gate as one kernel, where there is one.
-
-What stands between the two inner projections of an expert and the outer one, forwards and backwards.
-"""
+"""Activations of gated feed-forward networks: SwiGLU and its clamped variant, with fused kernels."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,19 +12,19 @@ from moefold.config.schema import ModelConfig
 
 
 class SwiGLUKernel(Protocol):
-    """silu(g) * u and its gradient, each in one pass over contiguous rows."""
+    """Kernel of silu(g) * u and its gradient, each in one pass over contiguous rows."""
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
-        """The hidden values."""
+        """Compute silu(g) * u."""
         ...
 
     def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
-        """(gradient of g, gradient of u)."""
+        """Return (gradient of g, gradient of u)."""
         ...
 
 
 def swiglu(g: Tensor, u: Tensor, kernel: SwiGLUKernel | None) -> Tensor:
-    """silu(g) * u; with a kernel, nothing but g and u is kept for the backward pass."""
+    """Compute silu(g) * u; with a kernel, only g and u are saved for backward."""
     if kernel is None:
         return F.silu(g) * u
     y: Tensor = _SwiGLUFunction.apply(g, u, kernel)
@@ -50,19 +47,19 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 class ExpertActivation(Protocol):
-    """hidden = gate(g, u), elementwise, with g = x w_gate and u = x w_up."""
+    """Elementwise activation of an expert: hidden = f(g, u), with g = x w_gate and u = x w_up."""
 
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """The hidden values; differentiable without `out`, memory that they may be written to."""
+        """Compute the hidden values, into `out` if given; differentiable only without `out`."""
         ...
 
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
+        """Return (hidden values, gradient of g, gradient of u), given the gradient of the hidden values; no autograd.
 
-        All have the type of `grad`; g and u may be narrower.
-        `grad` may be overwritten, and `outs`, memory for two of the results, may be used.
+        All have the dtype of `grad`; g and u may be of lower precision. `grad` and `outs`, buffers for two of the
+        results, may be overwritten.
         """
         ...
 
@@ -95,7 +92,7 @@ class SwiGLUActivation:
 class ClampedSwiGLUActivation:
     """SwiGLU of gpt-oss (arXiv:2508.10925): (clamp(u, -limit, limit) + 1) * c * sigmoid(alpha * c), c = min(g, limit).
 
-    What the clamps cut off has no gradient.
+    Clamped values have no gradient.
     """
 
     alpha: float
@@ -111,17 +108,18 @@ class ClampedSwiGLUActivation:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
-        clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
-        share = torch.sigmoid(self.alpha * clamped)
-        swish = clamped * share
+        clamped = g.clamp(max=self.limit)
+        factor = u.clamp(-self.limit, self.limit) + 1
+        sigmoid = torch.sigmoid(self.alpha * clamped)
+        swish = clamped * sigmoid
         grad_u = (grad * swish).masked_fill_(u.abs() > self.limit, 0.0)
-        slope = share * (1 + self.alpha * clamped * (1 - share))
+        slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))
         grad_g = (grad * factor * slope).masked_fill_(g > self.limit, 0.0)
         return factor * swish, grad_g, grad_u
 
 
 def expert_activation(model: ModelConfig) -> ExpertActivation:
-    """The gate of the routed experts."""
+    """Return the activation of the routed experts."""
     if model.moe_activation == "clamped_swiglu":
         return ClampedSwiGLUActivation(model.swiglu_alpha, model.swiglu_limit)
     return SwiGLUActivation()

@@ -328,7 +328,7 @@ def test_a_compiler_that_errs_is_found_out(monkeypatch):
         out[-1, -1] += 1.0
 
     monkeypatch.setattr(CGemm, "_multiply", wrong)
-    with pytest.raises(CompilerError, match="what the compiler built of products is wrong in torch.float32"):
+    with pytest.raises(CompilerError, match="the compiled GEMM kernel is wrong in torch.float32"):
         CGemm()
 
 

@@ -93,7 +93,7 @@ def _no_number(*arguments: object, **options: object) -> Tensor:
 @pytest.mark.parametrize(
     ("multiply", "reason"),
     [
-        (partial(scaled_mm, layout=row_major), "forward is .* of its largest value away from the simulation"),
+        (partial(scaled_mm, layout=row_major), "forward is .* of its largest value away from the emulation"),
         (_no_number, "forward is nan of its largest value away"),
         (_fails, "forward: NotImplementedError: no such unit$"),
     ],

@@ -1,4 +1,4 @@
-"""The weights of some experts, as their maths reads them."""
+"""Weights of a set of experts, as the expert GEMMs read them."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The local weights of some experts, in the compute type; the biases are all there or all absent.
+    """Local weights of a set of experts in the compute dtype; either all biases are present or none.
 
-    The matrices may be wider master weights, where the maths rounds them itself.
+    The matrices may be master weights of higher precision, where the expert implementation casts them itself.
     """
 
     gate_EHF: Tensor
@@ -18,4 +18,4 @@ class ExpertWeights:
     gate_bias_EF: Tensor | None = None
     up_bias_EF: Tensor | None = None
     down_bias_EH: Tensor | None = None
-    """Of the columns `bias_columns` of the result, which this rank adds."""
+    """Bias of the columns `bias_slice` of the output, which this rank adds."""

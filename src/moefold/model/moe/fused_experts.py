@@ -1,4 +1,4 @@
-"""Experts over rows that they sort as they read them, and whose results they add up for each token as they leave."""
+"""Fused experts: kernels that permute tokens while reading and combine expert outputs while writing."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,41 +15,41 @@ from moefold.ops.swiglu import ExpertActivation
 
 @dataclass(frozen=True)
 class FusedExpertOptions:
-    """What the experts have to know beside tensors."""
+    """Non-tensor arguments of `fused_experts`."""
 
     kernels: ExpertOps
     offsets_E: Tensor
-    """Where the rows of each expert end, int32 [E] on the device."""
+    """End offset of each expert's rows, int32 [E] on the device."""
     activation: ExpertActivation
     bias_slice: slice
     permute_map: PermuteMap | None = None
-    """None: rows come sorted and leave so."""
+    """None: rows are sorted by expert already, in input and output."""
     saves_fc1: bool = True
-    """Whether the inner projections are kept for the backward pass, or made again there."""
+    """True: save the gate and up projections for backward; False: recompute them."""
     wgrad_store: WeightGradStoreProtocol | None = None
-    """Takes the gradients of the weights."""
+    """Receives delayed weight gradients."""
     tracked_weights: tuple[Tensor, ...] = ()
-    """The differentiable weights, if `wgrad_store` is there: autograd is given detached ones."""
+    """Differentiable weights, where autograd gets detached ones because of `wgrad_store`."""
 
     @property
     def token_index(self) -> Tensor | None:
-        """Token of each row, where rows do not come sorted."""
+        """Token index of each row; None where rows are sorted already."""
         return None if self.permute_map is None else self.permute_map.source_R
 
 
 def fused_experts(
     x: Tensor, weights: ExpertWeights, options: FusedExpertOptions, probs_R: Tensor | None = None
 ) -> Tensor:
-    """All experts over all rows; local, and waits for nothing that its kernels do not wait for.
+    """Apply all experts with fused kernels; local, and without device syncs but those of the kernels.
 
     Args:
-        x: rows sorted by expert [R, H], or with a sorting the tokens [T, H].
+        x: tokens sorted by expert [R, H], or with a permute_map the unsorted tokens [T, H].
         weights: of the experts.
-        options: kernels, row counts and gate.
-        probs_R: factor of each row's result, [R].
+        options: kernels, offsets and activation.
+        probs_R: factor of each output row, [R].
 
     Returns:
-        Like `x`: a result for each row, or their sum for each token.
+        Like `x`: an output for each row, or the sum for each token.
     """
     tensors = [getattr(weights, part.name) for part in fields(weights)]
     if should_delay(options.wgrad_store, x, weights.gate_EHF):
@@ -62,7 +62,7 @@ def fused_experts(
 
 
 class _FusedExperts(torch.autograd.Function):
-    """Keeps x as it came and, if asked, the two inner projections."""
+    """Fused experts; saves x unsorted and, if asked, gate and up projections."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, options: FusedExpertOptions, probs_R: Tensor | None, *tensors: Any) -> Tensor:
@@ -84,48 +84,50 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights_R, *tensors = ctx.saved_tensors
+        x, probs_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
-        tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        how, w = ctx.options, ExpertWeights(*tensors)
-        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.token_index
-        g, u = inner if how.saves_fc1 else _fc1(x, w, how)
+        tensors, fc1_outputs = tensors[:num_weights], tensors[num_weights:]
+        options = ctx.options
+        w = ExpertWeights(*tensors)
+        kernels = options.kernels
+        offsets_E = options.offsets_E
+        source_R = options.token_index
+        g, u = fc1_outputs if options.saves_fc1 else _fc1(x, w, options)
         grad_rows = GatheredRows(grad.contiguous(), source_R)
         grad_hidden = kernels.grouped_gemm(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
-        hidden, grad_g, grad_u, grad_weights_R = kernels.activation_backward(
-            how.activation, grad_hidden, g, u, weights_R
-        )
-        if grad_weights_R is not None and w.down_bias_EH is not None:
-            bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_weights_R.dtype)
-            columns = grad_rows.materialize()[:, how.bias_slice].to(grad_weights_R.dtype)
-            grad_weights_R += torch.linalg.vecdot(columns, bias_RH)
-        back, second = w.gate_EHF.transpose(1, 2), (grad_u, w.up_EHF.transpose(1, 2))
-        if how.permute_map is None:
-            grad_x = kernels.grouped_gemm(GatheredRows(grad_g), back, offsets_E, second)
+        hidden, grad_g, grad_u, grad_probs_R = kernels.activation_backward(options.activation, grad_hidden, g, u, probs_R)
+        if grad_probs_R is not None and w.down_bias_EH is not None:
+            bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
+            columns = grad_rows.materialize()[:, options.bias_slice].to(grad_probs_R.dtype)
+            grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
+        gate_t = w.gate_EHF.transpose(1, 2)
+        up_term = (grad_u, w.up_EHF.transpose(1, 2))
+        if options.permute_map is None:
+            grad_x = kernels.grouped_gemm(GatheredRows(grad_g), gate_t, offsets_E, up_term)
         else:
-            grad_x = kernels.grouped_gemm_combine(GatheredRows(grad_g), back, offsets_E, how.permute_map, second)
+            grad_x = kernels.grouped_gemm_combine(GatheredRows(grad_g), gate_t, offsets_E, options.permute_map, up_term)
         x_rows = GatheredRows(x, source_R)
 
-        def of_weights() -> list[Tensor | None]:
-            found: list[Tensor | None] = [
+        def weight_gradients() -> list[Tensor | None]:
+            gradients: list[Tensor | None] = [
                 kernels.weight_gradient(x_rows, GatheredRows(grad_g), offsets_E),
                 kernels.weight_gradient(x_rows, GatheredRows(grad_u), offsets_E),
                 kernels.weight_gradient(GatheredRows(hidden), grad_rows, offsets_E),
             ]
             if w.gate_bias_EF is None:
-                return [*found, None, None, None]
-            grad_y = grad_rows.materialize()[:, how.bias_slice]
-            grad_y = grad_y if weights_R is None else scale_rows(grad_y, weights_R)
-            return [*found, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
+                return [*gradients, None, None, None]
+            grad_y = grad_rows.materialize()[:, options.bias_slice]
+            grad_y = grad_y if probs_R is None else scale_rows(grad_y, probs_R)
+            return [*gradients, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
 
-        if how.wgrad_store is None:
-            return grad_x, None, grad_weights_R, *of_weights()
-        how.wgrad_store.put(how.tracked_weights, lambda: [grad for grad in of_weights() if grad is not None])
-        return grad_x, None, grad_weights_R, *[None] * num_weights
+        if options.wgrad_store is None:
+            return grad_x, None, grad_probs_R, *weight_gradients()
+        options.wgrad_store.put(options.tracked_weights, lambda: [grad for grad in weight_gradients() if grad is not None])
+        return grad_x, None, grad_probs_R, *[None] * num_weights
 
 
 def _fc1(x: Tensor, w: ExpertWeights, options: FusedExpertOptions) -> tuple[Tensor, Tensor]:
-    """The two inner projections of every row."""
+    """Compute gate and up projections of every row."""
     rows = GatheredRows(x, options.token_index)
     g, u = (options.kernels.grouped_gemm(rows, matrix, options.offsets_E) for matrix in (w.gate_EHF, w.up_EHF))
     if w.gate_bias_EF is not None and w.up_bias_EF is not None:
@@ -135,14 +137,14 @@ def _fc1(x: Tensor, w: ExpertWeights, options: FusedExpertOptions) -> tuple[Tens
 
 
 def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """What belongs to the expert of each row, [R, N]."""
+    """Gather the value of each row's expert, [R, N]."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     return values_EN.index_select(0, torch.searchsorted(offsets_E, row_R, right=True))
 
 
 def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """The sum over the rows of each expert, [E, N]: a product, whose sum has a fixed order."""
+    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic."""
     row_R = torch.arange(len(values_RN), device=offsets_E.device)
     starts_E = torch.cat((offsets_E.new_zeros(1), offsets_E[:-1]))
-    is_mine_ER = (row_R >= starts_E.unsqueeze(1)) & (row_R < offsets_E.unsqueeze(1))
-    return is_mine_ER.to(values_RN.dtype) @ values_RN
+    one_hot_ER = (row_R >= starts_E.unsqueeze(1)) & (row_R < offsets_E.unsqueeze(1))
+    return one_hot_ER.to(values_RN.dtype) @ values_RN

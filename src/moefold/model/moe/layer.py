@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: route, dispatch, apply experts, combine."""
+"""Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from typing import Any
 
@@ -28,20 +28,20 @@ from moefold.ops.swiglu import expert_activation
 
 
 class MoELayer(nn.Module):
-    """A sparse feed-forward layer: plain maths on this rank's tokens.
+    """Sparse MoE feed-forward layer over this rank's tokens.
 
-    `last_counts_E` are the copies of the whole global batch of the step before, int64 [E], all 0 before the first one;
-    None unless the load-balancing loss looks back at them.
+    `last_counts_E` holds the routed tokens of each expert over the global batch of the previous step, int64 [E], all 0
+    before the first step; None unless `moe.aux_kind` is "last_global_batch".
 
-    `parallelize` replaces `dispatcher` (where the experts are) and `micro_batch_group` (who shares the micro-batch).
+    `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
 
     Args:
         model: sizes and router.
-        moe: choice, losses and dropping.
+        moe: expert choice, auxiliary losses and token dropping.
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
-        micro_batches_per_rank: micro-batches that a rank works through in a step.
-        jitter_seed: 64 bits; the router's noise comes from it.
-        shared: an expert that sees every token, [S/(cp*tp), B, H] -> same.
+        micro_batches_per_rank: micro-batches that a rank computes in a step.
+        jitter_seed: 64-bit seed of the router's input jitter.
+        shared: shared expert, applied to every token, [S/(cp*tp), B, H] -> same.
     """
 
     last_counts_E: Tensor | None
@@ -89,80 +89,82 @@ class MoELayer(nn.Module):
         self._applies_probs_in_expert = moe.weight_in_expert
 
     def begin_step(self, step: int) -> None:
-        """Forget what was counted; all that follows belongs to this optimizer step."""
+        """Reset the router statistics and set the optimizer step."""
         self.stats.reset()
         self.router.step = step
 
     @torch.no_grad()
     def end_step(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
-        """Balance the bias, and keep the counts for a loss that looks back.
+        """Update the router's bias, and save the counts for the "last_global_batch" loss.
 
         Args:
-            tokens_per_expert_E: copies of the whole global batch that chose each expert.
-            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+            tokens_per_expert_E: routed tokens of each expert over the whole global batch.
+            thresholds_E: of quantile balancing, mean over the micro-batches of the global batch.
         """
         self.router.update_bias(tokens_per_expert_E, thresholds_E)
         if self.last_counts_E is not None:
             self.last_counts_E.copy_(tokens_per_expert_E)
 
     def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; communicates through `dispatcher`, `micro_batch_group` and `shared`.
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same.
+
+        Communicates through `dispatcher`, `micro_batch_group` and `shared`.
 
         Args:
             x: hidden states.
-            sample_ids: place of each sample in the global batch, int64 [B]; None stands for the first ones.
+            sample_ids: index of each sample in the global batch, int64 [B]; None: 0 .. B-1.
         """
         return run_to_end(self.forward_resumable(x, sample_ids))
 
     def forward_resumable(self, x: Tensor, sample_ids: Tensor | None = None) -> Resumable[Tensor]:
-        """`forward`, with a pause wherever rows travel; nothing reads `x` after the first."""
+        """Compute `forward`, yielding while the dispatcher communicates; `x` is not read after the first yield."""
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
-        places = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
+        token_positions = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
         x_TH = x.flatten(0, 1)
-        routing = self.router(x_TH, places)
-        assignment = self._apply_capacity(routing, places)
-        beside = None if self.shared is None else lambda: self._run_shared_expert(x)
-        rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
-        rows, y_shared = yield from self.dispatcher.dispatch_async(rows, plan, beside)
-        rows_per_expert, loan, weights_R = plan.tokens_per_expert, self.dispatcher.migration(plan), None
-        sorting = None if loan is not None else self._permute_map(plan)
-        if sorting is None:
-            rows = self.dispatcher.dispatch_postprocess(rows, plan)
-        if self._applies_probs_in_expert or (sorting is not None and self.dispatcher.combines_locally):
-            weights_R, plan = self.dispatcher.dispatch_probs(plan)
-        rows = self.experts(rows, rows_per_expert, loan, weights_R, sorting)
-        if sorting is None:
-            rows = self.dispatcher.combine_preprocess(rows, plan)
-        rows = yield from self.dispatcher.combine_async(rows, plan)
-        y = self.dispatcher.combine_postprocess(rows, plan).view_as(x)
+        routing = self.router(x_TH, token_positions)
+        routing_map = self._apply_capacity(routing, token_positions)
+        shared_expert = None if self.shared is None else lambda: self._run_shared_expert(x)
+        rows, metadata = self.dispatcher.dispatch_preprocess(x_TH, routing_map)
+        rows, y_shared = yield from self.dispatcher.dispatch_async(rows, metadata, shared_expert)
+        tokens_per_expert = metadata.tokens_per_expert
+        migration = self.dispatcher.migration(metadata)
+        probs_R = None
+        permute_map = None if migration is not None else self._permute_map(metadata)
+        if permute_map is None:
+            rows = self.dispatcher.dispatch_postprocess(rows, metadata)
+        if self._applies_probs_in_expert or (permute_map is not None and self.dispatcher.combines_locally):
+            probs_R, metadata = self.dispatcher.dispatch_probs(metadata)
+        rows = self.experts(rows, tokens_per_expert, migration, probs_R, permute_map)
+        if permute_map is None:
+            rows = self.dispatcher.combine_preprocess(rows, metadata)
+        rows = yield from self.dispatcher.combine_async(rows, metadata)
+        y = self.dispatcher.combine_postprocess(rows, metadata).view_as(x)
         if y_shared is not None:
             y = y + y_shared
-        return self._attach_losses(y, routing, assignment, places) if self.training else y
+        return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
 
     def _permute_map(self, metadata: DispatchMetadata) -> PermuteMap | None:
-        """How the experts are to sort, where they do so themselves."""
+        """Return the permutation that fused experts apply themselves; None where the dispatcher permutes."""
         kernels = self.experts.kernels
         if kernels is None:
             return None
-        weighs = self._applies_probs_in_expert or kernels.probs_commute
-        return self.dispatcher.permute_map(metadata) if weighs or not self.dispatcher.combines_locally else None
+        applies_probs = self._applies_probs_in_expert or kernels.probs_commute
+        return self.dispatcher.permute_map(metadata) if applies_probs or not self.dispatcher.combines_locally else None
 
     def _apply_capacity(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        rule, (num_tokens, top_k) = (
-            self._capacity_policy if self.training else self._eval_capacity_policy,
-            routing.ids_TK.shape,
-        )
-        if rule is None:
+        policy = self._capacity_policy if self.training else self._eval_capacity_policy
+        (num_tokens, top_k) = routing.ids_TK.shape
+        if policy is None:
             return RoutingMap(routing.ids_TK, routing.probs_TK)
-        kept_TK = rule.keep_mask(
+        kept_TK = policy.keep_mask(
             routing.ids_TK, routing.probs_TK, token_positions.global_index(), self._num_experts, self.micro_batch_group
         )
-        slots = (
-            rule.padded_capacity(num_tokens, top_k, self._num_experts, self.micro_batch_group)
+        padded_capacity = (
+            policy.padded_capacity(num_tokens, top_k, self._num_experts, self.micro_batch_group)
             if self._pads_to_capacity
             else None
         )
-        return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, slots)
+        return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
     def _run_shared_expert(self, x: Tensor) -> Tensor:
         assert self.shared is not None
@@ -174,19 +176,21 @@ class MoELayer(nn.Module):
     def _attach_losses(
         self, y: Tensor, routing: RoutingDecision, routing_map: RoutingMap, token_positions: TokenPositions
     ) -> Tensor:
-        """Make the auxiliary losses part of what is minimised, and count this micro-batch once its gradient comes."""
+        """Attach the auxiliary losses to y, and add this micro-batch to `stats` when its gradient arrives."""
         num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
         num_samples = len(token_positions.sample_ids_B) if self._aux_kind == "sequence" else 1
         sums = routing.sums
         if sums is not None and num_samples == 1:
-            routed_XE = sums.tokens_per_expert_E.unsqueeze(0)
+            counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
         else:
-            routed_XE = count_tokens_per_expert(routing.ids_TK, self._num_experts, num_samples)
+            counts_XE = count_tokens_per_expert(routing.ids_TK, self._num_experts, num_samples)
         aux = z = None
         if self._aux_scale:
-            load_XE = self._expert_load(routed_XE, token_positions)
-            part = local_load_balancing_loss(routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None)
-            aux = part * self._aux_scale
+            load_XE = self._expert_load(counts_XE, token_positions)
+            loss_part = local_load_balancing_loss(
+                routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
+            )
+            aux = loss_part * self._aux_scale
             y = attach_aux_loss(y, aux)
         if self._z_scale:
             z = (local_z_loss(routing.logits_TE, num_tokens) if sums is None else sums.z / num_tokens) * self._z_scale
@@ -194,31 +198,33 @@ class MoELayer(nn.Module):
         if y.requires_grad:
             entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
             dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
-            parts = [None if part is None else part.detach() for part in (aux, z)]
-            # All ranks of the scope have the same thresholds: each counts its part.
+            detached = [None if loss_part is None else loss_part.detach() for loss_part in (aux, z)]
+            # The thresholds are equal on all ranks of the group: each adds its share.
             thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.micro_batch_group.size
             y.register_hook(
                 lambda grad: self.stats.add(
-                    routed_XE.sum(0),
+                    counts_XE.sum(0),
                     entropy=entropy,
                     dropped=dropped,
-                    aux=parts[0],
-                    z=parts[1],
+                    aux=detached[0],
+                    z=detached[1],
                     thresholds_E=thresholds_E,
                 )
             )
         return y
 
     def _expert_load(self, tokens_per_expert_XE: Tensor, token_positions: TokenPositions) -> Tensor:
-        """The copies that count together for the balance loss of this micro-batch."""
+        """Return the routed tokens of each expert over which the load-balancing loss is computed, [1 or B, E]."""
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
         if self._aux_kind != "global_batch":
             return self.micro_batch_group.sum(tokens_per_expert_XE)
-        # A data-parallel rank has consecutive micro-batches of the global batch, `micro_batches_per_rank` of them.
-        round_ = token_positions.sample_ids_B[0] // len(token_positions.sample_ids_B) % self._micro_batches_per_rank
+        # A data-parallel rank computes `micro_batches_per_rank` consecutive micro-batches of the global batch.
+        micro_batch = (
+            token_positions.sample_ids_B[0] // len(token_positions.sample_ids_B) % self._micro_batches_per_rank
+        )
         return self._global_batch_load.add_micro_batch(
-            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), round_
+            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), micro_batch
         )
 
 

@@ -1,9 +1,7 @@
-"""The auxiliary losses of a router, each defined once over a whole micro-batch, a sample or the global batch.
+"""Auxiliary losses of a router, over a micro-batch, a sample or the global batch, and router statistics of a step.
 
-A rank computes its *part*: the parts of all ranks that share the micro-batch sum to the value, and the sum of their
-gradients is its gradient. So neither depends on the mapping.
-
-What routing did during one optimizer step.
+A rank computes its *local* part of a loss: the parts of all ranks that share the micro-batch sum to the value, and
+their gradients to its gradient, so neither depends on the parallel mapping.
 """
 
 from typing import Any
@@ -15,18 +13,17 @@ from torch import Tensor
 def local_load_balancing_loss(
     scores_TE: Tensor, tokens_per_expert_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
 ) -> Tensor:
-    """My part of E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 where the load is even.
+    """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
 
-    f_e is the share of the copies that chose expert e, before any is dropped, and has no gradient; P_e is the mean
-    score of e over the tokens of the micro-batch. With counts for each sample by itself, f and P are those of a sample,
-    and the value is the mean over the samples (arXiv:2412.19437 eq. 17).
+    f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
+    score of e over the tokens of the micro-batch. With counts per sample, f and P are those of a sample, and the loss
+    is the mean over the samples (arXiv:2412.19437 eq. 17).
 
     Args:
-        scores_TE: scores of all experts, which sum to 1, of my tokens; those of a sample are X rows apart.
-        tokens_per_expert_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
-            more), or [B, E] of each sample.
+        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; those of a sample are X rows apart.
+        tokens_per_expert_XE: routed tokens of each expert, [1, E] over the micro-batch or more, or [B, E] per sample.
         num_tokens: tokens of the micro-batch.
-        score_sums_E: the scores summed over my tokens, if somebody did; used where all tokens count together.
+        score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E].
     """
     num_experts = scores_TE.shape[1]
     tokens_per_expert_XE = tokens_per_expert_XE.to(scores_TE.dtype)
@@ -39,12 +36,12 @@ def local_load_balancing_loss(
 
 
 def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
-    """How many of my copies chose each expert.
+    """Count this rank's routed tokens of each expert.
 
     Args:
         ids_TK: chosen experts; the tokens of a sample are `num_samples` rows apart.
         num_experts: E.
-        num_samples: count each of so many samples by itself.
+        num_samples: samples to count separately.
 
     Returns:
         int64 [num_samples, E].
@@ -56,17 +53,18 @@ def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int =
 
 
 def uniform_if_empty(counts_E: Tensor) -> Tensor:
-    """The counts, or one for each expert where all are 0, as before the first step; waits for no device."""
+    """Return the counts, or one for each expert where all are 0, as before the first step; never synchronises."""
     return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
 
 
 class GlobalBatchLoad:
-    """The load of a step so far: the counts of each round of micro-batches, kept by round (arXiv:2501.11873 sec. 2).
+    """Expert load of the global batch so far, by micro-batch (arXiv:2501.11873 sec. 2).
 
-    Kept by round and not as a sum, so that a recomputed forward pass, even after later rounds, finds what it found.
+    Counts are stored per micro-batch, so that a recomputed forward pass reads the same sum, even after later
+    micro-batches.
 
     Args:
-        micro_batches_per_rank: micro-batches that a rank works through in a step.
+        micro_batches_per_rank: micro-batches that a rank computes in a step.
         num_experts: E.
     """
 
@@ -74,7 +72,7 @@ class GlobalBatchLoad:
         self._counts_NE = torch.zeros(micro_batches_per_rank, num_experts, dtype=torch.int64, device="cpu")
 
     def add_micro_batch(self, counts_1E: Tensor, micro_batch: Tensor) -> Tensor:
-        """Keep the counts of a round, 0-dim int64 and 0-based, and return those up to and with it, [1, E]."""
+        """Store the counts of a micro-batch, 0-dim int64 and 0-based; returns the sum up to and with it, [1, E]."""
         if self._counts_NE.device != counts_1E.device:
             self._counts_NE = self._counts_NE.to(counts_1E.device)
         self._counts_NE.index_copy_(0, micro_batch.view(1), counts_1E)
@@ -83,14 +81,14 @@ class GlobalBatchLoad:
 
 
 def local_z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
-    """My part of the mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
+    """Compute this rank's part of the z-loss: mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
     return logits_TE.logsumexp(-1).square().sum() / num_tokens
 
 
 def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` unchanged, but whoever differentiates through it adds `loss` to what is minimised.
+    """Return `x` unchanged; the backward pass through it adds the gradient of `loss`.
 
-    A loss of any layer thus takes part without a way to the last pipeline stage.
+    The loss of any layer is thus minimised without being passed to the last pipeline stage.
     """
     return _AttachAuxLoss.apply(x, loss)
 
@@ -108,27 +106,27 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 
 class RouterStats:
-    """Sums over the micro-batches of a step, for the tokens of this rank; on the device, never waited for.
+    """Router statistics of this rank's tokens, summed over the micro-batches of a step; on the device, without syncs.
 
-    A micro-batch is counted when its gradient passes the layer: once, also where its forward pass is recomputed, and
-    never at evaluation.
+    A micro-batch is counted when its gradient passes the layer: once, also if its forward pass is recomputed, and never
+    in evaluation.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        """Copies routed to each expert of the model, before any is dropped."""
+        """Routed tokens of each expert of the model, before dropping."""
         self.routed_tokens = torch.zeros((), dtype=torch.int64, device="cpu")
-        """Copies routed in all."""
+        """Routed tokens in total."""
         self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
-        """Copies dropped."""
+        """Dropped tokens."""
         self.aux = torch.zeros((), dtype=torch.float64, device="cpu")
-        """My part of the load-balancing loss as it is optimised: with its coefficient, mean over micro-batches."""
+        """This rank's part of the load-balancing loss as optimised: with its coefficient, mean over micro-batches."""
         self.z = torch.zeros((), dtype=torch.float64, device="cpu")
-        """My part of the z-loss as it is optimised."""
+        """This rank's part of the z-loss as optimised."""
         self.entropy = torch.zeros((), dtype=torch.float64, device="cpu")
         """Sum over tokens of the entropy of their scores, in nats."""
         self.thresholds_E = torch.zeros(num_experts, dtype=torch.float64, device="cpu")
-        """My part of the sum over micro-batches of the thresholds of quantile balancing."""
+        """This rank's part of the sum over micro-batches of the thresholds of quantile balancing."""
 
     def add(
         self,
@@ -140,7 +138,7 @@ class RouterStats:
         z: Tensor | None,
         thresholds_E: Tensor | None,
     ) -> None:
-        """Count one micro-batch; None counts as zero."""
+        """Add one micro-batch; None counts as zero."""
         self._move_to(tokens_per_expert_E.device)
         self.tokens_per_expert_E += tokens_per_expert_E
         self.routed_tokens += tokens_per_expert_E.sum()
@@ -155,7 +153,7 @@ class RouterStats:
             self.thresholds_E += thresholds_E
 
     def reset(self) -> None:
-        """Begin a new step."""
+        """Set all sums to zero for a new step."""
         for total in vars(self).values():
             total.zero_()
 

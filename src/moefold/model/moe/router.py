@@ -1,8 +1,7 @@
-"""The top-k router: which experts see a token, and with which weight.
+"""Top-k router: chooses the experts of a token and their routing probabilities.
 
-The router's choice as one kernel, with its gradient; and which recipes it knows.
-
-Noise that depends on what it falls on, not on who draws it: the same under every mapping and when recomputed.
+Also the fused router kernel with its gradient, and counter-based jitter noise: equal under every parallel mapping and
+when recomputed, because it depends on the token and not on the rank.
 """
 
 from dataclasses import dataclass
@@ -33,51 +32,51 @@ SCORE_SUM_EPS = 1e-20
 
 @dataclass(frozen=True)
 class RouterLossSums:
-    """Sums over my tokens, by who made the choices in one pass."""
+    """Sums over this rank's tokens, computed by the fused router kernel in one pass."""
 
     tokens_per_expert_E: Tensor
-    """Copies that chose each expert, int64 [E]."""
+    """Routed tokens of each expert, int64 [E]."""
     scores_E: Tensor
-    """Scores of each expert, [E]."""
+    """Sum of the scores of each expert, [E]."""
     z: Tensor
-    """Squared log-sum-exp of the logits."""
+    """Sum of the squared log-sum-exp of the logits."""
     entropy: Tensor
-    """Entropy of the scores, in nats."""
+    """Sum of the entropy of the scores, in nats."""
 
 
 class RoutingKernel(Protocol):
-    """Makes choices, weights and sums of logits in one pass."""
+    """Fused router: experts, probabilities and loss sums from the logits in one pass."""
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
-        """See `moefold.ops.triton.router.Routed`; `bias_E` is added to the scores for the choice alone."""
+        """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
         ...
 
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """What the router decided for the T tokens of this rank. No weight is below float32."""
+    """Routing of the T tokens of this rank. Floating-point fields are in float32 or float64."""
 
     ids_TK: Tensor
-    """Chosen experts, best first, int64 [T, K]; the K of one token differ."""
+    """Chosen experts, best first, int64 [T, K]; the K experts of a token differ."""
     probs_TK: Tensor
-    """Weight of each choice, [T, K]."""
+    """Routing probability of each choice, [T, K]."""
     scores_TE: Tensor
-    """Scores of all experts, which sum to 1, [T, E]; what the load-balancing loss is about."""
+    """Scores of all experts, which sum to 1, [T, E]; input of the load-balancing loss."""
     logits_TE: Tensor
     """[T, E]."""
     thresholds_E: Tensor | None = None
-    """What quantile balancing took off the scores in this micro-batch, [E]."""
+    """Thresholds subtracted from the scores by quantile balancing in this micro-batch, [E]."""
     sums: RouterLossSums | None = None
-    """What was summed up on the way."""
+    """Sums for the auxiliary losses, where the fused kernel computed them."""
 
 
 class Router(nn.Module):
-    """Scores every expert and chooses K (arXiv:1701.06538 without its noise). Its maths never runs below float32.
+    """Top-k router (arXiv:1701.06538 without its noise), computed in float32 at least.
 
     Args:
-        model: sizes, and what makes a score and a weight.
-        moe: how the choice is balanced, jitter and precision.
-        jitter_seed: 64 bits; the noise of this layer comes from it.
+        model: sizes, score function and probabilities.
+        moe: load balancing, jitter and precision.
+        jitter_seed: 64-bit seed of this layer's jitter noise.
     """
 
     expert_bias: Tensor | None
@@ -86,22 +85,23 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
         self.bias = nn.Parameter(torch.empty(model.num_experts)) if model.router_bias else None
-        # Zeros come with the initial weights: a model is built on the meta device.
+        # Not zeroed here: the model is built on the meta device, and `init_weights` fills it.
         bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
         self.kernel: RoutingKernel | None = None
         self.step = 1
-        """Of the optimizer; the noise depends on it."""
+        """Optimizer step; seeds the jitter noise."""
         self._model = model
         self._moe = moe
         self._jitter_seed = jitter_seed
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
     def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
-        """Route [T, H]; communicates through the scope of `token_positions` where the choice looks at the whole micro-batch.
+        """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
 
-        At training `override` has the last word. `parallelize` sets `kernel`, where one knows this router.
+        In training `override` may replace the chosen experts. `parallelize` sets `kernel` where it supports this
+        router.
         """
         dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
         logits_TE = self._apply_jitter(x_TH.to(dtype), token_positions) @ local_param(self.weight, dtype).t()
@@ -122,26 +122,26 @@ class Router(nn.Module):
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
 
     def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> RoutingDecision:
-        r = kernel(logits_TE, self.expert_bias)
-        sums = RouterLossSums(r.tokens_per_expert_E, r.score_sums_E, r.z_sum, r.entropy)
-        return RoutingDecision(r.ids_TK, r.probs_TK, r.scores_TE, logits_TE, sums=sums)
+        output = kernel(logits_TE, self.expert_bias)
+        sums = RouterLossSums(output.tokens_per_expert_E, output.score_sums_E, output.z_sum, output.entropy)
+        return RoutingDecision(output.ids_TK, output.probs_TK, output.scores_TE, logits_TE, sums=sums)
 
     @torch.no_grad()
     def update_bias(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
-        """Balance the bias after a step.
+        """Update the expert bias after a step: loss-free or quantile balancing.
 
         Args:
-            tokens_per_expert_E: copies of the whole global batch that chose each expert.
-            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+            tokens_per_expert_E: routed tokens of each expert over the whole global batch.
+            thresholds_E: of quantile balancing, mean over the micro-batches of the global batch.
         """
         if self.expert_bias is None:
             return
         if self._moe.choice == "quantile":
             self.expert_bias.copy_(-thresholds_E)
             return
-        # E * count against the sum of counts: whole numbers, so that an even load is seen as even.
-        lack_E = tokens_per_expert_E.sum() - tokens_per_expert_E * len(tokens_per_expert_E)
-        self.expert_bias.add_(lack_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
+        # E * count against the sum of counts: integers, so that an even load compares equal.
+        deficit_E = tokens_per_expert_E.sum() - tokens_per_expert_E * len(tokens_per_expert_E)
+        self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
 
     def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
         width = self._moe.input_jitter
@@ -166,13 +166,14 @@ class Router(nn.Module):
             case "sigmoid":
                 return logits_TE.sigmoid()
             case "sqrtsoftplus":
-                # The root has no gradient at 0, where softplus of a very negative logit ends.
+                # The root has no gradient at 0, to which softplus of a very negative logit underflows.
                 return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
     def _select_experts(
         self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
     ) -> Tensor:
-        model, moe = self._model, self._moe
+        model = self._model
+        moe = self._moe
         if moe.choice == "round_robin":
             return round_robin(token_positions.global_index(), model.top_k, model.num_experts)
         if moe.choice == "skewed":
@@ -182,15 +183,15 @@ class Router(nn.Module):
                 sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, token_positions.group) if self.training else 0
             )
             return topk_experts(logits_TE + offsets_E, model.top_k)
-        # Softmax keeps the order of the logits, and the logits are the finer of the two.
+        # Softmax is monotonic, and the logits have the finer resolution.
         values_TE = logits_TE if model.router_score == "softmax" else raw_TE
         if thresholds_E is not None:
             values_TE = raw_TE - thresholds_E
         elif self.expert_bias is not None:
             values_TE = raw_TE + self.expert_bias
         if model.num_groups > 1:
-            sums_two = model.router_score != "softmax"
-            values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_two)
+            sums_top2 = model.router_score != "softmax"
+            values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_top2)
         return topk_experts(values_TE, model.top_k)
 
     def _routing_probs(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
@@ -205,10 +206,10 @@ class Router(nn.Module):
 
 
 class FusedRouting:
-    """From logits to choices in one pass over them, forwards and backwards.
+    """Fused router kernel with its gradient: one pass over the logits in each direction.
 
     Args:
-        model: sizes, and what makes a score and a weight.
+        model: sizes, score function and probabilities.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -224,17 +225,17 @@ class FusedRouting:
         )
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> RouterOutput:
-        """Choose experts; gradients flow through weights, scores, their sums and the sum of the z-loss.
+        """Choose experts; probabilities, scores, their sums and the z-loss sum are differentiable.
 
         Args:
             logits_TE: float32.
-            bias_E: added to the scores for the choice alone.
+            bias_E: added to the scores for the top-k only.
         """
         return RouterOutput(*_Route.apply(logits_TE, bias_E, self._options))
 
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
-    """Why the router of a recipe is computed by plain operations; empty if the kernel knows it."""
+    """Return why the fused kernel does not support the router of a recipe; empty if it does."""
     if moe.choice != "topk":
         return f"moe.choice={moe.choice!r}"
     if model.router_score == "sqrtsoftplus":
@@ -250,11 +251,19 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> tuple[Tensor, ...]:
         logits_TE = logits_TE.contiguous()
-        r = route_forward(logits_TE, bias_E, options)
-        ctx.save_for_backward(logits_TE, r.ids_TK)
+        output = route_forward(logits_TE, bias_E, options)
+        ctx.save_for_backward(logits_TE, output.ids_TK)
         ctx.options = options
-        ctx.mark_non_differentiable(r.ids_TK, r.tokens_per_expert_E, r.entropy)
-        return r.ids_TK, r.probs_TK, r.scores_TE, r.tokens_per_expert_E, r.score_sums_E, r.z_sum, r.entropy
+        ctx.mark_non_differentiable(output.ids_TK, output.tokens_per_expert_E, output.entropy)
+        return (
+            output.ids_TK,
+            output.probs_TK,
+            output.scores_TE,
+            output.tokens_per_expert_E,
+            output.score_sums_E,
+            output.z_sum,
+            output.entropy,
+        )
 
     @staticmethod
     @once_differentiable
@@ -267,11 +276,12 @@ class _Route(torch.autograd.Function):
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
-"""Of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as `data.random_bits` has them."""
+"""Constants of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as in `data.index_shuffle`."""
 
 
-CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 15, 1 << 22
-"""So many numbers are made at a time: on a CPU what stays in a core's cache, on a GPU what keeps it busy."""
+CPU_CHUNK_ELEMENTS = 1 << 15
+GPU_CHUNK_ELEMENTS = 1 << 22
+"""Noise values computed at a time: on a CPU as many as fit a core's cache, on a GPU enough to keep it busy."""
 
 
 def uniform_noise(
@@ -285,22 +295,22 @@ def uniform_noise(
     shift: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Numbers shift + scale * u with u uniform in [0, 1), drawn by (seed, step, sample, position, feature).
+    """Return shift + scale * u with u uniform in [0, 1), a hash of (seed, step, sample, position, feature).
 
-    Beside the result, a chunk of rows is in memory at a time, not the 64 bits of every number.
+    Temporaries are limited to a chunk of rows: the 64-bit hashes of all elements are never in memory at once.
 
     Args:
-        seed: 64 bits, another for each layer.
-        step: of the optimizer.
-        sample_ids_B: place of each sample in the global batch.
+        seed: 64 bits, different for each layer.
+        step: optimizer step.
+        sample_ids_B: index of each sample in the global batch.
         positions_S: of the tokens in their sample.
         width: features of a token.
-        scale: of the numbers.
-        shift: of the numbers.
-        dtype: of the result; each number is rounded to it once, from float64.
+        scale: factor of u.
+        shift: added to it.
+        dtype: of the result; each value is rounded to it once, from float64.
 
     Returns:
-        [S*B, width], sequence-first, on the device of samples_B.
+        [S*B, width], sequence-first, on the device of sample_ids_B.
     """
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
@@ -317,18 +327,18 @@ def uniform_noise(
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser: a bijection of 64 bits, in place. int64 products wrap, which is what it needs."""
+    """Apply SplitMix64's finaliser, a bijection of 64 bits, in place; relies on wrap-around of int64 products."""
     bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(_MIX_A))
     bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(_MIX_B))
     return bits.bitwise_xor_(_shift_(bits.clone(), 31))
 
 
 def _shift_(bits: Tensor, count: int) -> Tensor:
-    """Shift right in place and fill with zeros; torch shifts the sign in."""
+    """Shift right in place and fill with zeros; torch's shift extends the sign."""
     return bits.bitwise_right_shift_(count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 with the low 64 bits of `value`."""
+    """Return the int64 with the low 64 bits of `value`."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value

@@ -1,7 +1,4 @@
-"""The ranks that hold the tokens of one micro-batch between them, as far as the maths must know.
-
-The token scope of several ranks.
-"""
+"""Ranks that share the tokens of one micro-batch, and the positions of these tokens."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +11,7 @@ from moefold.comm.groups import Group
 
 
 class MicroBatchGroup(Protocol):
-    """cp x tp ranks with equally many tokens each. Nothing here has a gradient."""
+    """Group of cp x tp ranks with equally many tokens of a micro-batch each. Its collectives have no gradient."""
 
     @property
     def size(self) -> int:
@@ -23,34 +20,34 @@ class MicroBatchGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """My place among them, which is the place of my rows in `gather`."""
+        """Index of this rank in the group, and of its rows in the result of `gather`."""
         ...
 
     @property
     def positions(self) -> Tensor | None:
-        """Positions of my tokens in their sample, int64 [S/(cp*tp)]; None stands for 0, 1, 2 and so on."""
+        """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; None: 0, 1, 2, ..."""
         ...
 
     @property
     def data_parallel_size(self) -> int:
-        """Micro-batches that go through the layer at the same time, each in a scope of its own: dp."""
+        """Micro-batches that are computed at the same time, each by a group of its own: dp."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks."""
+        """Sum over the group (all-reduce)."""
         ...
 
     def sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        """Sum over the ranks of all scopes that are at work at the same time: dp x cp x tp."""
+        """Sum over the dp x cp x tp ranks of the pipeline stage (all-reduce)."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks along dim 0."""
+        """Concatenate along dim 0 over the group (all-gather)."""
         ...
 
 
 class LocalMicroBatch:
-    """One rank holds whole micro-batches."""
+    """Group of one rank, which holds whole micro-batches."""
 
     size = 1
     rank = 0
@@ -58,47 +55,48 @@ class LocalMicroBatch:
     data_parallel_size = 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Nothing to add."""
+        """Return x: there is no other rank."""
         return x
 
     def sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        """Nothing to add."""
+        """Return x: there is no other rank."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Nothing to concatenate."""
+        """Return x: there is no other rank."""
         return x
 
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where the T = S/(cp*tp) * B tokens of this rank stand in their micro-batch and in the global batch."""
+    """Positions of the T = S/(cp*tp) * B tokens of this rank in their micro-batch and in the global batch."""
 
     group: MicroBatchGroup
     num_positions: int
     """S/(cp*tp)."""
     sample_ids_B: Tensor
-    """Place of each sample in the global batch, int64 [B]."""
+    """Index of each sample in the global batch, int64 [B]."""
 
     def positions(self) -> Tensor:
-        """Position of each of my rows in its sample, int64 [S/(cp*tp)]."""
-        positions, device = self.group.positions, self.sample_ids_B.device
+        """Return the positions of this rank's rows in their sample, int64 [S/(cp*tp)]."""
+        positions = self.group.positions
+        device = self.sample_ids_B.device
         return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
 
     def global_index(self) -> Tensor:
-        """The place of each token in the micro-batch, position * B + b, int64 [T]: the same under every mapping."""
+        """Return the index of each token in the micro-batch, position * B + b, int64 [T]; the same on every mapping."""
         batch_size = len(self.sample_ids_B)
-        places_B = torch.arange(batch_size, device=self.sample_ids_B.device)
-        return (self.positions().unsqueeze(1) * batch_size + places_B).flatten()
+        samples_B = torch.arange(batch_size, device=self.sample_ids_B.device)
+        return (self.positions().unsqueeze(1) * batch_size + samples_B).flatten()
 
 
 class ShardedMicroBatch:
-    """The ranks of one group hold a micro-batch between them.
+    """Micro-batch sharded over the ranks of one group.
 
     Args:
         group: cp x tp.
         stage: dp x cp x tp, the ranks of the pipeline stage.
-        positions: positions of my tokens in their sample, int64 [S/(cp*tp)]; those of all ranks together are 0 .. S-1.
+        positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; over all ranks: 0 .. S-1.
     """
 
     def __init__(self, group: Group, stage: Group, positions: Tensor) -> None:
@@ -110,13 +108,13 @@ class ShardedMicroBatch:
         self.data_parallel_size = stage.size // group.size
 
     def sum(self, x: Tensor) -> Tensor:
-        """All-reduce, without a gradient."""
+        """Sum over the group (all-reduce), without a gradient."""
         return all_reduce_sum(x, self._group)
 
     def sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        """All-reduce over the stage, without a gradient."""
+        """Sum over the stage (all-reduce), without a gradient."""
         return all_reduce_sum(x, self._stage)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather along dim 0, without a gradient."""
+        """Concatenate along dim 0 over the group (all-gather), without a gradient."""
         return all_gather(x.detach(), self._group)

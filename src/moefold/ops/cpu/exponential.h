@@ -1,4 +1,4 @@
-/* exp(x) that compilers vectorise, and the bits of numbers. */
+/* A vectorisable exp(x), and bit casts of float32. */
 
 #ifndef MOEFOLD_EXPONENTIAL_H
 #define MOEFOLD_EXPONENTIAL_H
@@ -18,16 +18,15 @@ static inline uint32_t float_to_bits(float value) {
   return bits;
 }
 
-/* The compiler takes all for numbers, so that only its bits tell what is none. */
-static inline int is_no_number(float value) { return (float_to_bits(value) & 0x7fffffffu) > 0x7f800000u; }
+/* Tests the bits, because -ffinite-math-only removes floating-point NaN tests. */
+static inline int is_nan(float value) { return (float_to_bits(value) & 0x7fffffffu) > 0x7f800000u; }
 
-/* exp(x) to 2 units in the last place for -87 <= x <= 88, held at the ends beyond: x = n ln 2 + r, and the series of
-   exp(r) for |r| <= ln(2) / 2. ln 2 is subtracted in two parts, the first exact. No table and no call, so that
-   compilers vectorise it. */
-static inline float exponential(float x) {
+/* exp(x) to 2 ULP for -87 <= x <= 88, clamped outside: x = n ln 2 + r, and the series of exp(r) for |r| <= ln(2) / 2.
+   ln 2 is subtracted in two parts, the first exact. No table and no call, so that compilers vectorise it. */
+static inline float exp_float(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
-  /* Added to 1.5 * 2**23, a number is rounded to an integer, which then is the lowest bits. */
+  /* Adding 1.5 * 2**23 rounds a number to an integer, which is then in the lowest bits. */
   const float shifted = x * 1.44269504f + 12582912.0f;
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;

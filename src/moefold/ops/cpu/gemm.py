@@ -1,8 +1,8 @@
-"""Matrix products on a CPU, in C, of any row count, strides and mix of float32 and bfloat16; a `model.gemm.Gemm`.
+"""GEMM on a CPU in C, for any row count, strides and mix of float32 and bfloat16; an `ops.gemm.Gemm`.
 
-What makes it worth having is not its rate, which is that of the libraries: every product goes where its result belongs,
-rows need no padding, transposed operands no copy, and weights no copy in another type, as all that happens where
-operands are packed anyway. No bit of a result depends on the number of threads or, if rows are not few, on other rows.
+Its speed is that of the libraries. Its advantage: it writes into any output, rows need no padding, transposed operands
+no copy, and weights no cast copy, because all of that is done while packing operands. Results are bitwise independent
+of the number of threads and, unless there are few rows, of the other rows.
 """
 
 import ctypes
@@ -18,49 +18,50 @@ from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.gemm import Gemm, is_faster_in_fp32, torch_mm_is_fastest
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-"""What numbers are in memory, as in `product.c`."""
+"""Dtypes as in `gemm.c`."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Numbers of a vector from which it is as fast as the libraries: those of AVX."""
+"""Floats of a vector from which it is as fast as the libraries: those of AVX."""
 MIN_PACKED_ROWS = {torch.float32: 32, torch.bfloat16: 64}
-"""Rows below which an operand is read once and packing costs more than the product: tokens that are decoded."""
+"""Rows below which packing, with one read of each operand, costs more than it saves: decoding."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the trial, relative to the largest value: what is wrong is wrong by more."""
+"""Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
-"""Words of a line of the cache, at which panels begin."""
+"""Words of a cache line, to which panels are aligned."""
 SELF_TEST_SHAPE = (37, 41, 75)
-"""Rows, columns and depth of the trial: what vectors and panels do not divide."""
-GEMM_ARGS, GEMM_TERM = struct.Struct("P7qPq"), struct.Struct("P3qP4q")
-"""`job` of the source, and each `term` behind it."""
+"""Rows, columns and depth of the self-test: no multiples of vectors and panels."""
+GEMM_ARGS = struct.Struct("P7qPq")
+GEMM_TERM = struct.Struct("P3qP4q")
+"""C structs `gemm_args`, and each `gemm_term` after it."""
 MatmulOperands = tuple[Tensor, Tensor]
 """x [M, K] and w [N, K] of a product x @ w.T."""
 
 
 class CGemm(Gemm):
-    """Products in C. Where an operand is bfloat16, all are read with the values that they have in it.
+    """GEMM backend in C. If an operand is bfloat16, all operands are rounded to it.
 
-    Other types and devices are multiplied by the libraries.
+    Other dtypes and devices are multiplied by the libraries.
 
     Raises:
-        CompilerError: it cannot be built here.
+        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
         library = load_library("gemm")
-        self._gemm, self._scratch_words = library.product, library.product_scratch
-        self._gemm.argtypes, self._gemm.restype = [ctypes.c_char_p], None
-        self._scratch_words.argtypes, self._scratch_words.restype = (
-            [*[ctypes.c_int64] * 3, ctypes.c_int],
-            ctypes.c_int64,
-        )
-        self._vector_width: int = library.product_vector()
+        self._gemm = library.gemm
+        self._scratch_words = library.gemm_scratch_words
+        self._gemm.argtypes = [ctypes.c_char_p]
+        self._gemm.restype = None
+        self._scratch_words.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int]
+        self._scratch_words.restype = ctypes.c_int64
+        self._vector_width: int = library.gemm_vector_width()
         self._scratch_buffers = threading.local()
         self._self_test()
 
     def is_fast(self, dtype: torch.dtype) -> bool:
-        """Whether it beats the libraries on this processor in this type, by what they leave unused there.
+        """Return whether it is faster than the libraries on this processor in this dtype.
 
-        In float32 they are at least as good where their own instructions are all used and nothing has to be copied. In
-        bfloat16 a processor may multiply whole tiles (AMX), which this does not.
+        In float32 the libraries are at least as good where they use all of the processor's instructions and nothing has
+        to be copied. In bfloat16 a processor may have tile instructions (AMX), which this GEMM does not use.
         """
         if self._vector_width < MIN_FAST_VECTOR_WIDTH or dtype not in DTYPE_CODES:
             return False
@@ -68,27 +69,27 @@ class CGemm(Gemm):
         return not torch_mm_is_fastest() if dtype == torch.float32 else not (has_tiles is not None and has_tiles())
 
     def is_faster_than_torch_mm(self, x: Tensor) -> bool:
-        """See `Gemm`."""
+        """See base class."""
         return _is_supported_tensor(x) or super().is_faster_than_torch_mm(x)
 
     def upcasts(self, x: Tensor) -> bool:
-        """See `Gemm`."""
+        """See base class."""
         return not self.is_faster_than_torch_mm(x) and super().upcasts(x)
 
     def accepts_fp32_weight(self, x: Tensor) -> bool:
-        """See `Gemm`."""
+        """See base class."""
         return x.dtype == torch.bfloat16 and self.is_faster_than_torch_mm(x)
 
     def supports_out(self, x: Tensor) -> bool:
-        """See `Gemm`."""
+        """See base class."""
         return _is_supported_tensor(x) or super().supports_out(x)
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
-        """See `Gemm`."""
+        """See base class."""
         return rows if _is_supported_tensor(like) else super().padded_rows(rows, like)
 
     def cast_weight(self, w: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Gemm`; what is rounded as it is packed stays as it is."""
+        """See `Gemm`; weights that are rounded while packing are returned unchanged."""
         return w if w.dtype in DTYPE_CODES and dtype == torch.bfloat16 else super().cast_weight(w, dtype)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
@@ -103,7 +104,7 @@ class CGemm(Gemm):
         return out
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-        """See `Gemm`."""
+        """See base class."""
         if _supports(x_MK, w_NK) and _is_supported_output(out_MN):
             if _prefers_torch_mm(x_MK, w_NK, out_MN):
                 torch.mm(x_MK[: len(out_MN)], w_NK.t(), out=out_MN)
@@ -115,7 +116,7 @@ class CGemm(Gemm):
             super().matmul_out(out_MN, x_MK, w_NK)
 
     def matmul_add_out(self, out_MN: Tensor, first: MatmulOperands, second: MatmulOperands) -> None:
-        """See `Gemm`."""
+        """See base class."""
         if _supports(*first, *second) and _is_supported_output(out_MN):
             self._multiply(out_MN, [first, second])
         elif _supports(*first, *second):
@@ -126,15 +127,15 @@ class CGemm(Gemm):
             super().matmul_add_out(out_MN, first, second)
 
     def weight_gradient(self, x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-        """See `Gemm`."""
+        """See base class."""
         return self.matmul(x_MK.t(), grad_MN.t())
 
     def weight_gradient_out(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-        """See `Gemm`."""
+        """See base class."""
         self.matmul_out(out_KN, x_MK.t(), grad_MN.t())
 
     def add_weight_gradient(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-        """See `Gemm`."""
+        """See base class."""
         if _supports(x_MK, grad_MN) and _is_supported_output(out_KN):
             self._multiply(out_KN, [(x_MK.t(), grad_MN.t())], accumulates=True)
         elif _supports(x_MK, grad_MN):
@@ -143,7 +144,7 @@ class CGemm(Gemm):
             super().add_weight_gradient(out_KN, x_MK, grad_MN)
 
     def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """See `Gemm`."""
+        """See base class."""
         if not _supports(x_MK, w_NK):
             return super().matmul_fp32(x_MK, w_NK)
         return self.matmul(x_MK, w_NK, x_MK.new_empty(len(x_MK), len(w_NK), dtype=torch.float32))
@@ -151,14 +152,16 @@ class CGemm(Gemm):
     def _multiply(self, out: Tensor, pairs: Sequence[MatmulOperands], *, accumulates: bool = False) -> None:
         rows, columns = out.shape
         for x, w in pairs:
-            # What is compiled reads on where an operand ends.
+            # The C code has no bounds checks.
             assert x.shape[0] >= rows, (out.shape, x.shape)
             assert w.shape == (columns, x.shape[1]), (out.shape, x.shape, w.shape)
         if rows == 0 or columns == 0:
             return
-        is_narrow, depth, terms = False, 0, b""
+        rounds_to_bfloat16 = False
+        depth = 0
+        terms = b""
         for x, w in pairs:
-            is_narrow = is_narrow or torch.bfloat16 in (x.dtype, w.dtype)
+            rounds_to_bfloat16 = rounds_to_bfloat16 or torch.bfloat16 in (x.dtype, w.dtype)
             depth += x.shape[1]
             terms += GEMM_TERM.pack(
                 x.data_ptr(),
@@ -170,14 +173,14 @@ class CGemm(Gemm):
                 x.shape[1],
             )
         threads = torch.get_num_threads()
-        room = self._scratch_address(self._scratch_words(rows, columns, depth, threads))
+        scratch = self._scratch_address(self._scratch_words(rows, columns, depth, threads))
         target = (out.data_ptr(), out.stride(0), DTYPE_CODES[out.dtype], accumulates)
-        self._gemm(GEMM_ARGS.pack(*target, rows, columns, is_narrow, threads, room, len(pairs)) + terms)
+        self._gemm(GEMM_ARGS.pack(*target, rows, columns, rounds_to_bfloat16, threads, scratch, len(pairs)) + terms)
 
     def _scratch_address(self, num_words: int) -> int:
-        """The address of scratch memory, this thread's own; kept, as to touch new memory costs more than to pack.
+        """Return the address of this thread's scratch memory, which is reused: page faults cost more than packing.
 
-        It is no tensor, so that who counts those of a layer does not find it there.
+        It is not a tensor, so that memory accounting of layers does not count it.
         """
         if getattr(self._scratch_buffers, "words", -1) < num_words:
             array = self._scratch_buffers.array = np.empty(num_words + CACHE_LINE_WORDS, np.int32)
@@ -187,26 +190,27 @@ class CGemm(Gemm):
         return address
 
     def _self_test(self) -> None:
-        """Compare with float64, so that a compiler that errs is found out before a run is.
+        """Compare with float64, to catch miscompiled kernels at start-up.
 
         Raises:
-            CompilerError: it differs.
+            CompilerError: results differ.
         """
         rows, columns, depth = SELF_TEST_SHAPE
         x, w = (torch.linspace(low, 9, n * depth).sin().view(n, depth) for low, n in ((-7, rows), (2, columns)))
         for dtype, error in TOLERANCES.items():
-            a, b = x.to(dtype), w.to(dtype)
-            right = a.double() @ b.double().t()
+            a = x.to(dtype)
+            b = w.to(dtype)
+            expected = a.double() @ b.double().t()
             for left, other in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t()), (a, b.float())):
-                found = torch.full((rows, columns), float("nan"))
-                self.matmul_out(found, left, other)
-                self.add_weight_gradient(found, left.t(), other.t())
-                if not (found.double() - 2 * right).abs().max() <= error * right.abs().max():
-                    raise CompilerError(f"what the compiler built of products is wrong in {dtype}")
+                actual = torch.full((rows, columns), float("nan"))
+                self.matmul_out(actual, left, other)
+                self.add_weight_gradient(actual, left.t(), other.t())
+                if not (actual.double() - 2 * expected).abs().max() <= error * expected.abs().max():
+                    raise CompilerError(f"the compiled GEMM kernel is wrong in {dtype}")
 
 
 def _is_supported_tensor(x: Tensor) -> bool:
-    """Whether memory is a CPU's, with numbers that it knows."""
+    """Return whether a tensor is on the CPU and of a supported dtype."""
     return x.is_cpu and x.dtype in DTYPE_CODES
 
 
@@ -215,7 +219,7 @@ def _supports(*operands: Tensor) -> bool:
 
 
 def _prefers_torch_mm(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
-    """Whether torch.mm is faster for so few rows; it reads and writes one type."""
+    """Return whether torch.mm is faster, as for few rows of a single dtype."""
     if x_MK.shape[0] >= MIN_PACKED_ROWS[x_MK.dtype]:
         return False
     dtypes = {x_MK.dtype, w_NK.dtype, x_MK.dtype if out is None else out.dtype}

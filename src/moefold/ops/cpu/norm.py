@@ -1,6 +1,6 @@
-"""RMSNorm on a CPU, in C, one pass over memory each way; a `NormKernel` (ops/norm.py).
+"""RMSNorm on a CPU in C, one pass over memory in each direction; a `NormKernel` (ops/norm.py).
 
-Its plain twin is `cpu_norm.PlainNorm`. No bit depends on the number of threads.
+Its reference is `ops.norm.TorchRMSNorm`. Results are bitwise independent of the number of threads.
 """
 
 import ctypes
@@ -13,27 +13,31 @@ from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.norm import TORCH_RMS_NORM, NormKernel
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the trial, by the types that it knows: what is wrong is wrong by more."""
+"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (131, 37)
-"""Rows of the trial and their size: several blocks, and no multiple of what a processor takes at a time."""
+"""Number and size of the self-test's rows: several blocks, and no multiple of vector widths."""
 
 
 class CNorm:
-    """RMSNorm of rows of float32 or bfloat16; float32 between.
+    """RMSNorm of float32 or bfloat16 rows, computed in float32.
 
-    What it does not know is computed by the plain twin: other types and devices, and rows that are not apart by one
-    number or whose numbers are not side by side.
+    Unsupported tensors fall back to the reference: other dtypes and devices, and rows of non-uniform stride or with
+    non-contiguous elements.
 
     Raises:
-        CompilerError: it cannot be built here.
+        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
         library = load_library("norm")
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._num_blocks = library.norm_blocks
-        self._num_blocks.argtypes, self._num_blocks.restype = [size], size
-        self._forward, self._backward = library.norm_forward, library.norm_backward
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        number = ctypes.c_int
+        self._num_blocks = library.norm_num_blocks
+        self._num_blocks.argtypes = [size]
+        self._num_blocks.restype = size
+        self._forward = library.norm_forward
+        self._backward = library.norm_backward
         self._forward.argtypes = [pointer, size, *[pointer] * 3, size, size, ctypes.c_float, number, number]
         self._backward.argtypes = [pointer, size, pointer, size, *[pointer] * 5, size, size, number, number]
         self._forward.restype = self._backward.restype = None
@@ -41,47 +45,49 @@ class CNorm:
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
-        apart = _row_stride(x)
-        if apart is None or not _supports(x, weight):
+        row_stride = _row_stride(x)
+        if row_stride is None or not _supports(x, weight):
             return TORCH_RMS_NORM.forward(x, weight, eps)
         size = x.shape[-1]
         rows = x.numel() // size
-        y, scale_N1 = x.new_empty(x.shape), x.new_empty((rows, 1), dtype=torch.float32)
-        given = x.data_ptr(), apart, weight.data_ptr(), y.data_ptr(), scale_N1.data_ptr()
-        self._forward(*given, rows, size, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
+        y = x.new_empty(x.shape)
+        scale_N1 = x.new_empty((rows, 1), dtype=torch.float32)
+        args = x.data_ptr(), row_stride, weight.data_ptr(), y.data_ptr(), scale_N1.data_ptr()
+        self._forward(*args, rows, size, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
         return y, scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
-        apart, grad_apart = _row_stride(x), _row_stride(grad)
-        if apart is None or grad_apart is None or not _supports(x, weight, grad):
+        row_stride = _row_stride(x)
+        grad_row_stride = _row_stride(grad)
+        if row_stride is None or grad_row_stride is None or not _supports(x, weight, grad):
             return TORCH_RMS_NORM.backward(grad, x, weight, scale_N1)
-        rows, size = len(scale_N1), x.shape[-1]
-        grad_x, grad_weight = x.new_empty(x.shape), weight.new_empty(weight.shape)
+        rows = len(scale_N1)
+        size = x.shape[-1]
+        grad_x = x.new_empty(x.shape)
+        grad_weight = weight.new_empty(weight.shape)
         sums = x.new_empty((self._num_blocks(rows), size), dtype=torch.float32)
-        given = grad.data_ptr(), grad_apart, x.data_ptr(), apart, weight.data_ptr(), scale_N1.data_ptr()
+        args = grad.data_ptr(), grad_row_stride, x.data_ptr(), row_stride, weight.data_ptr(), scale_N1.data_ptr()
         results = grad_x.data_ptr(), grad_weight.data_ptr(), sums.data_ptr()
-        self._backward(*given, *results, rows, size, x.dtype == torch.bfloat16, torch.get_num_threads())
+        self._backward(*args, *results, rows, size, x.dtype == torch.bfloat16, torch.get_num_threads())
         return grad_x, grad_weight
 
     def _self_test(self) -> None:
-        """Compare with the plain twin, so that a compiler that errs is found out before a run is.
+        """Compare with the reference, to catch miscompiled kernels at start-up.
 
         Raises:
-            CompilerError: it differs.
+            CompilerError: results differ.
         """
         rows, size = SELF_TEST_SHAPE
         x, grad = (torch.linspace(low, 9, rows * size).sin().view(rows, size) for low in (-500, 300))
         weight = torch.linspace(-1, 2, size)
         for dtype, error in TOLERANCES.items():
-            given = [t.to(dtype) for t in (grad, x, weight)]
-            found, right = (
-                _forward_backward(self, *given),
-                _forward_backward(TORCH_RMS_NORM, *(t.double() for t in given)),
-            )
-            for a, e in zip(found, right, strict=True):
+            inputs = [t.to(dtype) for t in (grad, x, weight)]
+            actual = _forward_backward(self, *inputs)
+            expected = _forward_backward(TORCH_RMS_NORM, *(t.double() for t in inputs))
+            for a, e in zip(actual, expected, strict=True):
                 if not torch.allclose(a.double(), e, rtol=error, atol=error):
-                    raise CompilerError(f"what the compiler built of norms is wrong in {dtype}")
+                    raise CompilerError(f"the compiled RMSNorm kernel is wrong in {dtype}")
 
 
 def _forward_backward(kernel: NormKernel, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -100,10 +106,10 @@ def _supports(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
 
 
 def _row_stride(x: Tensor) -> int | None:
-    """How far rows of [..., H] are apart in memory; None where they are not all alike or not whole."""
+    """Return the stride of the rows of [..., H]; None if it is not uniform or elements are not contiguous."""
     dims = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     rows = [(count, stride) for count, stride in dims if count != 1]
-    is_whole = x.stride(-1) == 1 or x.shape[-1] == 1
-    if not is_whole or any(outer != count * inner for (_, outer), (count, inner) in pairwise(rows)):
+    is_contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+    if not is_contiguous or any(outer != count * inner for (_, outer), (count, inner) in pairwise(rows)):
         return None
     return rows[-1][1] if rows else x.shape[-1]

@@ -1,55 +1,58 @@
-/* Rotary position embedding of halves in one pass over memory: the pairs (i, i + half) of each head are turned, what is
-   behind them is copied.
+/* Rotary position embedding (RoPE) of half-split pairs in one pass over memory: the pairs (i, i + half) of each head
+   are rotated, the dims after them are copied.
 
-   Values are float32 or, if narrow, bfloat16 in memory and float32 between; a result is rounded once. */
+   Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once. */
 
 #include <stdint.h>
 #include <string.h>
 
 #include "bfloat16.h"
 
-/* The most pairs of a head. */
-#define MOST_PAIRS 256
-/* Numbers below which threads cost more than they save: as torch has it. */
-#define GRAIN 32768
+/* Maximum pairs of a head. */
+#define MAX_PAIRS 256
+/* Elements below which threads cost more than they save, as in torch. */
+#define MIN_PARALLEL_WORK 32768
 #ifdef _OPENMP
-#define ABREAST _Pragma("omp parallel for schedule(static) if (all * heads * size > GRAIN) num_threads(threads)")
+#define OMP_PARALLEL_FOR \
+  _Pragma("omp parallel for schedule(static) if (all * heads * size > MIN_PARALLEL_WORK) num_threads(threads)")
 #else
-#define ABREAST
+#define OMP_PARALLEL_FOR
 #endif
 
-INLINE void turn(const int is_narrow, const void *x, void *y, const float *cos, const float *sin, int64_t half) {
+ALWAYS_INLINE void rotate_pairs(const int is_bfloat16, const void *x, void *y, const float *cos, const float *sin,
+                                int64_t half) {
 #pragma omp simd
   for (int64_t i = 0; i < half; i++) {
-    const float first = value_at(x, i, is_narrow), second = value_at(x, half + i, is_narrow);
-    set_value(y, i, first * cos[i] - second * sin[i], is_narrow);
-    set_value(y, half + i, second * cos[i] + first * sin[i], is_narrow);
+    const float first = load_value(x, i, is_bfloat16), second = load_value(x, half + i, is_bfloat16);
+    store_value(y, i, first * cos[i] - second * sin[i], is_bfloat16);
+    store_value(y, half + i, second * cos[i] + first * sin[i], is_bfloat16);
   }
 }
 
-/* y [tokens, samples, heads, size] of x, whose first three dimensions are so many numbers apart, by angles of the same
-   type, whose first two are; forwards for direction 1, back for -1. */
-void rope_turn(const void *x, int64_t token, int64_t sample, int64_t head, const void *cos, const void *sin,
-               int64_t angle_token, int64_t angle_sample, void *y, int64_t tokens, int64_t samples, int64_t heads,
-               int64_t size, int64_t half, float direction, int is_narrow, int threads) {
+/* Write y [tokens, samples, heads, size]. token, sample and head are the strides of x, angle_token and angle_sample
+   those of cos and sin, which have the same type, in elements. direction: 1 forward, -1 backward. */
+void rope_apply(const void *x, int64_t token, int64_t sample, int64_t head, const void *cos, const void *sin,
+                int64_t angle_token, int64_t angle_sample, void *y, int64_t tokens, int64_t samples, int64_t heads,
+                int64_t size, int64_t half, float direction, int is_bfloat16, int threads) {
   const int64_t all = tokens * samples;
-  const size_t number_bytes = is_narrow ? sizeof(uint16_t) : sizeof(float);
-  ABREAST
+  const size_t number_bytes = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+  OMP_PARALLEL_FOR
   for (int64_t n = 0; n < all; n++) {
     const int64_t t = n / samples, b = n % samples, angle = t * angle_token + b * angle_sample;
-    float cos_n[MOST_PAIRS], sin_n[MOST_PAIRS];
+    float cos_n[MAX_PAIRS], sin_n[MAX_PAIRS];
     for (int64_t i = 0; i < half; i++) {
-      cos_n[i] = value_at(cos, angle + i, is_narrow);
-      sin_n[i] = value_at(sin, angle + i, is_narrow) * direction;
+      cos_n[i] = load_value(cos, angle + i, is_bfloat16);
+      sin_n[i] = load_value(sin, angle + i, is_bfloat16) * direction;
     }
     for (int64_t a = 0; a < heads; a++) {
-      const void *x_a = from(x, t * token + b * sample + a * head, is_narrow);
-      void *y_a = from(y, (n * heads + a) * size, is_narrow);
-      if (is_narrow)
-        turn(1, x_a, y_a, cos_n, sin_n, half);
+      const void *x_a = offset_pointer(x, t * token + b * sample + a * head, is_bfloat16);
+      void *y_a = offset_pointer(y, (n * heads + a) * size, is_bfloat16);
+      if (is_bfloat16)
+        rotate_pairs(1, x_a, y_a, cos_n, sin_n, half);
       else
-        turn(0, x_a, y_a, cos_n, sin_n, half);
-      memcpy(from(y_a, 2 * half, is_narrow), from(x_a, 2 * half, is_narrow), (size - 2 * half) * number_bytes);
+        rotate_pairs(0, x_a, y_a, cos_n, sin_n, half);
+      memcpy(offset_pointer(y_a, 2 * half, is_bfloat16), offset_pointer(x_a, 2 * half, is_bfloat16),
+             (size - 2 * half) * number_bytes);
     }
   }
 }

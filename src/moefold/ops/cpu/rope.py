@@ -1,6 +1,6 @@
-"""Rotary position embedding of halves on a CPU, in C, one pass over memory each way; a `Turn` (model/rope.py).
+"""RoPE of half-split pairs on a CPU in C, one pass over memory in each direction; a `RopeKernel` (ops/rope.py).
 
-Its plain twin is `cpu_rope.rotate_halves`, which takes four passes, and rounds twice in bfloat16.
+Its reference is `ops.rope.rotate_halves`, which takes four passes, and rounds twice in bfloat16.
 """
 
 import ctypes
@@ -15,26 +15,28 @@ from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.rope import Rope, rotate_halves
 
 MAX_PAIRS = 256
-"""Pairs of a head at most, as in `rope.c`."""
+"""Maximum pairs of a head, as in `rope.c`."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the trial, by the types that it knows: what is wrong is wrong by more."""
+"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
-"""Tokens, samples, heads, numbers of a head and turned ones of the trial: what vectors do not divide."""
+"""Tokens, samples, heads, head dim and rotated dims of the self-test: no multiples of vector widths."""
 
 
 class CRope:
-    """Turns heads of float32 or bfloat16 by angles of the same type; float32 between. Keeps nothing of what it turns.
+    """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32; saves nothing of x.
 
-    What it does not know is computed by plain operations: pairs of neighbours, other types and devices.
+    Unsupported tensors fall back to PyTorch operations: interleaved pairs, other dtypes and devices.
 
     Raises:
-        CompilerError: it cannot be built here.
+        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
         library = load_library("rope")
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._rope = library.rope_turn
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        number = ctypes.c_int
+        self._rope = library.rope_apply
         self._rope.argtypes = [
             pointer, *[size] * 3, pointer, pointer, size, size, pointer, *[size] * 5, ctypes.c_float, number, number
         ]  # fmt: skip
@@ -42,39 +44,39 @@ class CRope:
         self._self_test()
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-        """See `Turn`."""
+        """See `Rope.__call__`."""
         if is_interleaved or not _supports(x, cos, sin):
             return Rope(cos, sin, is_interleaved)(x)
         y: Tensor = _CRopeFunction.apply(x, cos, sin, self)
         return y
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-        """Forwards or back, without autograd."""
+        """Rotate forward (direction 1) or backward (-1), without autograd."""
         x = unit_stride(x)
         y = x.new_empty(x.shape)
         angles = cos.data_ptr(), sin.data_ptr(), cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1)
         sizes = *x.shape, cos.shape[-1] // 2
-        is_narrow = x.dtype == torch.bfloat16
-        given = x.data_ptr(), *x.stride()[:3], *angles, y.data_ptr()
-        self._rope(*given, *sizes, direction, is_narrow, torch.get_num_threads())
+        is_bfloat16 = x.dtype == torch.bfloat16
+        strided_args = x.data_ptr(), *x.stride()[:3], *angles, y.data_ptr()
+        self._rope(*strided_args, *sizes, direction, is_bfloat16, torch.get_num_threads())
         return y
 
     def _self_test(self) -> None:
-        """Compare with the plain twin, so that a compiler that errs is found out before a run is.
+        """Compare with the reference, to catch miscompiled kernels at start-up.
 
         Raises:
-            CompilerError: it differs.
+            CompilerError: results differ.
         """
-        tokens, samples, heads, size, turned = SELF_TEST_SHAPE
+        tokens, samples, heads, size, rotated = SELF_TEST_SHAPE
         x = torch.linspace(-300, 300, tokens * samples * heads * size).sin().view(tokens, samples, heads, size)
-        angles = torch.linspace(0, 3, tokens * turned // 2).view(tokens, 1, 1, -1).repeat(1, 1, 1, 2)
+        angles = torch.linspace(0, 3, tokens * rotated // 2).view(tokens, 1, 1, -1).repeat(1, 1, 1, 2)
         for dtype, error in TOLERANCES.items():
-            given, cos, sin = (t.to(dtype) for t in (x, angles.cos(), angles.sin()))
+            heads_in, cos, sin = (t.to(dtype) for t in (x, angles.cos(), angles.sin()))
             for direction in (1, -1):
-                found = self.rotate(given, cos, sin, direction)
-                right = rotate_halves(given.double(), cos.double(), direction * sin.double())
-                if not torch.allclose(found.double(), right, rtol=error, atol=error):
-                    raise CompilerError(f"what the compiler built of rotations is wrong in {dtype}")
+                actual = self.rotate(heads_in, cos, sin, direction)
+                expected = rotate_halves(heads_in.double(), cos.double(), direction * sin.double())
+                if not torch.allclose(actual.double(), expected, rtol=error, atol=error):
+                    raise CompilerError(f"the compiled RoPE kernel is wrong in {dtype}")
 
 
 class _CRopeFunction(torch.autograd.Function):

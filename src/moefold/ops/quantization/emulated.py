@@ -1,7 +1,7 @@
-"""The three products of a linear layer, with operands of few bits: simulated, on every device.
+"""Emulated low-precision GEMMs of a linear layer, on every device.
 
-Values are rounded to the format and multiplied in float32 (float64 in float64), which is what the hardware computes but
-for the order of its sums. Rounding to nearest everywhere; neither stochastic rounding nor Hadamard transforms.
+Operands are rounded to the format and multiplied in float32 (float64 in float64), which is what the hardware computes
+but for the order of its sums. Rounding is to nearest; there is no stochastic rounding and no Hadamard transform.
 """
 
 from dataclasses import dataclass
@@ -15,33 +15,33 @@ from moefold.ops.quantization.formats import QuantFormat, fake_quantize
 
 @dataclass(frozen=True)
 class EmulatedLinear:
-    """Quantise, scale back, multiply."""
+    """Linear backend that quantises, dequantises and multiplies."""
 
     quant_format: QuantFormat
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`."""
+        """See `moefold.model.linear.LinearBackend`."""
         return self.quantized_matmul(x_MK, w_NK, self.quant_format.weight_block_rows)
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`."""
+        """See `moefold.model.linear.LinearBackend`."""
         return self.quantized_matmul(grad_MN, w_NK.t(), self.quant_format.weight_block_rows)
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`; the blocks are of 128, 32 or 16 consecutive tokens of this rank."""
+        """See `moefold.model.linear.LinearBackend`; blocks are 128, 32 or 16 consecutive tokens of this rank."""
         return self.quantized_matmul(grad_MN.t(), x_MK.t(), 1)
 
     def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
-        """A @ b.T, both rounded in blocks along K; those of b have so many rows."""
+        """Compute a @ b.T, both quantised in blocks along K; blocks of b have `b_block_rows` rows."""
         y_MN = fake_quantize(a_MK, self.quant_format) @ fake_quantize(b_NK, self.quant_format, b_block_rows).t()
         return y_MN.to(a_MK.dtype)
 
 
 class EmulatedExpertOps(TorchExpertOps):
-    """The same for experts over rows sorted by expert: each is a linear layer over its rows.
+    """Expert operations with emulated low-precision GEMMs: each expert is a linear layer over its rows.
 
     Args:
-        linear: of a linear layer.
+        linear: computes the GEMMs.
     """
 
     probs_commute = False
@@ -52,14 +52,15 @@ class EmulatedExpertOps(TorchExpertOps):
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See `ExpertOps`."""
-        counts, weight_rows = counts_from_offsets(offsets_E), self._linear.quant_format.weight_block_rows
+        """See base class."""
+        counts = counts_from_offsets(offsets_E)
+        weight_rows = self._linear.quant_format.weight_block_rows
         parts = zip(rows.materialize().split(counts), w_EKN, strict=True)
         y_RN = torch.cat([self._linear.quantized_matmul(x, w.t(), weight_rows) for x, w in parts])
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         counts = counts_from_offsets(offsets_E)
         pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
         return torch.stack([self._linear.quantized_matmul(x.t(), g.t(), 1) for x, g in pairs])

@@ -1,4 +1,4 @@
-"""`ExpertOps` by Triton, with torch's grouped product where that is measured to be faster."""
+"""Triton implementation of `ExpertOps`; torch's grouped_mm is used where measured to be faster."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from moefold.ops.triton.grouped_gemm import combine_rows, grouped_gemm, grouped_
 from moefold.ops.triton.swiglu import activation_backward, activation_forward
 
 GROUPED_MM_ALIGNMENT_BYTES = 16
-"""torch's grouped product wants every stride to be a multiple of this."""
+"""Alignment of every stride that torch's grouped_mm requires."""
 
 
 @dataclass(frozen=True)
 class TritonExpertOps:
-    """Gathers rows as the products read them; nothing waits for the host.
+    """Expert operations that gather rows while reading; no device syncs.
 
     Args:
-        autotuner: remembers which way is fastest for a shape.
+        autotuner: chooses the fastest candidate for a shape.
     """
 
     autotuner: Autotuner
 
     @property
     def probs_commute(self) -> bool:
-        """See `ExpertOps`."""
+        """True: hidden values are not quantised."""
         return True
 
     def grouped_gemm(
@@ -40,11 +40,11 @@ class TritonExpertOps:
         x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
-        ways: dict[str, Callable[[], Tensor]] = {}
+        candidates: dict[str, Callable[[], Tensor]] = {}
         if _torch_supports(rows, w_EKN):
-            ways["torch"] = partial(_torch_grouped_mm, rows, w_EKN, offsets_E, second)
-        for tiling in tile_configs(x):
-            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+            candidates["torch"] = partial(_torch_grouped_mm, rows, w_EKN, offsets_E, second)
+        for tile_config in tile_configs(x):
+            candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
                 grouped_gemm,
                 x,
                 w_EKN,
@@ -52,10 +52,10 @@ class TritonExpertOps:
                 rows.num_rows,
                 source_R=rows.source_R,
                 second=second,
-                tile_config=tiling,
+                tile_config=tile_config,
             )
         return self._run_autotuned(
-            "product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+            "product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=candidates
         )
 
     def grouped_gemm_combine(
@@ -66,41 +66,44 @@ class TritonExpertOps:
         permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertOps`; adds rows up as they are written where that is faster and the order of sums is free."""
+        """See `ExpertOps`; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
         x = unit_stride(rows.values)
         target = permute_map.source_R, len(permute_map.row_TK)
 
-        def scattered() -> Tensor:
-            pair = None if second is None else (unit_stride(second[0]), second[1])
-            y_TN = grouped_gemm(x, w_EKN, offsets_E, rows.num_rows, source_R=rows.source_R, second=pair, target=target)
+        def scatter() -> Tensor:
+            second_term = None if second is None else (unit_stride(second[0]), second[1])
+            y_TN = grouped_gemm(
+                x, w_EKN, offsets_E, rows.num_rows, source_R=rows.source_R, second=second_term, target=target
+            )
             return y_TN.to(x.dtype)
 
-        ways = {
+        candidates = {
             "gather": lambda: self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map),
-            "scatter": scattered,
+            "scatter": scatter,
         }
         return self._run_autotuned(
-            "combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+            "combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=candidates
         )
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See `ExpertOps`."""
-        x, g = unit_stride(rows.values), unit_stride(grad.values)
-        ways: dict[str, Callable[[], Tensor]] = {}
+        x = unit_stride(rows.values)
+        g = unit_stride(grad.values)
+        candidates: dict[str, Callable[[], Tensor]] = {}
         if _torch_supports(rows, g):
-            ways["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
-        for tiling in tile_configs(x):
-            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+            candidates["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+        for tile_config in tile_configs(x):
+            candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
                 grouped_gemm_weight_grad,
                 x,
                 g,
                 offsets_E,
                 source_R=rows.source_R,
                 grad_source_R=grad.source_R,
-                tile_config=tiling,
+                tile_config=tile_config,
             )
         return self._run_autotuned(
-            "weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, candidates=ways
+            "weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, candidates=candidates
         )
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
@@ -114,11 +117,11 @@ class TritonExpertOps:
         return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
-        """See `moefold.ops.swiglu.GateKernel`."""
+        """See `moefold.ops.swiglu.SwiGLUKernel`."""
         return activation_forward(g_MF.contiguous(), u_MF.contiguous(), None, None)
 
     def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
-        """See `moefold.ops.swiglu.GateKernel`."""
+        """See `moefold.ops.swiglu.SwiGLUKernel`."""
         _, grad_g, grad_u, _ = activation_backward(
             grad_MF.contiguous(), g_MF.contiguous(), u_MF.contiguous(), None, None
         )
@@ -131,19 +134,19 @@ class TritonExpertOps:
     def _run_autotuned(
         self, op: str, rows: GatheredRows, *shape: Hashable, candidates: dict[str, Callable[[], Tensor]]
     ) -> Tensor:
-        # Counts change from step to step: those of one octave share a choice.
+        # Row counts change every step: counts between two powers of two share a choice.
         key = (op, rows.num_rows.bit_length(), rows.values.shape[1], rows.source_R is not None, *shape)
         return self.autotuner.run(key, candidates, rows.values.device)
 
 
 def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
-    """(alpha, limit) of the clamped gate, None for SwiGLU."""
+    """Return (alpha, limit) of the clamped activation, None for SwiGLU."""
     return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLUActivation) else None
 
 
 def _torch_grouped_mm(
     rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
-) -> Tensor:  # pragma: no cover - CUDA alone
+) -> Tensor:  # pragma: no cover - CUDA only
     y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
     return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
 
@@ -158,5 +161,5 @@ def _torch_supports(rows: GatheredRows, other: Tensor) -> bool:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Kernels take the last dim to be contiguous."""
+    """Return x with a contiguous last dim, as kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,9 +1,7 @@
-"""Grouped products of e4m3 operands with a float32 scale for each block (arXiv:2412.19437 sec. 3.3.2), in Triton.
+"""Blockwise FP8 grouped GEMMs in Triton: e4m3 operands, a float32 scale for each block (arXiv:2412.19437 sec. 3.3.2).
 
-Each partial sum over a block is taken by the matrix units, then multiplied by the two scales and added in float32: the
-promotion of partial sums that DeepSeek-V3 makes every 128 terms comes by itself.
-
-Blockwise FP8 on the matrix units of the device: the twin of the simulated products.
+The tensor cores compute the partial sum over a block, which is then scaled and accumulated in float32: this includes
+the promotion of partial sums that DeepSeek-V3 makes every 128 terms.
 """
 
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from moefold.ops.triton.quantize import block_offsets, quantize_2d_blocks, quant
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Values of few bits and their scales."""
+    """Quantised values and their scales."""
 
     values: Tensor
     scales: Tensor
@@ -34,7 +32,7 @@ def _scaled_gemm_kernel(
     stride_we, stride_wk, stride_wn, stride_se, stride_sk, stride_sn, num_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Y[r] = x[r] @ w[expert of r]; x and y are contiguous."""
+    """Compute y[r] = x[r] @ w[expert of r]; x and y are contiguous."""
     tile = tl.program_id(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
     inner = tl.arange(0, BLOCK)
@@ -78,7 +76,7 @@ def _scaled_weight_grad_kernel(
     x, x_scales, grad, grad_scales, out, offsets, block_offsets, depth, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Out[e] = x[rows of e].T @ grad[rows of e]; all contiguous, rounded along rows."""
+    """Compute out[e] = x[rows of e].T @ grad[rows of e]; all contiguous, quantised along rows."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     tiles_m = tl.cdiv(depth, BLOCK_M)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -107,25 +105,25 @@ def _scaled_weight_grad_kernel(
 def scaled_grouped_gemm(
     x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tensor, block_size: int, out: Tensor
 ) -> Tensor:
-    """Each row times the matrix of its expert, [R, N]; waits for nothing.
+    """Multiply each row by the matrix of its expert, [R, N], without a device sync.
 
     Args:
-        x: [R, K], rounded along columns.
-        w: [E, K, N] in squares, any strides.
-        offsets_E: where the rows of each expert end, int32 [E]; the last is R.
+        x: [R, K], quantised along columns.
+        w: [E, K, N], quantised in squares, any strides.
+        offsets_E: end offset of each expert's rows, int32 [E]; the last is R.
         block_size: length of the blocks.
-        out: the result, contiguous.
+        out: output tensor, contiguous.
     """
     num_experts, depth, width = w.values.shape
     num_rows = len(x.values)
     if num_rows == 0 or width == 0:
         return out
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
-    most_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
-    _scaled_gemm_kernel[(min(most_tiles, max_programs(out)),)](
+    max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
+    _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
         x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, width, depth, *w.values.stride(),
-        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
-        GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
+        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size),
+        BLOCK=block_size, GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -133,15 +131,15 @@ def scaled_grouped_gemm(
 def scaled_grouped_gemm_weight_grad(
     x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, block_offsets_E: Tensor, block_size: int, out: Tensor
 ) -> Tensor:
-    """The gradient of the matrices, [E, K, N]; 0 for an expert without rows.
+    """Compute the gradient of the matrices, [E, K, N]; 0 for an expert without rows.
 
     Args:
-        x: [R, K], rounded along rows.
-        grad: [R, N], rounded along rows.
-        offsets_E: where the rows of each expert end, int32 [E].
-        block_offsets_E: where their blocks end, int32 [E].
+        x: [R, K], quantised along rows.
+        grad: [R, N], quantised along rows.
+        offsets_E: end offset of each expert's rows, int32 [E].
+        block_offsets_E: end offset of their blocks, int32 [E].
         block_size: length of the blocks.
-        out: the result, contiguous.
+        out: output tensor, contiguous.
     """
     num_experts, depth, width = out.shape
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
@@ -155,7 +153,7 @@ def scaled_grouped_gemm_weight_grad(
 
 
 class Fp8ExpertOps(TritonExpertOps):
-    """`ExpertOps` whose products round both operands to e4m3; what lies between them is as in `TritonExpertOps`.
+    """Expert operations whose GEMMs quantise both operands to e4m3; all else is that of `TritonExpertOps`.
 
     Args:
         block_size: values that share a scale.
@@ -167,13 +165,13 @@ class Fp8ExpertOps(TritonExpertOps):
 
     @property
     def probs_commute(self) -> bool:
-        """See `ExpertOps`."""
+        """False: hidden values are quantised."""
         return False
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         values = unit_stride(rows.values)
         x = QuantizedTensor(*quantize_rowwise(values, rows.num_rows, rows.source_R, self._block_size))
         w = QuantizedTensor(*quantize_2d_blocks(w_EKN, self._block_size))
@@ -189,11 +187,11 @@ class Fp8ExpertOps(TritonExpertOps):
         permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         x, g = (
             QuantizedTensor(
                 *quantize_columnwise(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
@@ -207,25 +205,25 @@ class Fp8ExpertOps(TritonExpertOps):
 
 
 class Fp8Linear:
-    """The products of a linear layer: those of one expert that has all rows.
+    """FP8 linear backend: the grouped GEMMs of one expert with all rows.
 
     Args:
-        expert_ops: computes them.
+        expert_ops: computes the GEMMs.
     """
 
     def __init__(self, expert_ops: Fp8ExpertOps) -> None:
         self._expert_ops = expert_ops
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`."""
+        """See `moefold.model.linear.LinearBackend`."""
         return self._expert_ops.grouped_gemm(GatheredRows(x_MK), w_NK.t().unsqueeze(0), _single_expert_offsets(x_MK))
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`."""
+        """See `moefold.model.linear.LinearBackend`."""
         return self._expert_ops.grouped_gemm(GatheredRows(grad_MN), w_NK.unsqueeze(0), _single_expert_offsets(grad_MN))
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """See `moefold.model.linear.Products`."""
+        """See `moefold.model.linear.LinearBackend`."""
         return self._expert_ops.weight_gradient(
             GatheredRows(grad_MN), GatheredRows(x_MK), _single_expert_offsets(x_MK)
         ).squeeze(0)

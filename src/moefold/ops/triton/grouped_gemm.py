@@ -1,7 +1,7 @@
-"""Products of rows that are sorted by expert with the matrices of their experts, in Triton (persistent programs).
+"""Grouped GEMMs in Triton with persistent programs: rows sorted by expert times the matrices of their experts.
 
-Where the rows of each expert begin is read on the device, so nothing waits for the host. Rows may be gathered as they
-are read and scattered as they are written: permuted copies of tokens need no memory of their own. Sums are float32.
+Expert offsets are read on the device, so there is no host sync. Rows may be gathered on read and scattered on write:
+permuted tokens need no buffer. Accumulation is in float32.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 GROUP_SIZE_M = 8
-"""Row tiles that share the columns of a matrix while they are in the cache (the swizzle of the Triton tutorials)."""
+"""Row tiles that share the columns of a matrix in the cache (grouped ordering of the Triton tutorials)."""
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a product is cut up."""
+    """Tile sizes and launch options of a GEMM kernel."""
 
     block_m: int
     block_n: int
@@ -27,20 +27,20 @@ class TileConfig:
 
 
 INTERPRETER_TILE_CONFIG = TileConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
-"""For the interpreter, whose programs run one after the other: many edges in little work."""
+"""For the interpreter, which runs programs sequentially: small tiles, so that little work has many edges."""
 TILE_CONFIGS_16_BIT = (
     TileConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
     TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
     TileConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
 )
-"""Candidates in 16-bit types; a fine-grained expert has few rows and wants the last."""
+"""Candidates in 16-bit dtypes; the last suits fine-grained experts with few rows."""
 TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3),)
-"""In float32, whose tiles take twice the shared memory."""
+"""Candidates in float32, whose tiles need twice the shared memory."""
 
 
 @triton.jit
 def swizzled_tile(index, tiles_m, tiles_n, GROUP_SIZE: tl.constexpr):
-    """(row tile, column tile) of the tile that comes in that place: STEP row tiles go through all columns together."""
+    """Return (row tile, column tile) of a tile index: GROUP_SIZE row tiles share a pass over all columns."""
     band = GROUP_SIZE * tiles_n
     first_m = index // band * GROUP_SIZE
     height = tl.minimum(tiles_m - first_m, GROUP_SIZE)
@@ -49,7 +49,7 @@ def swizzled_tile(index, tiles_m, tiles_n, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def gather_row(source, row, is_row, GATHERS: tl.constexpr):
-    """(row to read, whether to read it): with GATHERS source[row], if that is no -1."""
+    """Return (row to read, mask): with GATHERS source[row], masked where that is -1."""
     from_row = row.to(tl.int64)
     is_read = is_row
     if GATHERS:
@@ -63,7 +63,7 @@ def _accumulate(
     acc, x, w, row, is_row, column, width, depth, stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Acc + x[row] @ w[:, column], in float32."""
+    """Return acc + x[row] @ w[:, column], in float32."""
     inner = tl.arange(0, BLOCK_K)
     for first in range(0, depth, BLOCK_K):
         is_inner = first + inner < depth
@@ -88,10 +88,10 @@ def _grouped_gemm_kernel(
     x, w, y, offsets, source, x_second, w_second, target, num_experts, width, depth,
     stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
     GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr, SCATTERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    UPCASTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
+    """Compute y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -139,7 +139,7 @@ def _weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Out[e] = x[source[rows of e]].T @ grad[grad_source[rows of e]]; zero for an expert without rows."""
+    """Compute out[e] = x[source[rows of e]].T @ grad[grad_source[rows of e]]; zero for an expert without rows."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     tiles_m = tl.cdiv(depth, BLOCK_M)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -174,34 +174,35 @@ def _combine_kernel(
     rows, row_ids, kept, probs, out, num_tokens, top_k, width, stride_r,
     HAS_KEPT_MASK: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Out[t] = sum over k of factor[t, k] * rows[place[t, k]], in the order of k."""
+    """Compute out[t] = sum over k of probs[t, k] * rows[row_ids[t, k]], in the order of k."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_token, is_column = token < num_tokens, column < width
+    is_token = token < num_tokens
+    is_column = column < width
     acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for k in range(top_k):
-        copy = token * top_k + k
+        index = token * top_k + k
         is_read = is_token
         if HAS_KEPT_MASK:
-            is_read = is_read & (tl.load(kept + copy, mask=is_token, other=0) != 0)
-        row = tl.load(row_ids + copy, mask=is_read, other=0).to(tl.int64)
+            is_read = is_read & (tl.load(kept + index, mask=is_token, other=0) != 0)
+        row = tl.load(row_ids + index, mask=is_read, other=0).to(tl.int64)
         value = tl.load(
             rows + row[:, None] * stride_r + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
         ).to(tl.float32)
         if HAS_PROBS:
-            value *= tl.load(probs + copy, mask=is_token, other=0.0).to(tl.float32)[:, None]
+            value *= tl.load(probs + index, mask=is_token, other=0.0).to(tl.float32)[:, None]
         acc += value
     cell = out + token.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(cell, acc.to(out.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How products of float32 are taken: as torch would; narrower types have one way alone."""
+    """Return tl.dot's input precision for float32, as set for torch; other dtypes ignore it."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def tile_configs(x: Tensor) -> tuple[TileConfig, ...]:
-    """The ways to cut a product up that are worth measuring, the best guess first."""
+    """Return the tile configs worth measuring, the best guess first."""
     if not x.is_cuda:
         return (INTERPRETER_TILE_CONFIG,)
     return TILE_CONFIGS_32_BIT if x.element_size() > 2 else TILE_CONFIGS_16_BIT
@@ -219,27 +220,27 @@ def grouped_gemm(
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each row times the matrix of its expert, [R, N]; local, waits for nothing.
+    """Multiply each row by the matrix of its expert, [R, N]; local, without a device sync.
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         w_EKN: [E, K, N], any strides.
-        offsets_E: where the rows of each expert end, int32 [E] on the device; the last is at most R.
-        num_rows: R. Rows behind the last offset are left as they are.
-        source_R: row of `x` that each row is, int [R]; -1 for a row of zeros.
+        offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R.
+        num_rows: R. Rows after the last offset are not written.
+        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
         second: another x and w of the same strides, whose product is added.
-        target: (int [R], T): add row r to row target[r] of T rows instead, -1 for none; the order of the sum is open,
-            and it is float32.
-        tile_config: how to cut it up; None: the first of `tile_configs`.
-        out: where the result goes.
+        target: (int [R], T): add row r to row target[r] of T rows instead, -1 for none; the order of the sum is not
+            deterministic, and it is float32.
+        tile_config: tile sizes; None: the first of `tile_configs`.
+        out: output tensor.
 
     Returns:
-        [R, N] in the type of x; with `target` float32 [T, N].
+        [R, N] in the dtype of x; with `target` float32 [T, N].
     """
     num_experts, depth, width = w_EKN.shape
-    how = tile_config or tile_configs(x)[0]
+    config = tile_config or tile_configs(x)[0]
     x_second, w_second = second or (x, w_EKN)
-    assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "the pairs are laid out alike"
+    assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "both pairs need the same strides"
     if out is not None:
         y = out
     elif target is None:
@@ -248,15 +249,15 @@ def grouped_gemm(
         y = torch.zeros(target[1], width, dtype=torch.float32, device=x.device)
     if num_rows == 0 or width == 0:
         return y
-    # Each expert may have one tile that is not full.
-    most_tiles = (triton.cdiv(num_rows, how.block_m) + num_experts) * triton.cdiv(width, how.block_n)
-    _grouped_gemm_kernel[(min(most_tiles, max_programs(x)),)](
+    # Each expert may have one partial tile.
+    max_tiles = (triton.cdiv(num_rows, config.block_m) + num_experts) * triton.cdiv(width, config.block_n)
+    _grouped_gemm_kernel[(min(max_tiles, max_programs(x)),)](
         x, w_EKN, y, offsets_E, source_R if source_R is not None else offsets_E, x_second, w_second,
         target[0] if target is not None else offsets_E, num_experts, width, depth,
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
         GATHERS=source_R is not None, HAS_SECOND=second is not None, SCATTERS=target is not None,
-        BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_K=how.block_k, GROUP_SIZE=GROUP_SIZE_M,
-        PRECISION=dot_precision(x.dtype), UPCASTS=_upcasts(x), num_warps=how.num_warps, num_stages=how.num_stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_SIZE=GROUP_SIZE_M,
+        PRECISION=dot_precision(x.dtype), UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y
 
@@ -271,28 +272,30 @@ def grouped_gemm_weight_grad(
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the matrices, [E, K, N]: of each expert x.T @ grad over its rows, 0 where it has none.
+    """Compute the gradient of the matrices, [E, K, N]: x.T @ grad over the rows of each expert, 0 without rows.
 
     Args:
         x: rows with unit stride, [R, K], or [any, K] with `source_R`.
         grad: rows with unit stride, [R, N], or [any, N] with `grad_source_R`.
-        offsets_E: where the rows of each expert end, int32 [E] on the device.
-        source_R: row of `x` that each row is, int [R]; -1 for a row of zeros.
-        grad_source_R: the same of `grad`.
-        tile_config: how to cut it up; None: the first of `tile_configs`.
-        out: where the result goes.
+        offsets_E: end offset of each expert's rows, int32 [E] on the device.
+        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
+        grad_source_R: likewise for `grad`.
+        tile_config: tile sizes; None: the first of `tile_configs`.
+        out: output tensor.
     """
-    depth, width, num_experts = x.shape[1], grad.shape[1], len(offsets_E)
-    how = tile_config or tile_configs(x)[0]
+    depth = x.shape[1]
+    width = grad.shape[1]
+    num_experts = len(offsets_E)
+    config = tile_config or tile_configs(x)[0]
     out = x.new_empty(num_experts, depth, width) if out is None else out
-    num_tiles = num_experts * triton.cdiv(depth, how.block_m) * triton.cdiv(width, how.block_n)
+    num_tiles = num_experts * triton.cdiv(depth, config.block_m) * triton.cdiv(width, config.block_n)
     if num_tiles:
         _weight_grad_kernel[(num_tiles,)](
             x, grad, out, offsets_E, source_R if source_R is not None else offsets_E,
             grad_source_R if grad_source_R is not None else offsets_E, depth, width, x.stride(0), grad.stride(0),
             GATHERS=source_R is not None, GATHERS_GRAD=grad_source_R is not None,
-            BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_K=how.block_k, PRECISION=dot_precision(x.dtype),
-            UPCASTS=_upcasts(x), num_warps=how.num_warps, num_stages=how.num_stages,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype),
+            UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out
 
@@ -304,14 +307,14 @@ def combine_rows(
     probs_TK: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, [T, H], in float32 and in the order of K: equal bits in every run.
+    """Sum each token's rows, [T, H], in float32 and in the order of K: deterministic.
 
     Args:
         rows_RH: with unit stride.
-        row_TK: row of each copy, int [T, K].
-        kept_TK: copies that count, bool [T, K]; None: all. The rows of others are not read.
-        probs_TK: weight of each copy; None: 1.
-        out: where the result goes.
+        row_TK: row of each routed token, int [T, K].
+        kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of others are not read.
+        probs_TK: weight of each routed token; None: 1.
+        out: output tensor.
     """
     num_tokens, top_k = row_TK.shape
     width = rows_RH.shape[1]
@@ -319,22 +322,22 @@ def combine_rows(
     if num_tokens == 0 or width == 0:
         return out
     block_t, block_n = (8, 256) if rows_RH.is_cuda else (4, 32)
-    present = row_TK if kept_TK is None else kept_TK.to(torch.uint8).contiguous()
-    factors = row_TK if probs_TK is None else probs_TK.contiguous()
+    kept = row_TK if kept_TK is None else kept_TK.to(torch.uint8).contiguous()
+    probs = row_TK if probs_TK is None else probs_TK.contiguous()
     _combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_n))](
-        rows_RH, row_TK.contiguous(), present, factors, out, num_tokens, top_k, width, rows_RH.stride(0),
+        rows_RH, row_TK.contiguous(), kept, probs, out, num_tokens, top_k, width, rows_RH.stride(0),
         HAS_KEPT_MASK=kept_TK is not None, HAS_PROBS=probs_TK is not None, BLOCK_T=block_t, BLOCK_N=block_n,
     )  # fmt: skip
     return out
 
 
 def _upcasts(x: Tensor) -> bool:
-    """The interpreter cannot multiply bfloat16; in float32 the products are the same."""
+    """Return whether to upcast: the interpreter does not support bfloat16 dots; float32 gives the same products."""
     return not x.is_cuda and x.dtype == torch.bfloat16
 
 
 def max_programs(x: Tensor) -> int:
-    """Programs that run at a time: one for each multiprocessor; under the interpreter few, so that each has several."""
+    """Return the number of programs: one for each multiprocessor; 3 in the interpreter, for several tiles each."""
     if not x.is_cuda:
         return 3
     return torch.cuda.get_device_properties(x.device).multi_processor_count

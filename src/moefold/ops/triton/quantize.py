@@ -1,4 +1,4 @@
-"""Rounding to e4m3 with one float32 scale for each block of neighbours, in Triton."""
+"""Quantisation to e4m3 in Triton, with one float32 scale for each block of neighbouring values."""
 
 import torch
 import triton
@@ -11,10 +11,11 @@ from moefold.ops.triton.grouped_gemm import gather_row
 
 @triton.jit
 def _round_to_e4m3(value, max_value):
-    """The nearest value of e4m3, ties to even, in float32 still, so that the cast behind it rounds nothing.
+    """Round to the nearest e4m3 value, ties to even, but stay in float32, so that the following cast is exact.
 
-    A sum with 1.5 * 2**20 times the power of two below the value has its last bit where the third of the mantissa is;
-    below 2**-6 all values of the format are multiples of 2**-9. Triton's interpreter does not round its casts rightly.
+    Adding 1.5 * 2**20 times the power of two below the value puts the last bit of the sum at the third mantissa bit;
+    below 2**-6 all e4m3 values are multiples of 2**-9. Needed because Triton's interpreter does not round casts
+    correctly.
     """
     value = tl.minimum(tl.maximum(value, -max_value), max_value)
     power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -74,71 +75,72 @@ def _quantize_columnwise_kernel(
 
 
 def quantize_rowwise(x: Tensor, num_rows: int, source_R: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Round rows in blocks [1, block]: (e4m3 [R, K], float32 scales [R, K/block]).
+    """Quantise rows in blocks [1, block]: (e4m3 [R, K], float32 scales [R, K/block]).
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         num_rows: R.
-        source_R: row of `x` that each row is, int [R]; -1 for zeros.
+        source_R: index into `x` of each row, int [R]; -1 for zeros.
         block_size: a power of two.
     """
     width = x.shape[1]
     blocks = triton.cdiv(width, block_size)
-    narrow = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, blocks, dtype=torch.float32, device=x.device)
     rows = 16
-    if narrow.numel():
+    if values.numel():
         _quantize_rowwise_kernel[(triton.cdiv(num_rows, rows), blocks)](
-            x, source_R if source_R is not None else scales, narrow, scales, num_rows, width, x.stride(0), E4M3_MAX,
+            x, source_R if source_R is not None else scales, values, scales, num_rows, width, x.stride(0), E4M3_MAX,
             MIN_AMAX, GATHERS=source_R is not None, ROWS=rows, BLOCK=block_size,
         )  # fmt: skip
-    return narrow, scales
+    return values, scales
 
 
 def quantize_columnwise(
     x: Tensor, num_rows: int, source_R: Tensor | None, offsets_E: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Round rows in blocks [block, 1], which begin anew with each expert: (e4m3 [R, K], float32 scales [blocks, K]).
+    """Quantise in blocks [block, 1], which restart with each expert: (e4m3 [R, K], float32 scales [blocks, K]).
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         num_rows: R.
-        source_R: row of `x` that each row is, int [R]; -1 for zeros.
-        offsets_E: where the rows of each expert end, int32 [E].
+        source_R: index into `x` of each row, int [R]; -1 for zeros.
+        offsets_E: end offset of each expert's rows, int32 [E].
         block_size: a power of two.
 
     Returns:
-        The blocks of an expert follow those of the one before it, see `block_offsets`; there are as many as any counts
-        of R rows could need, and those behind the last are not written.
+        Blocks of experts in order, see `block_offsets`; the number of blocks is the maximum for R rows, and unused ones
+        are not written.
     """
-    width, num_experts = x.shape[1], len(offsets_E)
-    most_blocks = num_rows // block_size + num_experts
-    narrow = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(most_blocks, width, dtype=torch.float32, device=x.device)
+    width = x.shape[1]
+    num_experts = len(offsets_E)
+    max_blocks = num_rows // block_size + num_experts
+    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(max_blocks, width, dtype=torch.float32, device=x.device)
     columns = 64
-    if narrow.numel():
-        _quantize_columnwise_kernel[(most_blocks, triton.cdiv(width, columns))](
-            x, source_R if source_R is not None else offsets_E, narrow, scales, offsets_E,
+    if values.numel():
+        _quantize_columnwise_kernel[(max_blocks, triton.cdiv(width, columns))](
+            x, source_R if source_R is not None else offsets_E, values, scales, offsets_E,
             block_offsets(offsets_E, block_size), num_experts, width, x.stride(0), E4M3_MAX, MIN_AMAX,
             GATHERS=source_R is not None, COLUMNS=columns, BLOCK=block_size,
         )  # fmt: skip
-    return narrow, scales
+    return values, scales
 
 
 def block_offsets(offsets_E: Tensor, block_size: int) -> Tensor:
-    """Where the blocks of each expert end, int32 [E]; does not wait for the device."""
+    """Return the end offset of each expert's blocks, int32 [E], without a device sync."""
     counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
     return ((counts_E + block_size - 1) // block_size).cumsum(0, dtype=torch.int32)
 
 
 def quantize_2d_blocks(w_EKN: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Round matrices in blocks [block, block]: (e4m3 [E, K, N], float32 scales [E, K/block, N/block]).
+    """Quantise matrices in blocks [block, block]: (e4m3 [E, K, N], float32 scales [E, K/block, N/block]).
 
-    What comes out lies along K in memory, as the matrix units of Hopper want operands of 8 bits.
+    The values are contiguous along K, as Hopper's tensor cores require of FP8 operands.
     """
     depth, width = w_EKN.shape[1:]
     padded = torch.nn.functional.pad(w_EKN.mT.to(torch.float32), (0, -depth % block_size, 0, -width % block_size))
     blocks = padded.unflatten(2, (-1, block_size)).unflatten(1, (-1, block_size))
     scales = blocks.abs().amax((2, 4), keepdim=True).clamp(min=MIN_AMAX) / E4M3_MAX
-    narrow = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return narrow.flatten(3, 4).flatten(1, 2)[:, :width, :depth].contiguous().mT, scales[:, :, 0, :, 0].mT
+    values = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values.flatten(3, 4).flatten(1, 2)[:, :width, :depth].contiguous().mT, scales[:, :, 0, :, 0].mT

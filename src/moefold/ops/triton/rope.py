@@ -1,4 +1,4 @@
-"""Rotary position embedding of all heads of a token in one pass, in Triton."""
+"""Rotary position embedding (RoPE) of all heads of a token in one pass, in Triton."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 HEADS_PER_PROGRAM = 8
-"""Heads of a token that a program turns at a time."""
+"""Heads of a token that a program rotates."""
 
 
 @triton.jit
@@ -19,34 +19,37 @@ def _rope_kernel(
     IS_INTERLEAVED: tl.constexpr, IS_BACKWARD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Turn pairs, forwards or back; dims behind the pairs are copied; y is contiguous."""
+    """Rotate pairs, forward or backward; the dims after the pairs are copied; y is contiguous."""
     s = (tl.program_id(0) // num_batch).to(tl.int64)
     b = (tl.program_id(0) % num_batch).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, BLOCK_P)
     is_head = (head < num_heads)[:, None]
     is_pair = is_head & (pair < half)[None, :]
-    turn = s * stride_cs + b * stride_cb + pair
-    c = tl.load(cos + turn, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    d = tl.load(sin + turn, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    angle = s * stride_cs + b * stride_cb + pair
+    c = tl.load(cos + angle, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    d = tl.load(sin + angle, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     row_x = x + s * stride_xs + b * stride_xb + head[:, None] * stride_xn
     row_y = y + (tl.program_id(0).to(tl.int64) * num_heads + head[:, None]) * width
-    # Neighbours as they come, halves as they are turned.
-    apart_first, apart_second = pair[None, :], pair[None, :] + half
+    # Interleaved pairs are neighbours in x and halves apart in y; all others are halves apart in both.
+    split_first = pair[None, :]
+    split_second = pair[None, :] + half
     if IS_INTERLEAVED:
-        near_first, near_second = pair[None, :] * 2, pair[None, :] * 2 + 1
+        pair_first = pair[None, :] * 2
+        pair_second = pair[None, :] * 2 + 1
     else:
-        near_first, near_second = apart_first, apart_second
+        pair_first = split_first
+        pair_second = split_second
     if IS_BACKWARD:
-        first = tl.load(row_x + apart_first, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(row_x + apart_second, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(row_y + near_first, (first * c + second * d).to(y.dtype.element_ty), mask=is_pair)
-        tl.store(row_y + near_second, (second * c - first * d).to(y.dtype.element_ty), mask=is_pair)
+        first = tl.load(row_x + split_first, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(row_x + split_second, mask=is_pair, other=0.0).to(tl.float32)
+        tl.store(row_y + pair_first, (first * c + second * d).to(y.dtype.element_ty), mask=is_pair)
+        tl.store(row_y + pair_second, (second * c - first * d).to(y.dtype.element_ty), mask=is_pair)
     else:
-        first = tl.load(row_x + near_first, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(row_x + near_second, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(row_y + apart_first, (first * c - second * d).to(y.dtype.element_ty), mask=is_pair)
-        tl.store(row_y + apart_second, (second * c + first * d).to(y.dtype.element_ty), mask=is_pair)
+        first = tl.load(row_x + pair_first, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(row_x + pair_second, mask=is_pair, other=0.0).to(tl.float32)
+        tl.store(row_y + split_first, (first * c - second * d).to(y.dtype.element_ty), mask=is_pair)
+        tl.store(row_y + split_second, (second * c + first * d).to(y.dtype.element_ty), mask=is_pair)
     if BLOCK_R > 0:
         rest = half * 2 + tl.arange(0, BLOCK_R)
         is_rest = is_head & (rest < width)[None, :]
@@ -54,13 +57,13 @@ def _rope_kernel(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-    """Turn the first dims of each head; see `moefold.model.rope.Rotation`.
+    """Rotate the first dims of each head; see `moefold.ops.rope.Rope`.
 
     Args:
         x: [S, B, heads, D].
-        cos: [S, 1 or B, 1, turned dims], the second half like the first.
-        sin: the same.
-        is_interleaved: pairs are neighbours, whose firsts come out before the seconds.
+        cos: [S, 1 or B, 1, rotated dims], with equal halves.
+        sin: likewise.
+        is_interleaved: pairs are neighbouring dims; the output has all first elements before all second ones.
     """
     y: Tensor = _TritonRopeFunction.apply(x, cos, sin, is_interleaved)
     return y
@@ -85,11 +88,13 @@ def _launch_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, i
     cos, sin = cos.contiguous(), sin.contiguous()
     seq_len, num_batch, num_heads, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
+    half = cos.shape[-1] // 2
+    rest = width - cos.shape[-1]
     if y.numel():
         _rope_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),
-            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward, HEADS=HEADS_PER_PROGRAM,
+            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward,
+            HEADS=HEADS_PER_PROGRAM,
             BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(rest) if rest else 0,
         )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""From logits to choices in one pass: scores, group limit, top-k, weights, counts and the sums of the losses."""
+"""Fused router in Triton: scores, group limit, top-k, probabilities, counts and loss sums in one pass over logits."""
 
 from dataclasses import dataclass
 
@@ -10,29 +10,29 @@ from torch import Tensor
 TOKENS_PER_PROGRAM = 4
 """Tokens of a program."""
 SCORE_SUM_EPS = 1e-20
-"""Added to a sum of scores before dividing by it, as the plain router does."""
+"""Added to a sum of scores before dividing by it, as in `moefold.model.moe.router`."""
 
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What makes scores, choices and weights of logits."""
+    """Options of scores, top-k and probabilities."""
 
     top_k: int
     is_softmax: bool
-    """Else each score is a sigmoid by itself."""
+    """True: softmax scores; False: sigmoid scores."""
     is_post_softmax: bool
-    """The weights are a softmax over the chosen logits."""
+    """Probabilities are a softmax over the chosen logits."""
     normalizes_probs: bool
-    """The weights are divided by their sum (sigmoid)."""
+    """Probabilities are divided by their sum (sigmoid)."""
     scaling_factor: float
-    """Of the weights."""
+    """Factor of the probabilities."""
     num_groups: int = 1
     top_groups: int = 1
 
 
 @triton.jit
 def _first_argmax(values, index, not_found: tl.constexpr):
-    """The place of the largest value of each row; of equal ones the first."""
+    """Return the index of the largest value of each row; the first of equal ones."""
     best = tl.max(values, 1)
     return tl.min(tl.where(values == best[:, None], index[None, :], not_found), 1)
 
@@ -40,7 +40,7 @@ def _first_argmax(values, index, not_found: tl.constexpr):
 @triton.jit
 def _mask_to_top_groups(values, expert, num_experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
                  SUMS_TOP_TWO: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Values with -inf for the experts of groups that are not among the best."""
+    """Set the values of experts outside the top groups to -inf."""
     group_of = expert // (num_experts // NUM_GROUPS)
     groups = tl.arange(0, BLOCK_G)
     worth = tl.full((values.shape[0], BLOCK_G), float("-inf"), tl.float32)
@@ -61,7 +61,7 @@ def _mask_to_top_groups(values, expert, num_experts, NUM_GROUPS: tl.constexpr, T
 
 @triton.jit
 def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
-    """(raw scores, log-sum-exp of the logits); 0 behind the last expert."""
+    """Return (raw scores, log-sum-exp of the logits); scores are 0 after the last expert."""
     top = tl.max(logits, 1)
     exps = tl.exp(logits - top[:, None])
     total = tl.sum(exps, 1)
@@ -74,17 +74,19 @@ def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts, factor, eps,
+    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts,
+    factor, eps,
     TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
-    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_token = token < num_tokens
+    is_expert = expert < num_experts
     is_cell = is_token[:, None] & is_expert[None, :]
     cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
-    # Tokens behind the last compute with zeros, which nobody reads.
+    # Tokens after the last are computed from zeros, and not stored.
     z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
     raw, lse = _scores_and_lse(z, is_expert, IS_SOFTMAX)
     values = z if IS_SOFTMAX else raw
@@ -95,7 +97,7 @@ def _forward_kernel(
         values = _mask_to_top_groups(
             values, expert, num_experts, NUM_GROUPS, TOP_GROUPS, not IS_SOFTMAX, BLOCK_G, BLOCK_E
         )  # fmt: skip
-    # A value of -inf may still be chosen; what is chosen or no expert may not.
+    # An expert of value -inf may still be chosen; chosen ones and padding may not.
     values = tl.where(is_expert[None, :], tl.maximum(values, -3.4028234e38), float("-inf"))
     place = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((ROWS, BLOCK_K), tl.int32)
@@ -138,14 +140,15 @@ def _backward_kernel(
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
-    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_token = token < num_tokens
+    is_expert = expert < num_experts
     is_cell = is_token[:, None] & is_expert[None, :]
     cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
     raw, lse = _scores_and_lse(z, is_expert, IS_SOFTMAX)
     grad = tl.load(grad_scores + cell, mask=is_cell, other=0.0)
     grad += tl.load(grad_sums + expert, mask=is_expert, other=0.0)[None, :]
-    # The gradient of the weights, where their experts are; and which those are.
+    # Scatter the gradients of the probabilities to their experts, and mark these experts.
     of_choice = tl.zeros((ROWS, BLOCK_E), tl.float32)
     is_chosen = tl.zeros((ROWS, BLOCK_E), tl.int32)
     for k in tl.static_range(TOP_K):
@@ -183,7 +186,7 @@ def _backward_kernel(
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """What the forward kernel makes of logits."""
+    """Outputs of the forward kernel."""
 
     ids_TK: Tensor
     probs_TK: Tensor
@@ -195,50 +198,55 @@ class RouterOutput:
 
 
 def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> RouterOutput:
-    """Choose experts; see `moefold.model.moe.router` for what comes out.
+    """Choose experts; see `moefold.model.moe.router` for the outputs.
 
     Args:
         logits_TE: float32, contiguous.
-        bias_E: added to the scores for the choice alone.
-        options: what is a score, a choice and a weight.
+        bias_E: added to the scores for the top-k only.
+        options: scores, top-k and probabilities.
     """
     num_tokens, num_experts = logits_TE.shape
     programs = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
     empty = logits_TE.new_empty
     ids_TK = torch.empty(num_tokens, options.top_k, dtype=torch.int64, device=logits_TE.device)
-    probs_TK, scores_TE = empty(num_tokens, options.top_k), torch.empty_like(logits_TE)
-    copies_E = torch.zeros(num_experts, dtype=torch.int32, device=logits_TE.device)
-    sums_PE, z_P, entropy_P = empty(programs, num_experts), empty(programs), empty(programs)
+    probs_TK = empty(num_tokens, options.top_k)
+    scores_TE = torch.empty_like(logits_TE)
+    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=logits_TE.device)
+    sums_PE = empty(programs, num_experts)
+    z_P = empty(programs)
+    entropy_P = empty(programs)
     if programs:
         _forward_kernel[(programs,)](
-            logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, copies_E, sums_PE, z_P,
+            logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, counts_E, sums_PE, z_P,
             entropy_P, num_tokens, num_experts, options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
-            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax, NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
+            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
+            NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
             NUM_GROUPS=options.num_groups, TOP_GROUPS=options.top_groups,
             BLOCK_G=triton.next_power_of_2(options.num_groups), BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(options.top_k), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
-    # Programs write parts, which are added in a fixed order; whole numbers may be added in any.
-    return RouterOutput(ids_TK, probs_TK, scores_TE, copies_E.long(), sums_PE.sum(0), z_P.sum(), entropy_P.sum())
+    # Programs write partial sums, which are added in a fixed order; integers may be added in any order.
+    return RouterOutput(ids_TK, probs_TK, scores_TE, counts_E.long(), sums_PE.sum(0), z_P.sum(), entropy_P.sum())
 
 
 def route_backward(
     logits_TE: Tensor, ids_TK: Tensor, grads: tuple[Tensor, Tensor, Tensor, Tensor], options: RouterOptions
 ) -> Tensor:
-    """The gradient of the logits.
+    """Compute the gradient of the logits.
 
     Args:
         logits_TE: as in the forward pass.
         ids_TK: the choices.
-        grads: of the weights [T, K], the scores [T, E], their sums [E], and of the sum of the squared log-sum-exp.
+        grads: of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared log-sum-exps.
         options: as in the forward pass.
     """
     num_tokens, num_experts = logits_TE.shape
     grad_TE = torch.empty_like(logits_TE)
     if num_tokens:
         _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
-            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts, options.scaling_factor,
-            SCORE_SUM_EPS, TOP_K=options.top_k, IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
+            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts,
+            options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
+            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
             NORMALIZES=options.normalizes_probs, BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return grad_TE

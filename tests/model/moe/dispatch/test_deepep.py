@@ -182,7 +182,7 @@ def test_the_buffer_is_as_large_as_deepep_recommends(pool):
 @pytest.mark.parity
 def test_a_number_of_ranks_that_deepep_does_not_know_is_refused(pool):
     (message, *_) = pool.run(3, _buffer_sizes, 3)
-    assert message.startswith("parallel.ep=3: deep_ep has no configuration for so many ranks; choose another ep")
+    assert message.startswith("parallel.ep=3: deep_ep has no configuration for this number of ranks; choose another ep")
 
 
 def _selected(cfg: Config) -> tuple[str, str]:
@@ -228,6 +228,6 @@ def test_named_it_is_refused_on_a_cpu(pool):
 
 @pytest.mark.parity
 def test_where_there_is_nowhere_to_go_auto_stays_and_says_so(pool):
-    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no token leaves its rank"
     assert pool.run(1, _selected, tiny(world_size=1, dispatcher="auto")) == [("local", note)]
     assert pool.run(1, _selected, tiny(world_size=1)) == [("alltoall", "")]

@@ -1,4 +1,4 @@
-"""Token dispatchers: the only place of the MoE maths that communicates."""
+"""Token dispatchers: the communication of expert parallelism."""
 
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher

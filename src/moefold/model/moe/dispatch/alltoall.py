@@ -1,4 +1,4 @@
-"""Each copy travels to its expert and back: an uneven all-to-all over ep, then a gather over the etp parts."""
+"""All-to-all dispatcher: routed tokens over ep to their experts and back, with an all-gather over etp."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,36 +29,37 @@ from moefold.ops.interface import Permutation, PermuteMap
 
 @dataclass(frozen=True)
 class AllToAllMetadata:
-    """Row counts of every exchange, known before the first row moves."""
+    """Dispatch state of one micro-batch; all split sizes are known before tokens are sent."""
 
     permutation: Permutation
     probs_TK: Tensor | None
-    """None where the experts have weighted the results."""
+    """Routing probabilities; None where the experts have applied them."""
     tokens_per_expert: Sequence[int]
     input_splits: Sequence[int]
-    """Rows that I send to each ep member."""
+    """Tokens sent to each ep member."""
     output_splits: Sequence[int]
-    """Rows that I receive from each ep member."""
+    """Tokens received from each ep member."""
     etp_splits: Sequence[int]
-    """Rows that each etp member received, all of which every member works on."""
+    """Tokens that each etp member received; every etp member computes all of them."""
     expert_order: tuple[Tensor, Tensor] | None
-    """How to sort the arrived rows by expert, and the inverse; None where they are sorted."""
+    """Permutation of the received tokens by expert, and its inverse; None where they are sorted."""
     migration: ExpertMigration | None = None
-    """Experts that compute away from home, whose rows lie behind those of this rank's experts."""
+    """Migrated experts; tokens of received experts follow those of this rank's experts."""
 
 
 class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
-    """All-to-all over ep, all-gather and reduce-scatter of uneven lengths over etp (arXiv:2504.14960).
+    """Dispatcher with an all-to-all over ep, and all-gather and reduce-scatter over etp (arXiv:2504.14960).
 
-    The ranks of ep and etp may be any ranks of attention: each holds tokens of its own. Zero rows anywhere are fine.
+    Split sizes are uneven and may be 0. The ep and etp groups are independent of the attention's groups: each rank has
+    tokens of its own.
 
     Args:
-        ep: ranks that hold different experts, and the same part of them.
-        etp: ranks that hold different parts of the same experts.
+        ep: ranks that hold different experts, with the same shard of F.
+        etp: ranks that hold different shards of the same experts.
         experts: all ep x etp ranks.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
-        fp8_dispatch: whether rows travel to the experts in 8 bits.
+        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     def __init__(
@@ -71,55 +72,59 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         *,
         fp8_dispatch: bool = False,
     ) -> None:
-        self._ep, self._etp, self._experts = ep, etp, experts
+        self._ep = ep
+        self._etp = etp
+        self._experts = experts
         self._num_experts = num_experts
         self._fp8_dispatch = fp8_dispatch
         # Member of `experts` at each (ep, etp) coordinate.
         self._members = sorted(range(experts.size), key=lambda member: expert_coordinates[member])
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, AllToAllMetadata]:
-        """Sort my copies by expert, and let all ranks know how many go where: one exchange of [E] counts."""
+        """Permute the tokens by expert; all-gathers the counts [E] of all ranks."""
         permutation = plan_permutation(
             routing_map.ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity
         )
         counts = self._all_gather_counts(permutation, routing_map.padded_capacity)
-        plan = self._build_metadata(permutation, routing_map.probs_TK, counts)
-        # Packed rows are copied as bytes when they are sent: each token is rounded once, and less is copied.
-        return x_TH if self._permutes_at_send else permute(x_TH, plan.permutation), plan
+        metadata = self._build_metadata(permutation, routing_map.probs_TK, counts)
+        # FP8 tokens are permuted as bytes when they are sent: each token is quantised once, and fewer bytes are copied.
+        return x_TH if self._permutes_at_send else permute(x_TH, metadata.permutation), metadata
 
     @property
     def _permutes_at_send(self) -> bool:
         return self._fp8_dispatch and self._ep.size > 1
 
     def dispatch_communicate(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
+        """Send each token to the ep rank of its expert, then all-gather over etp."""
         return run_to_end(self.dispatch_async(rows, metadata))[0]
 
     def split_sizes(self, metadata: AllToAllMetadata) -> Sequence[SplitSizes]:
-        """Rows over ep, then what arrived over etp."""
-        mine = [metadata.etp_splits[self._etp.rank]] * self._etp.size
+        """Return the split sizes over ep, then those over etp."""
+        etp_input_splits = [metadata.etp_splits[self._etp.rank]] * self._etp.size
         return SplitSizes("ep", metadata.input_splits, metadata.output_splits), SplitSizes(
-            "etp", mine, metadata.etp_splits
+            "etp", etp_input_splits, metadata.etp_splits
         )
 
     def dispatch_async(
         self, rows: Tensor, metadata: AllToAllMetadata, compute: Callable[[], Tensor] | None = None
     ) -> Resumable[tuple[Tensor, Tensor | None]]:
-        """Pauses while the rows travel over ep, and while they travel over etp."""
-        form = fp8_permuted_wire_format(rows, metadata.permutation) if self._permutes_at_send else IDENTITY
-        in_flight = async_all_to_all(rows, self._ep, metadata.input_splits, metadata.output_splits, form)
+        """Send the tokens, yielding during the all-to-all over ep and during the all-gather over etp."""
+        wire_format = fp8_permuted_wire_format(rows, metadata.permutation) if self._permutes_at_send else IDENTITY
+        async_result = async_all_to_all(rows, self._ep, metadata.input_splits, metadata.output_splits, wire_format)
         computed = None if compute is None else compute()
-        arrived = yield from in_flight.wait_resumable()
-        form = fp8_wire_format(arrived) if self._fp8_dispatch else IDENTITY
-        gathered = yield from async_all_gather_uneven(arrived, self._etp, metadata.etp_splits, form).wait_resumable()
+        received = yield from async_result.wait_resumable()
+        wire_format = fp8_wire_format(received) if self._fp8_dispatch else IDENTITY
+        gathered = yield from async_all_gather_uneven(
+            received, self._etp, metadata.etp_splits, wire_format
+        ).wait_resumable()
         return gathered, computed
 
     def dispatch_postprocess(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Sort by expert; within one, by the source."""
+        """Sort the received tokens by expert; within an expert, by source."""
         return rows if metadata.expert_order is None else reorder(rows, *metadata.expert_order)
 
     def permute_map(self, metadata: AllToAllMetadata) -> PermuteMap | None:
-        """The order of the rows that arrived."""
+        """Return the permutation of the received tokens."""
         return None if metadata.expert_order is None else PermuteMap.from_order(*metadata.expert_order)
 
     def combine_preprocess(self, y_RH: Tensor, metadata: AllToAllMetadata) -> Tensor:
@@ -127,30 +132,32 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return y_RH if metadata.expert_order is None else reorder(y_RH, *reversed(metadata.expert_order))
 
     def combine_communicate(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Add the etp parts of each result, then send it to where its token came from."""
+        """Reduce-scatter the partial outputs over etp, then send them back over ep."""
         return run_to_end(self.combine_async(rows, metadata))
 
     def combine_async(self, rows: Tensor, metadata: AllToAllMetadata) -> Resumable[Tensor]:
-        """Pauses while the etp parts travel, and while the results travel over ep."""
-        added = yield from async_reduce_scatter_uneven(rows, self._etp, metadata.etp_splits).wait_resumable()
+        """Send the outputs back, yielding during the reduce-scatter over etp and during the all-to-all over ep."""
+        reduced = yield from async_reduce_scatter_uneven(rows, self._etp, metadata.etp_splits).wait_resumable()
         return (
-            yield from async_all_to_all(added, self._ep, metadata.output_splits, metadata.input_splits).wait_resumable()
+            yield from async_all_to_all(
+                reduced, self._ep, metadata.output_splits, metadata.input_splits
+            ).wait_resumable()
         )
 
     def combine_postprocess(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Sum the copies of each token, weighted."""
+        """Compute the weighted sum of each token's expert outputs."""
         return unpermute(rows, metadata.permutation, metadata.probs_TK)
 
     def dispatch_probs(self, metadata: AllToAllMetadata) -> tuple[Tensor, AllToAllMetadata]:
-        """The weights go the way of the rows: one exchange over ep and one gather over etp."""
+        """Send the probabilities like the tokens: one all-to-all over ep and one all-gather over etp."""
         assert metadata.probs_TK is not None
-        weights_R1 = permute_probs(metadata.probs_TK, metadata.permutation).unsqueeze(1)
-        weights_R1 = all_to_all(weights_R1, self._ep, metadata.input_splits, metadata.output_splits)
-        weights_R1 = all_gather_uneven(weights_R1, self._etp, metadata.etp_splits)
-        return self.dispatch_postprocess(weights_R1, metadata).squeeze(1), replace(metadata, probs_TK=None)
+        probs_R1 = permute_probs(metadata.probs_TK, metadata.permutation).unsqueeze(1)
+        probs_R1 = all_to_all(probs_R1, self._ep, metadata.input_splits, metadata.output_splits)
+        probs_R1 = all_gather_uneven(probs_R1, self._etp, metadata.etp_splits)
+        return self.dispatch_postprocess(probs_R1, metadata).squeeze(1), replace(metadata, probs_TK=None)
 
     def _build_metadata(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllMetadata:
-        """The plan that follows from the counts of `_all_gather_counts`."""
+        """Compute the metadata from the counts of `_all_gather_counts`."""
         sent = counts[self._ep.rank, self._etp.rank]
         return self._metadata_from_counts(permutation, probs_TK, sent, counts[:, :, self._ep.rank])
 
@@ -162,21 +169,21 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         arriving: Tensor,
         migration: ExpertMigration | None = None,
     ) -> AllToAllMetadata:
-        """The plan that follows from what I send and get; counts are on the CPU.
+        """Compute the metadata from the tokens that this rank sends and receives; counts are on the CPU.
 
         Args:
-            permutation: of my copies, by the ep member they go to, then by the place of the expert there.
-            probs_TK: weight of each copy.
-            sent: rows that I send to each ep member, in any number of parts, [ep, parts].
-            arriving: rows of each expert that I get, [ep source, etp source, experts that compute here].
-            migration: the experts that change ranks.
+            permutation: of this rank's routed tokens, by destination ep member, then by expert there.
+            probs_TK: routing probabilities.
+            sent: tokens sent to each ep member, in any number of parts, [ep, parts].
+            arriving: tokens received for each expert, [ep source, etp source, experts computed here].
+            migration: migrated experts.
         """
-        arriving = arriving.transpose(0, 1)  # as they will lie
+        arriving = arriving.transpose(0, 1)  # memory order after the all-gather over etp
         order = None
         if arriving.shape[2] > 1 and self._experts.size > 1:
             device = probs_TK.device
-            forth, back = order_by_expert(arriving.flatten(0, 1))
-            order = forth.to(device, non_blocking=True), back.to(device, non_blocking=True)
+            to_expert_order, inverse = order_by_expert(arriving.flatten(0, 1))
+            order = to_expert_order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
         return AllToAllMetadata(
             permutation=permutation,
             probs_TK=probs_TK,
@@ -189,7 +196,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         )
 
     def _all_gather_counts(self, permutation: Permutation, padded_capacity: int | None) -> Tensor:
-        """Rows of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the CPU."""
+        """Gather the tokens of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the CPU."""
         shape = (self._ep.size, self._etp.size, self._ep.size, -1)
         if padded_capacity is not None:
             return torch.full((self._experts.size * self._num_experts,), padded_capacity).view(shape)

@@ -1,7 +1,7 @@
-"""Dispatch through DeepEP's kernels (github.com/deepseek-ai/DeepEP): a token crosses the network once for each rank.
+"""DeepEP dispatcher (github.com/deepseek-ai/DeepEP): a token is sent once to each rank that holds its experts.
 
-The all-to-all sends a copy for each chosen expert. DeepEP sends a token once to each rank that holds any of its
-experts, copies it there, and brings back one sum from each of those ranks. This adaptor is written against the
+The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of
+its experts, copies it there, and returns one partial sum from each of those ranks. This adapter is written against the
 documented interface of `deep_ep.Buffer` and tested against a stand-in for that contract. It has not been run on
 hardware.
 """
@@ -21,19 +21,19 @@ from moefold.ops.interface import Permutation
 from moefold.ops.quantization.formats import dequantize, quantize
 
 TOKEN_BYTES = 2
-"""DeepEP carries bfloat16."""
+"""Bytes of an element: DeepEP sends bfloat16."""
 
 
 MaybeQuantizedTokens = Tensor | tuple[Tensor, Tensor]
 
 
 class Buffer(Protocol):
-    """What is used of `deep_ep.Buffer`. Calls are synchronous: the current stream waits for them."""
+    """Interface of `deep_ep.Buffer`, as far as it is used. Calls are synchronous: the current stream waits for them."""
 
     def get_dispatch_layout(
         self, topk_idx: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any]:
-        """Count where the tokens go.
+        """Count the destinations of the tokens.
 
         Args:
             topk_idx: chosen experts, int64 [T, K]; -1 means none.
@@ -48,22 +48,22 @@ class Buffer(Protocol):
     def dispatch(
         self, x: MaybeQuantizedTokens, handle: Any = None, **layout: Any
     ) -> tuple[MaybeQuantizedTokens, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
-        """Send each token to every rank it is for.
+        """Send each token to the ranks of its experts.
 
         Args:
-            x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens are of the same make.
-            handle: of an earlier dispatch, whose way is taken again; then there is no layout.
-            layout: topk_idx, topk_weights float32 [T, K], and all that `get_dispatch_layout` counted.
+            x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens have the same form.
+            handle: of an earlier dispatch, whose layout is reused; then no layout is given.
+            layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
-            (recv_x [N, H], recv_topk_idx: numbers among this rank's experts [N, K], -1 for those of other ranks,
-            recv_topk_weights [N, K], rows of each expert of this rank, handle, event); with a handle only the
-            first and the last are given.
+            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for those of other ranks,
+            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the first
+            and the last are given.
         """
         ...
 
     def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Any]:
-        """Sum the rows of each token over the ranks that it went to, at home.
+        """Sum the rows of each token over the ranks that received it, on the token's rank.
 
         Args:
             x: a row for each received token, [N, H].
@@ -78,28 +78,28 @@ class Buffer(Protocol):
 
 @dataclass
 class DeepEPMetadata:
-    """The way of one micro-batch. What follows the layout is known once the tokens have arrived."""
+    """Dispatch state of one micro-batch. The fields after `layout` are known once the tokens have arrived."""
 
     probs_TK: Tensor
     layout: dict[str, Any]
     handle: Any = None
     probs_NK: Tensor | None = None
-    """Weights of the received tokens; gradients flow home through them. None where the experts have applied them."""
+    """Differentiable probabilities of the received tokens; None where the experts have applied them."""
     permutation: Permutation | None = None
-    """Sorts the received tokens, copied for each of my experts, by expert."""
+    """Permutation of the received tokens by local expert, one row for each chosen expert."""
     tokens_per_expert: Sequence[int] = ()
 
 
 class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
-    """The six phases over a DeepEP buffer; etp is 1.
+    """Dispatcher over a DeepEP buffer; etp is 1.
 
-    Unlike with the other dispatchers the counts of what arrives come with the tokens, so the exchange waits for the
-    device too.
+    Unlike with the other dispatchers, the counts of received tokens arrive with the tokens, so that
+    `dispatch_communicate` synchronises with the device too.
 
     Args:
-        buffer: a `deep_ep.Buffer` over the ranks of ep, member i of which holds the i-th part of the experts.
+        buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.
         num_experts: E, over all ranks.
-        fp8_dispatch: whether tokens travel to the experts in 8 bits.
+        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     def __init__(self, buffer: Buffer, num_experts: int, *, fp8_dispatch: bool = False) -> None:
@@ -108,9 +108,10 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
         self._num_experts = num_experts
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DeepEPMetadata]:
-        """Count where the tokens go, on the device."""
-        assert routing_map.padded_capacity is None, "the recipe is refused: DeepEP does not pad"
-        ids_TK, probs_TK = routing_map.ids_TK.contiguous(), routing_map.probs_TK
+        """Count the destinations of the tokens, on the device."""
+        assert routing_map.padded_capacity is None, "DeepEP does not pad"
+        ids_TK = routing_map.ids_TK.contiguous()
+        probs_TK = routing_map.probs_TK
         if routing_map.kept_TK is not None:
             ids_TK = ids_TK.masked_fill(~routing_map.kept_TK, -1)
         if x_TH.dtype == torch.bfloat16:
@@ -126,80 +127,82 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
         return x_TH, DeepEPMetadata(probs_TK, layout)
 
     def dispatch_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Send each token, with its weights, to the ranks of its experts: [T, H] -> [N, H]."""
+        """Send each token and its probabilities to the ranks of its experts: [T, H] -> [N, H]."""
         rows, metadata.probs_NK = _Dispatch.apply(rows, metadata.probs_TK, metadata, self._buffer, self._fp8_dispatch)
         return rows
 
     def dispatch_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Copy each received token for each of my experts that it is for, sorted by expert."""
+        """Permute the received tokens by local expert."""
         assert metadata.permutation is not None
         return permute(rows, metadata.permutation)
 
     def combine_preprocess(self, y_RH: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """The weighted sum of my experts' results for each received token, [N, H]."""
+        """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
         assert metadata.permutation is not None
         return unpermute(y_RH, metadata.permutation, metadata.probs_NK)
 
     def combine_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Add the sums of all ranks at the token's home: [N, H] -> [T, H]."""
+        """Sum the partial sums of all ranks on the token's rank: [N, H] -> [T, H]."""
         return _Combine.apply(rows, metadata.handle, self._buffer)
 
     def combine_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """They are summed already."""
+        """Return rows unchanged: they are summed already."""
         return rows
 
     def dispatch_probs(self, metadata: DeepEPMetadata) -> tuple[Tensor, DeepEPMetadata]:
-        """They came with the tokens."""
+        """Permute the routing probabilities, which arrived with the tokens."""
         assert metadata.permutation is not None
         assert metadata.probs_NK is not None
         return permute_probs(metadata.probs_NK, metadata.permutation), replace(metadata, probs_NK=None)
 
 
 def open_buffer(ep: Group, hidden_size: int) -> Buffer:
-    """Allocate DeepEP's communication buffers, of the size that it recommends; collective over ep.
+    """Allocate DeepEP's communication buffers, of the size that DeepEP recommends; collective over ep.
 
     Args:
         ep: ranks that hold different experts, on CUDA.
         hidden_size: H.
 
     Raises:
-        ConfigError: DeepEP has no configuration for so many ranks.
+        ConfigError: DeepEP has no configuration for this number of ranks.
     """
     import deep_ep
 
-    kind = deep_ep.Buffer
+    buffer_class = deep_ep.Buffer
     try:
-        configs = (kind.get_dispatch_config(ep.size), kind.get_combine_config(ep.size))
+        configs = (buffer_class.get_dispatch_config(ep.size), buffer_class.get_combine_config(ep.size))
     except AssertionError:
         raise ConfigError(
-            f"parallel.ep={ep.size}: deep_ep has no configuration for so many ranks; choose another ep, such as 8, or "
-            "parallel.dispatcher='alltoall'"
+            f"parallel.ep={ep.size}: deep_ep has no configuration for this number of ranks; choose another ep, "
+            "such as 8, or parallel.dispatcher='alltoall'"
         ) from None
     hidden_bytes = hidden_size * TOKEN_BYTES
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ep.size) for config in configs)
     num_rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, ep.size) for config in configs)
-    buffer: Buffer = kind(ep.handle, num_nvl_bytes, num_rdma_bytes)
+    buffer: Buffer = buffer_class(ep.handle, num_nvl_bytes, num_rdma_bytes)
     return buffer
 
 
 class _Dispatch(torch.autograd.Function):
-    """Fills the plan with what arrived. The adjoint of sending a token to several ranks is to sum what they return."""
+    """DeepEP dispatch, which fills the metadata; its adjoint is a combine, without probabilities."""
 
     @staticmethod
     def forward(
         ctx: Any, x_TH: Tensor, probs_TK: Tensor, metadata: DeepEPMetadata, buffer: Buffer, fp8_dispatch: bool
     ) -> tuple[Tensor, Tensor]:
         sent = quantize(x_TH) if fp8_dispatch else x_TH.contiguous()
-        arrived, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
+        received, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
             sent, topk_weights=probs_TK.contiguous(), **metadata.layout
         )
-        x_NH = arrived if isinstance(arrived, Tensor) else dequantize(*arrived, x_TH.dtype)
+        x_NH = received if isinstance(received, Tensor) else dequantize(*received, x_TH.dtype)
         assert ids_NK is not None
         assert probs_NK is not None
         assert counts is not None
-        metadata.handle, metadata.tokens_per_expert = handle, counts
+        metadata.handle = handle
+        metadata.tokens_per_expert = counts
         metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0)
-        ctx.handle, ctx.buffer = handle, buffer
+        ctx.handle = handle
+        ctx.buffer = buffer
         return x_NH, probs_NK
 
     @staticmethod
@@ -211,7 +214,8 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, handle: Any, buffer: Buffer) -> Tensor:
-        ctx.handle, ctx.buffer = handle, buffer
+        ctx.handle = handle
+        ctx.buffer = buffer
         return buffer.combine(y_NH.contiguous(), handle)[0]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The dispatcher of one rank that holds all experts: the reference for all others."""
+"""Dispatcher of one rank that holds all experts: the reference for all others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from moefold.ops.quantization.formats import straight_through_quantize
 
 @dataclass(frozen=True)
 class LocalMetadata:
-    """Nothing travels: the permutation is the way."""
+    """Dispatch state of one micro-batch without communication."""
 
     permutation: Permutation
     probs_TK: Tensor | None
@@ -21,11 +21,11 @@ class LocalMetadata:
 
 
 class LocalDispatcher(Dispatcher[LocalMetadata]):
-    """Permutes by expert; communicates nothing.
+    """Dispatcher that permutes by expert, without communication.
 
     Args:
         num_experts: E.
-        fp8_dispatch: whether experts are given the rounded rows that other dispatchers would bring them.
+        fp8_dispatch: True: quantise and dequantise the tokens, as dispatchers that send them in FP8 do.
     """
 
     combines_locally = True
@@ -35,42 +35,42 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         self._fp8_dispatch = fp8_dispatch
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
-        """Decide how the copies are sorted."""
+        """Plan the permutation by expert."""
         permutation = plan_permutation(
             routing_map.ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity
         )
         if routing_map.padded_capacity is None:
-            rows_per_expert = as_counts(permutation.tokens_per_expert_E)
+            tokens_per_expert = as_counts(permutation.tokens_per_expert_E)
         else:
-            rows_per_expert = [routing_map.padded_capacity] * self._num_experts
+            tokens_per_expert = [routing_map.padded_capacity] * self._num_experts
         rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH
-        return rows, LocalMetadata(permutation, routing_map.probs_TK, rows_per_expert)
+        return rows, LocalMetadata(permutation, routing_map.probs_TK, tokens_per_expert)
 
     def dispatch_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
-        """Nothing to exchange."""
+        """Return rows unchanged."""
         return rows
 
     def dispatch_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
-        """Sort the copies by expert."""
+        """Permute the tokens by expert."""
         return permute(rows, metadata.permutation)
 
     def permute_map(self, metadata: LocalMetadata) -> PermuteMap:
-        """The permutation."""
+        """Return the permutation by expert."""
         return PermuteMap.from_permutation(metadata.permutation)
 
     def combine_preprocess(self, y_RH: Tensor, metadata: LocalMetadata) -> Tensor:
-        """Sum the copies of each token, weighted."""
+        """Compute the weighted sum of each token's expert outputs."""
         return unpermute(y_RH, metadata.permutation, metadata.probs_TK)
 
     def combine_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
-        """Nothing to exchange."""
+        """Return rows unchanged."""
         return rows
 
     def combine_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
-        """They are sums already."""
+        """Return rows unchanged: `combine_preprocess` has summed them."""
         return rows
 
     def dispatch_probs(self, metadata: LocalMetadata) -> tuple[Tensor, LocalMetadata]:
-        """They are here already."""
+        """Permute the local routing probabilities."""
         assert metadata.probs_TK is not None
         return permute_probs(metadata.probs_TK, metadata.permutation), replace(metadata, probs_TK=None)

@@ -1,7 +1,4 @@
-"""The dispatcher by its name in the recipe.
-
-Which dispatcher `parallel.dispatcher = "auto"` stands for.
-"""
+"""Registry of dispatchers: `parallel.dispatcher` by name, and the choice for "auto"."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +27,15 @@ def make_dispatcher(
     *,
     fp8_dispatch: bool = False,
 ) -> Dispatcher[Any]:
-    """Make the dispatcher `parallel.dispatcher` names. On ep = etp = 1 all are the local one: there is nowhere to go.
+    """Create the dispatcher named by `parallel.dispatcher`; with ep = etp = 1 always the local one.
 
     Args:
-        name: as in the recipe, "auto" settled.
+        name: as in the recipe, but never "auto".
         groups: of the MoE view.
         num_experts: E, over all ranks; ep divides it.
-        rebalance_rule: of `leastloaded`, which needs it.
-        buffer: of `deepep`, which needs it.
-        fp8_dispatch: whether rows travel to the experts in 8 bits. They are rounded where nothing travels, too.
+        rebalance_rule: required by `leastloaded`.
+        buffer: required by `deepep`.
+        fp8_dispatch: send tokens to the experts in FP8; the local dispatcher rounds them likewise.
 
     Raises:
         ConfigError: `local` with experts spread over ranks.
@@ -52,10 +49,10 @@ def make_dispatcher(
             groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts, fp8_dispatch=fp8_dispatch
         )
     if name == "leastloaded":
-        assert rebalance_rule is not None, "leastloaded needs to know when copies move"
+        assert rebalance_rule is not None, "leastloaded needs a rebalance_rule"
         return LeastLoadedDispatcher(groups, num_experts, rebalance_rule, fp8_dispatch=fp8_dispatch)
     if name == "deepep":
-        assert buffer is not None, "deepep needs its buffers"
+        assert buffer is not None, "deepep needs a buffer"
         return DeepEPDispatcher(buffer, num_experts, fp8_dispatch=fp8_dispatch)
     raise ConfigError(
         f"parallel.dispatcher={name!r} needs all experts on each rank, but parallel.ep={groups.ep.size} and "
@@ -68,16 +65,16 @@ HOPPER_CAPABILITY = (9, 0)
 
 @dataclass(frozen=True)
 class DispatcherChoice:
-    """The dispatcher of a run."""
+    """Dispatcher of a run."""
 
     name: str
-    """As in the recipe, never "auto"."""
+    """Name as in the recipe, never "auto"."""
     message: str = ""
-    """What "auto" took, and why; empty where the recipe says it."""
+    """Choice of "auto" and its reason; empty if the recipe names the dispatcher."""
 
 
 def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
-    """Settle `parallel.dispatcher`; with "auto" collective, as all ranks must take the same.
+    """Resolve `parallel.dispatcher`; collective for "auto", as all ranks must choose the same.
 
     Raises:
         ConfigError: "deepep" on a device that cannot run it, or without its package.
@@ -85,7 +82,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     name = cfg.parallel.dispatcher
     if name == "auto" and groups.moe.experts.size == 1:
         return DispatcherChoice(
-            "local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+            "local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no token leaves its rank"
         )
     if name not in ("auto", "deepep"):
         return DispatcherChoice(name)
@@ -103,7 +100,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
 
 
 def _deepep_unsupported_reason(device: torch.device) -> str:
-    """What keeps this rank from running DeepEP; empty if nothing does."""
+    """Return why this rank cannot run DeepEP; empty if it can."""
     if device.type != "cuda":
         return "deep_ep needs CUDA GPUs, and this run is on the CPU"
     if torch.cuda.get_device_capability(device) < HOPPER_CAPABILITY:
