@@ -64,7 +64,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     assert list(order_mismatches([first, first, last, last], layout)) == []
     turned = (*first[:6], first[7], first[6], *first[8:])
     (fault,) = order_mismatches([first, turned, last, last], layout)
-    assert fault.startswith("ranks 0 and 1 share a group, and exchange 6 is ")
+    assert fault.startswith("ranks 0 and 1 share a group, and collective 6 is ")
     (fault,) = order_mismatches([first, first[:-1], last, last], layout)
     assert fault.endswith("and nothing")
     # Ranks of different stages may differ: only the pipeline connects them.
