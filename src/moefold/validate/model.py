@@ -11,13 +11,14 @@ from moefold.topology.layout import divisors
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
-    """The patterns are spelled right and no part of them falls behind the last layer."""
+    """Check the syntax of both layer patterns, and that they are no longer than the model."""
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
-    pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
+    pattern = getattr(cfg.model, key)
+    num_layers = cfg.model.num_layers
     name = f"model.{key}={pattern!r}"
     counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
     if max(counts, default=0) > num_layers:
@@ -36,11 +37,13 @@ def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
 
 
 def validate_heads(cfg: Config) -> Iterator[str]:
-    """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
+    """Check that heads divide the hidden size if head_dim is unset, and that query groups divide the heads."""
     model = cfg.model
     if model.attention == "mla":
         return
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
     if model.head_dim == 0 and hidden % heads:
         yield (
             f"model.num_attention_heads={heads} must divide model.hidden_size={hidden} when model.head_dim is 0; "
@@ -55,7 +58,7 @@ def validate_heads(cfg: Config) -> Iterator[str]:
 
 
 def validate_rope(cfg: Config) -> Iterator[str]:
-    """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
+    """Check that RoPE rotates an even number of dims of each head."""
     model = cfg.model
     if model.attention == "mla":
         if model.qk_rope_head_dim % 2:
@@ -83,7 +86,7 @@ def validate_rope(cfg: Config) -> Iterator[str]:
 
 
 def validate_rope_scaling(cfg: Config) -> Iterator[str]:
-    """A stretch has a factor above 1, and its band has a width."""
+    """Check that RoPE scaling has a factor above 1 and a non-empty frequency band."""
     model = cfg.model
     if model.rope_scaling == "none":
         return
@@ -102,14 +105,17 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
 
 
 def _validate_yarn(model: ModelConfig) -> Iterator[str]:
-    """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
-    fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
+    """Check YaRN: the lowest frequency is scaled, the blend is within the head, and the factors are consistent."""
+    fast = model.rope_beta_fast
+    slow = model.rope_beta_slow
+    seq_len = model.rope_original_seq_len
     if slow >= fast:
         yield (
             f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
         )
         return
-    least, most = math.floor(2 * math.pi * slow) + 1, math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    least = math.floor(2 * math.pi * slow) + 1
+    most = math.ceil(2 * math.pi * fast * model.rope_theta) - 1
     if not least <= seq_len <= most:
         yield (
             f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
@@ -117,7 +123,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
         )
     if model.rope_attention_factor and model.rope_mscale:
         yield (
-            f"model.rope_mscale={model.rope_mscale} has no effect beside model.rope_attention_factor="
+            f"model.rope_mscale={model.rope_mscale} has no effect with model.rope_attention_factor="
             f"{model.rope_attention_factor}, which it would only derive; leave one of them out"
         )
     if model.rope_mscale and not model.rope_mscale_all_dim:
@@ -133,7 +139,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_mla(cfg: Config) -> Iterator[str]:
-    """Latent attention has norms of its own and no biases."""
+    """Check that MLA (multi-head latent attention) has no QK norm, biases or sinks."""
     model = cfg.model
     if model.attention != "mla":
         return
@@ -148,7 +154,7 @@ def validate_mla(cfg: Config) -> Iterator[str]:
 
 
 def validate_sliding_window(cfg: Config) -> Iterator[str]:
-    """Layers of kind W have a window."""
+    """Check that layers of kind W have a sliding window."""
     model = cfg.model
     if "W" in model.attention_pattern and model.sliding_window == 0:
         yield (
