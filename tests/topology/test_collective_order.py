@@ -78,7 +78,7 @@ def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
     rows = list(overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches))
     stuck = (tuple(reversed(rows[0])), rows[1])
     monkeypatch.setattr(checks_overlap, "overlapped_rows", lambda *args: stuck)
-    assert "pipeline rank 0 would wait for ever" in next(checks_overlap.validate_collective_order(cfg))
+    assert "pipeline rank 0 would deadlock" in next(checks_overlap.validate_collective_order(cfg))
     off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
     assert list(validate_collective_order(off)) == []
 

@@ -55,7 +55,7 @@ CASES = [
             *("model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_attention_factor=1.1"),
             *("model.rope_mscale=1", "model.rope_mscale_all_dim=1"),
         ],
-        "model.rope_mscale=1.0 has no effect beside model.rope_attention_factor=1.1",
+        "model.rope_mscale=1.0 has no effect with model.rope_attention_factor=1.1",
     ),
     (
         ["model.attention=mla", "model.qk_rope_head_dim=5"],

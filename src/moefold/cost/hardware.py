@@ -255,7 +255,8 @@ def _with_spine(where: str, links: tuple[NetworkLink, ...], value: Any) -> tuple
     oversubscription = _check_number(where, f"{SPINE}.oversubscription", value["oversubscription"])
     if oversubscription < 1:
         raise ConfigError(
-            f"{where}: {SPINE}.oversubscription={oversubscription:g} must be at least 1: cards of a pod over its uplinks"
+            f"{where}: {SPINE}.oversubscription={oversubscription:g} must be at least 1: "
+            "the cards of a pod over its uplinks"
         )
     uplinks = NetworkLink(
         level=SPINE,

@@ -91,7 +91,8 @@ def _stage_ranks(name: str, rows: Sequence[ScheduleRow], pp: int, virtual_stages
     if sorted(rank_of_stage) != list(range(pp * virtual_stages)):
         raise ConfigError(
             f"{name} has the stages {sorted(rank_of_stage)}, and "
-            f"parallel.pp*parallel.virtual_stages={pp * virtual_stages} makes 0 to {pp * virtual_stages - 1}; set virtual_stages, or correct the file"
+            f"parallel.pp*parallel.virtual_stages={pp * virtual_stages} makes 0 to {pp * virtual_stages - 1}; "
+            "set virtual_stages, or correct the file"
         )
     counts = [list(rank_of_stage.values()).count(rank) for rank in range(pp)]
     if counts != [virtual_stages] * pp:

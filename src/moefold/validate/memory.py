@@ -76,7 +76,10 @@ def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -
     """Yield the errors of a list of parts."""
     for part in dict.fromkeys(parts):
         if part not in key.legal_parts:
-            yield f"{key.key} has {part!r}, which {key.unknown_message}; choose from {', '.join(map(repr, key.legal_parts))}"
+            yield (
+                f"{key.key} has {part!r}, which {key.unknown_message}; "
+                f"choose from {', '.join(map(repr, key.legal_parts))}"
+            )
         elif parts.count(part) > 1:
             yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
         elif reason := missing_reason(part, model):

@@ -148,8 +148,10 @@ def shortage_message(short: Shortage) -> str:
     parts = ", ".join(
         f"{part} {_format_size(size)}" for part, size in short.parts.most_common(MAX_LISTED_PARTS) if size
     )
-    available = f"{_format_size(short.available.size)} are {short.available.description}"
-    return f"{short.subject} at least {_format_size(short.needed)} ({parts}), and {available}"
+    return (
+        f"{short.subject} at least {_format_size(short.needed)} ({parts}), and "
+        f"{_format_size(short.available.size)} are {short.available.description}"
+    )
 
 
 def _training_shortage_message(cfg: Config, short: Shortage, host: HostCapacity) -> str:

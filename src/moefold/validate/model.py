@@ -81,7 +81,8 @@ def validate_rope(cfg: Config) -> Iterator[str]:
         even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
         yield (
             f"model.rope_fraction={model.rope_fraction} of a head of {size} is {rotated:g} dimensions, which must be a "
-            f"positive even number; choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
+            "positive even number; "
+            f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
         )
 
 

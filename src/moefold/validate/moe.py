@@ -110,7 +110,9 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     if moe.choice in ("sinkhorn", *FORCED_CHOICES):
         reason = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
         if model.expert_bias:
-            yield f"model.expert_bias=true contradicts {name}, which {reason}; choose expert_bias=false, or choice='topk'"
+            yield (
+                f"model.expert_bias=true contradicts {name}, which {reason}; choose expert_bias=false, or choice='topk'"
+            )
         if model.num_groups > 1:
             yield (
                 f"model.num_groups={model.num_groups} contradicts {name}, which {reason}; "

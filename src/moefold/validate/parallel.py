@@ -144,7 +144,9 @@ def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
 
 def _count_violations(cfg: Config) -> dict[str, int]:
     """Count the violations of each axis, of the sequence and of the batch."""
-    counts = {name: len(list(rule(cfg, getattr(cfg.parallel, name)))) for name, rule in DEGREE_RULES.items()}
+    counts = {
+        name: len(list(degree_rule(cfg, getattr(cfg.parallel, name)))) for name, degree_rule in DEGREE_RULES.items()
+    }
     return counts | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
 
 
@@ -325,7 +327,9 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         return
     rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
     if found := find_deadlock(list(map(to_slot_row, rows))):
-        yield f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
+        )
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )

@@ -123,7 +123,8 @@ def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[st
         if all(stages[number].is_empty for number in stage_numbers):
             yield (
                 f"parallel.pipeline_layout={text!r} leaves pipeline rank {rank} without weights (stages "
-                f"{', '.join(map(str, stage_numbers))}, counted from 0); give it a layer, or choose a smaller parallel.pp"
+                f"{', '.join(map(str, stage_numbers))}, counted from 0); "
+                "give it a layer, or choose a smaller parallel.pp"
             )
 
 

@@ -85,7 +85,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.shared_expert_gate",
         lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
-        "model.shared_expert_ffn_hidden_size=0 makes no shared expert",
+        "model.shared_expert_ffn_hidden_size=0 means no shared expert",
         "set model.shared_expert_ffn_hidden_size",
     ),
     UnusedWhen(
@@ -97,7 +97,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.num_query_groups model.head_dim model.rope_fraction",
         lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' has heads of another make",
+        "model.attention='mla' defines its heads by other keys",
         "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
     ),
     UnusedWhen(
@@ -109,7 +109,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
-        "model.rope_scaling='none' stretches nothing",
+        "model.rope_scaling='none' scales nothing",
         "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
     UnusedWhen(
@@ -158,13 +158,13 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "moe.bias_update_rate",
         lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
-        "no bias goes by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
+        "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
         "set model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedWhen(
         "moe.aux_loss",
         lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
-        "a moe.choice other than 'topk' settles the balance by itself",
+        "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
     UnusedWhen(
@@ -176,7 +176,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "moe.trace_every",
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
-        "the run ends before, after run.steps",
+        "the run ends earlier, after run.steps",
         "choose at most run.steps",
     ),
     UnusedWhen(
