@@ -123,7 +123,7 @@ def read_text(path: Path, limit: int) -> str:
     """Return the text of a UTF-8 file of at most `limit` bytes, each line end as a line feed.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: see `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     text = read_bytes(path, limit).decode("utf-8")
@@ -134,7 +134,7 @@ def read_json(path: Path, limit: int) -> Any:
     """Return the content of a JSON file of at most `limit` bytes.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: see `read_bytes`.
         ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     return parse_json(read_bytes(path, limit))

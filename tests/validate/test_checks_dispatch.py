@@ -24,7 +24,7 @@ def _recipe(dispatcher: str = "deepep", **sections: dict[str, object]) -> Config
 OBSTACLES = [
     ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 shards the experts"),
     ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "moe.pad_to_capacity=true pads"),
-    ({"run": {"dtype": "float32"}}, "deep_ep carries bfloat16, and run.dtype='float32'"),
+    ({"run": {"dtype": "float32"}}, "deep_ep supports only bfloat16, and run.dtype='float32'"),
     (
         {"faults": {"check_dispatch": True}},
         "does not expose its row counts, and faults.check_dispatch=true compares them",

@@ -143,8 +143,8 @@ CASES = [
     (
         # 4 ranks of 256 tokens with 2 copies each: the mean is 512, its limit 564.
         [*ranks(4, ep=4, dispatcher="leastloaded"), "moe.llep_min_tokens=1000"],
-        "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take over "
-        "of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564",
+        "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take "
+        "over of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564",
     ),
     (
         # No expert gets a token twice.

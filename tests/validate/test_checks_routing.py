@@ -36,12 +36,12 @@ CASES = [
     ),
     (
         ["model.num_groups=8", "model.top_groups=4", "model.router_score=sigmoid"],
-        "model.router_score='sigmoid' judges a group by its two best experts, and model.num_groups=8 makes groups of "
+        "model.router_score='sigmoid' scores a group by its two best experts, and model.num_groups=8 makes groups of "
         "one; choose num_groups of 4 or less",
     ),
     (
         ["moe.choice=quantile"],
-        "moe.choice='quantile' leaves its thresholds in the expert bias, which evaluation and generation route with, "
+        "moe.choice='quantile' stores its thresholds in the expert bias, with which evaluation and generation route, "
         "and model.expert_bias=false; set model.expert_bias=true",
     ),
     (
@@ -65,7 +65,7 @@ CASES = [
     (["moe.choice=skewed", *GROUPS], "model.num_groups=4 contradicts moe.choice='skewed', which reads no score"),
     (
         ["moe.choice=skewed", "model.top_k=8"],
-        "moe.choice='skewed' deals all but expert 0 out to the other tokens, so model.top_k=8 must be below "
+        "moe.choice='skewed' assigns all other experts to the remaining tokens, so model.top_k=8 must be below "
         "model.num_experts=8; choose top_k of at most 7",
     ),
     (

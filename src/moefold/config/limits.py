@@ -84,9 +84,9 @@ def max_magnitude(section: str, key: str, hint: Any) -> float | None:
 
 def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> str:
     """Return the size rule that a value breaks, or that it has a NUL character; "" if neither."""
-    most = max_magnitude(section, key, hint)
-    if isinstance(value, int | float) and most is not None and abs(value) > most and abs(value) != inf:
-        bound = f"{most}" if isinstance(most, int) else f"{most:.15g}"
+    maximum = max_magnitude(section, key, hint)
+    if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
+        bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"
         return f"must be at most {bound}" if value > 0 else f"must be at least -{bound}"
     texts = value if isinstance(value, list) else [value]
     for text in texts:

@@ -86,7 +86,7 @@ def recipe_page() -> str:
         "| largest | keys |",
         "| --- | --- |",
     ]
-    lines += [f"| {most} | {', '.join(f'`{key}`' for key in keys)} |" for most, keys in _keys_by_max().items()]
+    lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
@@ -96,8 +96,8 @@ def recipe_page() -> str:
 def _keys_by_max() -> dict[int, list[str]]:
     """Return the keys with a bound of their own, grouped by bound, largest first."""
     found: dict[int, list[str]] = {}
-    for key, most in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
-        found.setdefault(most, []).append(key)
+    for key, maximum in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
+        found.setdefault(maximum, []).append(key)
     return found
 
 

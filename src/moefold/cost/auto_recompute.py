@@ -71,12 +71,12 @@ def choose_recompute(
     states = StateMemory(cfg).max_by_pp_rank
     for extra, parts in sorted((recompute_overhead(cfg, parts), parts) for parts in legal_part_sets(cfg.model)):
         memory = compute_rank_memory(cfg, recompute=parts, kernels=kernels, imbalance=imbalance, states=states)
-        worst = max(rank.total for rank in memory)
-        without_recompute = without_recompute or worst
+        max_rank_bytes = max(rank.total for rank in memory)
+        without_recompute = without_recompute or max_rank_bytes
         choice = RecomputeChoice(parts, memory, without_recompute, extra)
-        if worst <= budget_bytes:
+        if max_rank_bytes <= budget_bytes:
             return choice
-        if smallest is None or worst < smallest.max_rank_bytes:
+        if smallest is None or max_rank_bytes < smallest.max_rank_bytes:
             smallest = choice
     assert smallest is not None, "the empty set is legal"
     raise ConfigError(_no_fit_message(cfg, smallest, budget_bytes))
@@ -105,7 +105,7 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     model = cfg.model
     recomputed = [0.0] * cfg.parallel.pp
     total = [1.0] * cfg.parallel.pp
-    whole = train_flops_per_token(model, cfg.train.seq_len)
+    model_flops = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
         kinds = [(model.layer_kinds[i], model.layer_windows[i] > 0) for i in stage.parts.layers]
         kinds += [(model.layer_kinds[-1], model.layer_windows[-1] > 0)] * stage.parts.num_mtp_layers
@@ -113,7 +113,7 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
             costs = _recompute_flops(model, kind, has_window, cfg.train.seq_len)
             recomputed[stage.pp_rank] += sum(costs[part] for part in parts)
             total[stage.pp_rank] += 3 * costs["layer"]
-        total[stage.pp_rank] += 3 * whole.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
+        total[stage.pp_rank] += 3 * model_flops.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
     return max(a / b for a, b in zip(recomputed, total, strict=True))
 
 
@@ -141,9 +141,9 @@ def _recompute_flops(model: ModelConfig, kind: str, has_window: bool, seq_len: i
 
 
 def _no_fit_message(cfg: Config, smallest: RecomputeChoice, budget_bytes: int) -> str:
-    fullest = max(smallest.memory, key=lambda rank: rank.total)
-    activations = fullest.activations.total + fullest.pipeline
-    states = fullest.total - activations
+    largest = max(smallest.memory, key=lambda rank: rank.total)
+    activations = largest.activations.total + largest.pipeline
+    states = largest.total - activations
     p = cfg.parallel
     train = cfg.train
     if states > budget_bytes:
@@ -160,7 +160,7 @@ def _no_fit_message(cfg: Config, smallest: RecomputeChoice, budget_bytes: int) -
     if not train.memory_budget_gib:
         budget = f"nine tenths of the smallest GPU, {budget_bytes / GIB:.4g} GiB, are too small"
     return (
-        f"train.recompute=['auto']: {budget}, whatever is recomputed: pipeline rank {fullest.pp_rank} needs "
+        f"train.recompute=['auto']: {budget}, whatever is recomputed: pipeline rank {largest.pp_rank} needs "
         f"{smallest.max_rank_bytes / GIB:.4g} GiB with {', '.join(smallest.parts) or 'nothing'}, of which "
         f"{states / GIB:.4g} are not activations; {help_}"
     )

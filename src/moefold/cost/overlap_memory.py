@@ -160,7 +160,8 @@ def _layer_backward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, sta
     peak = live + layer.at_point["experts_backward"]
     during_comm = live + layer.at_point["dispatch_backward"]
     if stage.splits_backward:
-        peak, during_comm = peak + layer.at_point["concurrent_wgrad"], during_comm + layer.at_point["delayed_wgrad"]
+        peak = peak + layer.at_point["concurrent_wgrad"]
+        during_comm = during_comm + layer.at_point["delayed_wgrad"]
         visitor.observe(during_comm)
     visitor.observe(peak)
     visitor.close_interval(during_comm)
@@ -308,16 +309,16 @@ def recomputes_comm(recompute: Iterable[str]) -> bool:
 
 def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
     """Return the live memory of a layer of kind "D" or "M" at each of `SNAPSHOT_POINTS`."""
-    whole = activation_memory.without_recompute
-    running = whole.saved_by_kind[kind] + activation_memory.transient_norm
+    without_recompute = activation_memory.without_recompute
+    running = without_recompute.saved_by_kind[kind] + activation_memory.transient_norm
     if kind == "D":
         return {"before_dispatch": running, "gradients": running}
     snapshots = _forward_snapshots(activation_memory, FORWARD_POINTS)
     saved_memory = activation_memory
     gradients = running
     if recomputes_comm(activation_memory.recompute):
-        saved_memory = whole
-        recompute_snapshots = _forward_snapshots(whole, (*RECOMPUTE_POINTS, "sum"))
+        saved_memory = without_recompute
+        recompute_snapshots = _forward_snapshots(without_recompute, (*RECOMPUTE_POINTS, "sum"))
         gradients = _larger(recompute_snapshots.pop("sum"), running)
         snapshots |= recompute_snapshots
     all_saved = (
@@ -328,7 +329,7 @@ def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str,
     return snapshots | {
         "gradients": _larger(gradients, all_saved),
         "combine_backward": all_saved,
-        "experts_backward": all_saved + (whole.experts.fc1_outputs() - saved_memory.experts.fc1_outputs()),
+        "experts_backward": all_saved + (without_recompute.experts.fc1_outputs() - saved_memory.experts.fc1_outputs()),
         "dispatch_backward": all_saved - saved_memory.experts.saved_by_experts(),
         "concurrent_wgrad": activation_memory.delayed_wgrad_concurrent(kind),
         "delayed_wgrad": BytesByPart(experts=activation_memory.delayed_wgrad_layer(kind)["experts"]),
@@ -337,16 +338,16 @@ def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str,
 
 def _forward_snapshots(activation_memory: ActivationMemory, points: tuple[str, ...]) -> dict[str, BytesByPart]:
     """Return the live memory of an MoE layer's forward pass, or of its recomputation."""
-    whole = activation_memory.without_recompute
+    without_recompute = activation_memory.without_recompute
     experts = activation_memory.experts
     output = BytesByPart({"residual stream": activation_memory.hidden_bytes})
     indices = experts.permute_indices()
     comm_buffers = experts.dispatch_comm_buffers()
     # The shared expert runs during the dispatch.
     before_dispatch = (
-        whole.saved_by_kind["M"]
+        without_recompute.saved_by_kind["M"]
         - output
-        - whole.experts.saved()
+        - without_recompute.experts.saved()
         + indices
         + comm_buffers
         + activation_memory.transient_norm
@@ -357,12 +358,16 @@ def _forward_snapshots(activation_memory: ActivationMemory, points: tuple[str, .
         if saves
         else _live_during_dispatch(activation_memory)
     )
-    live["shared experts"] += activation_memory.hidden_bytes if whole.saved_by_kind["M"]["shared experts"] else 0
+    live["shared experts"] += (
+        activation_memory.hidden_bytes if without_recompute.saved_by_kind["M"]["shared experts"] else 0
+    )
     all_outputs = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
     saved_by_experts = experts.saved_by_experts() - indices if saves else BytesByPart()
     during_dispatch = live + comm_buffers
     during_combine = live + saved_by_experts + experts.combine_comm_buffers()
-    running_experts = live + whole.experts.saved_by_experts() - indices + all_outputs + experts.expert_transient()
+    running_experts = (
+        live + without_recompute.experts.saved_by_experts() - indices + all_outputs + experts.expert_transient()
+    )
     summing = live + saved_by_experts + experts.expert_outputs() + experts.combine_buffer()
     return dict(
         zip(

@@ -90,8 +90,8 @@ def layer_weights(model: ModelConfig, kind: str, tp: int) -> tuple[WeightShape, 
 def mtp_layer_weights(model: ModelConfig, tp: int) -> tuple[WeightShape, ...]:
     """Return the parameters of one MTP (multi-token prediction) layer."""
     hidden = model.hidden_size
-    own = (WeightShape("mtp", (hidden, 2 * hidden), uses_muon=True), *(WeightShape("norms", (hidden,)),) * 3)
-    return (*layer_weights(model, model.layer_kinds[-1], tp), *own)
+    mtp_weights = (WeightShape("mtp", (hidden, 2 * hidden), uses_muon=True), *(WeightShape("norms", (hidden,)),) * 3)
+    return (*layer_weights(model, model.layer_kinds[-1], tp), *mtp_weights)
 
 
 def embedding_weight(model: ModelConfig) -> WeightShape:

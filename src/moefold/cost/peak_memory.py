@@ -212,13 +212,13 @@ def _peak_snapshot(
     leaving = [action.stage for action in row[slot_index] if action.kind in "BI"]
     in_flight = {}
     for number in {action.stage for slot in row for action in slot}:
-        forward, whole, inputs, weights = (done[number, kind] for kind in "FBIW")
+        forward, backward, input_grads, weight_grads = (done[number, kind] for kind in "FBIW")
         stage = passes[number]
-        in_flight[number] = forward - whole - inputs
+        in_flight[number] = forward - backward - input_grads
         for count, parts in (
             (in_flight[number] - leaving.count(number), stage.saved),
-            (inputs - weights, stage.delayed_wgrad),
-            (whole + inputs, stage.sent.parts),
+            (input_grads - weight_grads, stage.delayed_wgrad),
+            (backward + input_grads, stage.sent.parts),
         ):
             for part, size in parts.items():
                 by_part[part] += count * size

@@ -16,7 +16,7 @@ IMPLIED_BY = {
 
 def containing_part(part: str, parts: Sequence[str]) -> str | None:
     """Return the one of `parts` that contains another part, or None."""
-    return next((whole for whole in parts if part in IMPLIED_BY.get(whole, ())), None)
+    return next((container for container in parts if part in IMPLIED_BY.get(container, ())), None)
 
 
 def missing_reason(part: str, model: ModelConfig) -> str:

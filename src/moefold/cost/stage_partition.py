@@ -143,9 +143,9 @@ def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowd
     paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
     best: tuple[int, list[int]] | None = None
     for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + max_slowdown_pct) // 100):
-        fullest, bounds = _min_max_partition(sizes, flops, pace)
-        if best is None or pace * pace * fullest < best[0]:
-            best = pace * pace * fullest, bounds
+        largest, bounds = _min_max_partition(sizes, flops, pace)
+        if best is None or pace * pace * largest < best[0]:
+            best = pace * pace * largest, bounds
     assert best is not None, "the fastest partition is always a candidate"
     return best[1]
 

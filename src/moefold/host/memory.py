@@ -61,7 +61,7 @@ def _free_bytes(root: Path) -> tuple[int, int] | None:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.strip()}
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if value.strip()}
     return (kib["MemAvailable"] * 1024, kib.get("SwapFree", 0) * 1024) if "MemAvailable" in kib else None
 
 

@@ -46,7 +46,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
-    raise_all(fault for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for fault in rule(cfg))
+    raise_all(message for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))
@@ -61,4 +61,4 @@ def check_model(model: ModelConfig) -> None:
     """
     cfg = Config(model=model)
     raise_all(validate_ranges(cfg))
-    raise_all(fault for rule in MODEL_RULES for fault in rule(cfg))
+    raise_all(message for rule in MODEL_RULES for message in rule(cfg))

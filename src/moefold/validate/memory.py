@@ -84,8 +84,8 @@ def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -
             yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
         elif reason := missing_reason(part, model):
             yield f"{key.key} has {part!r}, and {reason}; leave it out"
-        elif whole := containing_part(part, parts):
-            yield f"{key.key} has {part!r} and {whole!r}, which {key.containment_message}; leave one of them out"
+        elif container := containing_part(part, parts):
+            yield f"{key.key} has {part!r} and {container!r}, which {key.containment_message}; leave one of them out"
 
 
 def _validate_auto_recompute(cfg: Config) -> Iterator[str]:
@@ -117,10 +117,10 @@ def validate_offload(cfg: Config) -> Iterator[str]:
     """Check that offloaded parts are known, unique, in the model, and not recomputed or inside another."""
     yield from validate_parts(OFFLOAD_KEY, cfg.train.offload, cfg.model)
     for part in cfg.train.offload:
-        if whole := containing_part(part, cfg.train.recompute):
+        if container := containing_part(part, cfg.train.recompute):
             yield (
-                f"train.offload has {part!r}, of which train.recompute=[{whole!r}] saves nothing; leave it out, or "
-                f"offload {whole!r}, whose input is saved"
+                f"train.offload has {part!r}, of which train.recompute=[{container!r}] saves nothing; leave it out, or "
+                f"offload {container!r}, whose input is saved"
             )
 
 

@@ -111,10 +111,10 @@ def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shor
         required: minimum memory of a rank of each pipeline stage.
         host: the machine.
     """
-    fullest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
+    largest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
     count = len(host.pp_ranks)
     if host.device_type == "cuda":
-        candidates = [Shortage(fullest.total(), host.available, fullest, "the fullest rank needs")]
+        candidates = [Shortage(largest.total(), host.available, largest, "the fullest rank needs")]
     else:
         total = BytesByPart()
         for pp_rank, num_ranks in Counter(host.pp_ranks).items():
@@ -124,7 +124,7 @@ def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shor
         ranks = f"the {count} ranks of this machine need" if count > 1 else "the rank needs"
         candidates = [Shortage(total.total(), host.available, total, ranks)]
         if host.process_limit is not None:
-            candidates.append(Shortage(fullest.total(), host.process_limit, fullest, "one process needs"))
+            candidates.append(Shortage(largest.total(), host.process_limit, largest, "one process needs"))
     return next((short for short in candidates if short.needed > short.available.size), None)
 
 

@@ -63,7 +63,7 @@ def validate_rope(cfg: Config) -> Iterator[str]:
     if model.attention == "mla":
         if model.qk_rope_head_dim % 2:
             yield (
-                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE turns pairs; "
+                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE rotates pairs; "
                 f"choose {nearest_multiples(model.qk_rope_head_dim, 2)}"
             )
         return
@@ -74,7 +74,7 @@ def validate_rope(cfg: Config) -> Iterator[str]:
             return
         source = f"the head size hidden_size/num_attention_heads={size}"
     if size % 2:
-        yield f"{source} must be even, because RoPE turns pairs; choose {nearest_multiples(size, 2)}"
+        yield f"{source} must be even, because RoPE rotates pairs; choose {nearest_multiples(size, 2)}"
         return
     rotated = size * model.rope_fraction
     if abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
@@ -115,12 +115,13 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
             f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
         )
         return
-    least = math.floor(2 * math.pi * slow) + 1
-    most = math.ceil(2 * math.pi * fast * model.rope_theta) - 1
-    if not least <= seq_len <= most:
+    minimum = math.floor(2 * math.pi * slow) + 1
+    maximum = math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    if not minimum <= seq_len <= maximum:
         yield (
             f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
-            f"2*pi*rope_beta_fast*rope_theta, so that some wave is stretched and some is not; choose {least} to {most}"
+            f"2*pi*rope_beta_fast*rope_theta, so that some frequencies are scaled and some are not; "
+            f"choose {minimum} to {maximum}"
         )
     if model.rope_attention_factor and model.rope_mscale:
         yield (
@@ -159,7 +160,7 @@ def validate_sliding_window(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if "W" in model.attention_pattern and model.sliding_window == 0:
         yield (
-            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which see "
+            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which attend to "
             "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
         )
 

@@ -89,7 +89,7 @@ def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
         )
     if size == 1 and model.router_score != "softmax":
         yield (
-            f"model.router_score={model.router_score!r} judges a group by its two best experts, and model.num_groups="
+            f"model.router_score={model.router_score!r} scores a group by its two best experts, and model.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
         )
 
@@ -99,7 +99,7 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     name = f"moe.choice={moe.choice!r}"
     if moe.choice == "quantile" and not model.expert_bias:
         yield (
-            f"{name} leaves its thresholds in the expert bias, which evaluation and generation route with, and "
+            f"{name} stores its thresholds in the expert bias, with which evaluation and generation route, and "
             "model.expert_bias=false; set model.expert_bias=true"
         )
     if moe.choice == "quantile" and model.top_k == model.num_experts:
@@ -120,7 +120,7 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             )
     if moe.choice == "skewed" and model.top_k >= model.num_experts:
         yield (
-            f"{name} deals all but expert 0 out to the other tokens, so model.top_k={model.top_k} must be below "
+            f"{name} assigns all other experts to the remaining tokens, so model.top_k={model.top_k} must be below "
             f"model.num_experts={model.num_experts}; choose top_k of at most {model.num_experts - 1}"
             if model.num_experts > 1
             else f"{name} needs more experts than expert 0, and model.num_experts=1; choose 2 or more"
@@ -132,10 +132,10 @@ def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and factor * model.top_k < 1:
-            least = math.ceil(100 / model.top_k) / 100
+            minimum = math.ceil(100 / model.top_k) / 100
             yield (
                 f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together a capacity below the "
-                f"number of tokens, so some would reach no expert; choose {least} or more, or 0.0 (dropless)"
+                f"number of tokens, so some would reach no expert; choose {minimum} or more, or 0.0 (dropless)"
             )
             continue
         enough = model.num_experts / model.top_k
@@ -184,7 +184,7 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
     if cfg.moe.pad_to_capacity:
         yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
     if cfg.run.dtype != "bfloat16":
-        yield f"deep_ep carries bfloat16, and run.dtype={cfg.run.dtype!r}"
+        yield f"deep_ep supports only bfloat16, and run.dtype={cfg.run.dtype!r}"
     if model.hidden_size * 2 % ALIGNMENT_BYTES:
         yield (
             f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and model.hidden_size={model.hidden_size} is "

@@ -85,9 +85,9 @@ def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
     layers = cfg.model.num_layers
     chunks = cfg.parallel.virtual_stages
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
-        times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
+        factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         yield (
-            f"parallel.pp={pp}{times} must be at most model.num_layers={layers}, one layer for each stage; "
+            f"parallel.pp={pp}{factor} must be at most model.num_layers={layers}, one layer for each stage; "
             f"choose model.num_layers={pp * chunks}"
         )
 

@@ -12,23 +12,23 @@ from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
 def validate_schedule(cfg: Config) -> Iterator[str]:
     """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
-    fewest, most = SCHEDULES[p.schedule].virtual_stage_bounds
-    if p.virtual_stages < fewest:
-        others = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
-        needs = f"{fewest}" if most == fewest else f"{fewest} or more"
+    minimum, maximum = SCHEDULES[p.schedule].virtual_stage_bounds
+    if p.virtual_stages < minimum:
+        alternative = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
+        needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
         yield (
             f"parallel.schedule={p.schedule!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
-            f"choose virtual_stages={fewest}, or {others}"
+            f"choose virtual_stages={minimum}, or {alternative}"
         )
-    elif most == 1 and p.virtual_stages > 1:
+    elif maximum == 1 and p.virtual_stages > 1:
         yield (
             f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule='interleaved', and it is "
             f"{p.schedule!r}; choose schedule='interleaved' or 'zero-bubble', or virtual_stages=1"
         )
-    elif most is not None and p.virtual_stages > most:
+    elif maximum is not None and p.virtual_stages > maximum:
         yield (
-            f"parallel.schedule={p.schedule!r} has exactly {most} stages on each rank, and "
-            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={most}, or schedule='zero-bubble'"
+            f"parallel.schedule={p.schedule!r} has exactly {maximum} stages on each rank, and "
+            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or schedule='zero-bubble'"
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
