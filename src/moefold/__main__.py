@@ -1,4 +1,4 @@
-"""`python -m moefold`: the command line without the script."""
+"""Entry point of `python -m moefold`."""
 
 import sys
 

@@ -1,11 +1,9 @@
-"""Read files of anybody's making within a budget of bytes, depth and values. Torch-free.
+"""Bounded readers of untrusted files: limits on bytes, nesting depth and number of values. Torch-free.
 
-Whatever a user names may be a pipe that never ends, a device, or a small file that asks for gigabytes. Each reader here
-refuses what is not a regular file before it opens it, compares the size with a limit before it reads, and reads no more
-than the limit even where the size lies (/proc) or grows. What is refused is an `OSError` whose `strerror` says why, so
-that it is reported like a file that cannot be read; content that is refused is a `ValueError`.
-
-Work on many things by turns, each turn bounded in size. Torch-free.
+A path of a user may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader rejects
+anything but a regular file before opening it, compares the size with a limit before reading, and never reads more than
+the limit, even if the reported size is wrong (/proc) or grows. A rejected file is an `OSError` whose `strerror` is the
+reason, so that it is reported like an unreadable file; rejected content is a `ValueError`.
 """
 
 import errno
@@ -23,35 +21,35 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 MAX_RECIPE_BYTES = MIB
-"""A recipe or a device: the longest that is shipped has 4 KiB, and a list of 10,000 data files fits."""
+"""Recipe or device: the longest shipped one has 4 KiB, and a list of 10,000 data files fits."""
 MAX_SCHEDULE_BYTES = 64 * MIB
-"""A schedule as CSV: 8 bytes a cell; 64 ranks with 4 stages each and 4,096 micro-batches have 17 MB."""
+"""Schedule as CSV, 8 bytes per cell: 64 ranks with 4 stages each and 4,096 micro-batches have 17 MB."""
 MAX_TABLE_BYTES = 16 * MIB
-"""A table of published measurements; the largest known has 200 KiB."""
+"""Table of published measurements; the largest known has 200 KiB."""
 MAX_CONFIG_BYTES = 16 * MIB
-"""config.json, tokenizer_config.json and the like: the largest, with 100,000 added tokens, have 10 to 15 MB."""
+"""config.json, tokenizer_config.json and similar: the largest, with 100,000 added tokens, have 10 to 15 MB."""
 MAX_TEMPLATE_BYTES = MIB
-"""A chat template: the longest of known models have 20 KiB."""
+"""Chat template: the longest of known models has 20 KiB."""
 MAX_TOKENIZER_BYTES = 256 * MIB
-"""tokenizer.json: the largest of known models have 35 MB (262,144 entries with their merges)."""
+"""tokenizer.json: the largest of known models has 35 MB (262,144 entries with their merges)."""
 MAX_INDEX_BYTES = 128 * MIB
-"""Index or manifest of a folder of tensors: 200 bytes a tensor, and 100,000 tensors are 20 MB."""
+"""Index or manifest of a folder of tensors, 200 bytes per tensor: 100,000 tensors are 20 MB."""
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Description or manifest of a checkpoint: 150 bytes for each file of data or rank, of which there may be 100,000."""
+"""Description or manifest of a checkpoint: 150 bytes per data file or rank, of which there may be 100,000."""
 MAX_LINE_BYTES = 64 * MIB
-"""A line of JSON: a document or a conversation, or the metrics of a step. A book has 1 MB."""
+"""Line of JSON: a document, a conversation, or the metrics of a step. A book has 1 MB."""
 MAX_TEXT_BYTES = 1 << 30
-"""A text that is tokenised as a whole; `moefold tokenize` takes larger ones."""
+"""Text that is tokenised as a whole; `moefold tokenize` takes larger ones."""
 MAX_REPORT_BYTES = 64 * MIB
-"""A report of `moefold bench`."""
+"""Report of `moefold bench`."""
 MAX_JSON_DEPTH = 100
-"""Levels of a JSON or TOML document; what walks through it later may use a few calls a level, of which Python has
+"""Nesting depth of a JSON or TOML document; code that walks it may need a few calls per level, and Python allows
 1,000."""
 MAX_JSON_VALUES = 8_000_000
 """Values of a JSON document: an empty list takes 2 bytes in the file and 64 in memory. 8 million values are an index of
 a million tensors."""
 MAX_KEY_PARTS = 32
-"""Parts of a dotted key of TOML, whose reading takes the square of their number; settings have two."""
+"""Parts of a dotted TOML key, whose parsing time is quadratic in them; settings have two."""
 
 _BLOCK_BYTES = MIB
 _IRREGULAR_KINDS = (
@@ -60,25 +58,25 @@ _IRREGULAR_KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
-# Each match takes time in proportion to its length: whatever is repeated is given back never, and an end may lack.
+# Linear-time patterns: possessive quantifiers never backtrack, and the closing quote is optional.
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _TOML_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}")
 
 
 class RefusedFileError(OSError):
-    """A file that is not read, because of its kind or its size."""
+    """Rejected file: not regular, or too large."""
 
     def __init__(self, number: int, reason: str, path: Path) -> None:
         super().__init__(number, reason, str(path))
 
     def __str__(self) -> str:
-        """Return the reason alone: who reports it names the file."""
+        """Return only the reason: the caller's message names the file."""
         return str(self.strerror)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; never waits for a writer at the other end of a pipe.
+    """Open a regular file for reading, without waiting for a writer if the path is a pipe.
 
     Raises:
         IsADirectoryError: it is a folder.
@@ -87,7 +85,7 @@ def open_regular(path: Path) -> BufferedReader:
     check_regular_file(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        # It may have been replaced since.
+        # The file may have been replaced since the check.
         _reject_irregular_mode(path, os.fstat(descriptor).st_mode)
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
@@ -101,10 +99,10 @@ def check_regular_file(path: Path) -> None:
 
     Raises:
         IsADirectoryError: it is a folder.
-        OSError: it is a pipe, a device or a socket, or there is nothing.
+        OSError: it is a pipe, a device or a socket, or does not exist.
     """
     if "\0" in str(path):
-        raise RefusedFileError(errno.EINVAL, "its path holds a zero byte", path)
+        raise RefusedFileError(errno.EINVAL, "its path has a NUL character", path)
     _reject_irregular_mode(path, path.stat().st_mode)
 
 
@@ -125,7 +123,7 @@ def read_text(path: Path, limit: int) -> str:
     """Return the text of a UTF-8 file of at most `limit` bytes, each line end as a line feed.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: see `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     text = read_bytes(path, limit).decode("utf-8")
@@ -136,56 +134,56 @@ def read_json(path: Path, limit: int) -> Any:
     """Return the content of a JSON file of at most `limit` bytes.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: see `read_bytes`.
         ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     return parse_json(read_bytes(path, limit))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON of bounded depth and number of values; a byte order mark is passed over.
+    """Parse JSON of bounded depth and number of values; a byte order mark is ignored.
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
-    words = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    # Each value but the first follows a comma or a bracket; those within texts are taken out only where it matters.
-    if _num_values(words) > MAX_JSON_VALUES and _num_values(_JSON_STRING.sub("", words)) > MAX_JSON_VALUES:
+    decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    # Each value but the first follows a comma or a bracket; strings are removed only if the first count is too high.
+    if _num_values(decoded) > MAX_JSON_VALUES and _num_values(_JSON_STRING.sub("", decoded)) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
-        found = json.loads(words)
+        document = json.loads(decoded)
     except RecursionError:
         raise _depth_error() from None
-    _reject_too_deep(found)
-    return found
+    _reject_too_deep(document)
+    return document
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML of bounded depth.
 
     Raises:
-        tomllib.TOMLDecodeError: it is not TOML, is nested too deep, or holds a number that no type takes.
+        tomllib.TOMLDecodeError: it is not TOML, is nested too deep, or has a number that Python cannot parse.
     """
     if _LONG_KEY.search(text) or _LONG_KEY.search(_TOML_STRING.sub("_", text)):
         raise tomllib.TOMLDecodeError(f"a key has more than {MAX_KEY_PARTS} parts")
     try:
-        found = tomllib.loads(text)
-        _reject_too_deep(found)
+        document = tomllib.loads(text)
+        _reject_too_deep(document)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
         raise tomllib.TOMLDecodeError(str(_depth_error())) from None
     except ValueError:
-        # Python reads no decimal number of more than 4,300 digits.
+        # Python parses no decimal number of more than 4,300 digits.
         raise tomllib.TOMLDecodeError("a number has thousands of digits") from None
-    return found
+    return document
 
 
 def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of an open file, each with its end.
+    """Yield the lines of an open file, each with its line end.
 
     Raises:
-        LongLineError: one is longer than `limit` bytes; no more than that is read of it.
+        LongLineError: a line is longer than `limit` bytes; no more than that is read.
     """
     number = 0
     while line := file.readline(limit + 1):
@@ -196,24 +194,24 @@ def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes
 
 
 class LongLineError(ValueError):
-    """A line that is longer than any that is read."""
+    """Line longer than the limit."""
 
     def __init__(self, number: int, limit: int) -> None:
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
 def same_content(one: Path, other: Path) -> bool:
-    """Return whether two regular files hold the same bytes; reads a block of each at a time.
+    """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
         OSError: one cannot be read or is no regular file.
     """
-    with open_regular(one) as here, open_regular(other) as there:
-        if os.fstat(here.fileno()).st_size != os.fstat(there.fileno()).st_size:
+    with open_regular(one) as one_file, open_regular(other) as other_file:
+        if os.fstat(one_file.fileno()).st_size != os.fstat(other_file.fileno()).st_size:
             return False
         while True:
-            block = here.read(_BLOCK_BYTES)
-            if block != there.read(_BLOCK_BYTES):
+            block = one_file.read(_BLOCK_BYTES)
+            if block != other_file.read(_BLOCK_BYTES):
                 return False
             if not block:
                 return True
@@ -233,7 +231,7 @@ def _reject_oversized(path: Path, size: int, limit: int) -> None:
 
 
 def _reject_too_deep(document: Any) -> None:
-    """Raise ValueError for a document of more levels than `MAX_JSON_DEPTH`."""
+    """Raise ValueError for a document with more levels than `MAX_JSON_DEPTH`."""
     level = [document]
     for _ in range(MAX_JSON_DEPTH):
         level = [
@@ -260,13 +258,14 @@ T = TypeVar("T")
 
 
 def batch_by_size(items: Iterable[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
-    """Cut a sequence into runs of neighbours whose sizes add up to at most `max_size`, or of one item that is larger."""
+    """Split a sequence into batches of consecutive items of total size at most `max_size`, or one larger item."""
     batch: list[T] = []
     total = 0
     for item in items:
         if batch and total + size(item) > max_size:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
         batch.append(item)
         total += size(item)
     if batch:

@@ -1,4 +1,4 @@
-"""."""
+"""Cache folders: the named or default one, and a temporary fallback."""
 
 import os
 import stat
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/moefold`, or `~/.cache/moefold`."""
+    """Return `$XDG_CACHE_HOME/moefold`, or `~/.cache/moefold`."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
         return Path(named, "moefold")
@@ -15,13 +15,14 @@ def default_cache_dir() -> Path:
 
 
 def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
-    """Where entries are looked for and made: the named or default folder, else that of this user among temporary ones.
+    """Return the folders to search for cache entries and to create them in, in order.
 
-    A temporary one that somebody else made is not among them.
+    The named or default folder comes first, then this user's temporary one, unless another user created that.
     """
-    named, temporary = cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()
-    is_strangers = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
-    return (named,) if is_strangers else (named, temporary)
+    named = cache_dir if cache_dir is not None else default_cache_dir()
+    temporary = _temporary_cache_dir()
+    is_untrusted = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
+    return (named,) if is_untrusted else (named, temporary)
 
 
 def _temporary_cache_dir() -> Path:
@@ -29,7 +30,7 @@ def _temporary_cache_dir() -> Path:
 
 
 def _is_untrusted_dir(folder: Path) -> bool:
-    """Return whether the folder in the temporary one, where anybody can make some, is not this user's alone."""
+    """Return whether the temporary cache folder, which anybody can create, is not exclusively this user's."""
     if folder != _temporary_cache_dir():
         return False
     status = folder.lstat()

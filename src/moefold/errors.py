@@ -1,4 +1,4 @@
-"""The exceptions that are messages: what a user can cause, and what goes wrong at run time and is understood."""
+"""Exceptions whose text is the message to the user: configuration errors and understood run-time errors."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,33 +6,33 @@ from moefold.terminal import MULTILINE_CHARS, printable
 
 
 class ConfigError(ValueError):
-    """A setting, a file or a combination that cannot work. The command line prints it as one message and exits 2."""
+    """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
 
     def __str__(self) -> str:
-        """Return the message; control characters of the names in it are escaped."""
+        """Return the message with control characters escaped."""
         return printable(super().__str__(), MULTILINE_CHARS)
 
 
 MAX_LISTED = 3
-"""So many of one kind are named in a message."""
+"""Number of items that a message lists."""
 
 
 def format_list(items: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """Join the first items of a list, with the number of the remaining ones."""
     shown = ", ".join(items[:MAX_LISTED])
     return shown if len(items) <= MAX_LISTED else f"{shown} and {len(items) - MAX_LISTED} more"
 
 
 class RunError(Exception):
-    """Something went wrong while ranks ran that is no setting's fault and that the message explains: exit status 1."""
+    """Run-time error that the message explains and that no setting caused: exit status 1."""
 
     def __str__(self) -> str:
-        """Return the message; control characters of the names in it are escaped."""
+        """Return the message with control characters escaped."""
         return printable(super().__str__(), MULTILINE_CHARS)
 
 
 def raise_all(messages: Iterable[str]) -> None:
-    """Raise the faults, if there are any: one as it is, several one a line.
+    """Raise the collected errors, if any: one as it is, several one per line.
 
     Raises:
         ConfigError: there is at least one.

@@ -1,4 +1,4 @@
-"""Importing this module makes `--model moefold` known to lm-eval in this process."""
+"""Registration of `--model moefold` with lm-eval, on import of this module."""
 
 from lm_eval.api.registry import register_model
 

@@ -1,4 +1,4 @@
-"""A line on stderr that shows what a long command is doing: on a terminal one that changes, elsewhere plain lines."""
+"""Progress line on stderr for long commands: live on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -10,34 +10,33 @@ from typing import Any, Self
 from moefold.terminal import print_escaped, printable
 
 ProgressCallback = Callable[[str], None]
-"""Takes what the work is at now."""
+"""Callback that takes a description of the current work."""
 
 
 def ignore_progress(text: str) -> None:
-    """Stand in for `WorkProgress.say` where nothing is shown."""
+    """Ignore progress, in place of `WorkProgress.report`."""
 
 
 SHOW_AFTER_S = 2.0
-"""Work that takes less is not shown."""
+"""Shorter work is not shown."""
 LINE_EVERY_S = 5.0
-"""Plain lines come no more often."""
+"""Minimum interval of plain lines."""
 REPEAT_EVERY_S = 60.0
-"""A plain line comes this often also where the work is at the same thing."""
+"""Interval of plain lines while the description does not change."""
 _POLL_S = 0.2
 
 
 class WorkProgress:
-    """Context manager around long work; `report` tells what it is at.
+    """Context manager that shows the progress of long work; `report` sets the description.
 
-    A thread shows it, so that the clock goes on while one thing takes long, and the line of a stage that began within
-    `line_every_s` of another is not lost. With `is_shown` false nothing is printed. Not for a process that forks
-    inside: a child could inherit the lock of stderr.
+    A thread prints it, so that the elapsed time advances during a long stage, and a stage that starts within
+    `line_every_s` of another is still printed. Do not fork inside: a child could inherit the lock of stderr.
 
     Args:
-        label: what the lines begin with, such as the command.
-        is_shown: whether this process shows anything: one rank of many does.
+        label: start of each line, such as the command.
+        is_shown: whether this process prints: one rank of many does.
         show_after_s: seconds until the first line.
-        line_every_s: least seconds between two plain lines.
+        line_every_s: minimum seconds between two plain lines.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class WorkProgress:
             self._thread.join()
 
     def report(self, text: str) -> None:
-        """The work is at this now."""
+        """Set the description of the current work."""
         self._text = printable(text)
 
     def _show_lines(self) -> None:

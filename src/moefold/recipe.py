@@ -1,9 +1,4 @@
-"""A recipe that is started for fewer steps than it was written for: its warm-up and decay shrink with the run.
-
-The rows of the embedding where no recipe says how many: those that the tokenizer of the data needs.
-
-`parallel.elastic`: the recipe follows the number of ranks that a launcher started.
-"""
+"""Recipe loading: read TOML, apply overrides, adapt to shorter runs, infer vocab_size, follow an elastic launcher."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,50 +23,51 @@ STEP_COUNT_KEYS = ("warmup_steps", "decay_steps")
 
 
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Shrink warm-up and decay in proportion where run.steps of the command line leaves no room for the recipe's.
+    """Shrink warm-up and decay in proportion if the command line sets run.steps too low for the recipe's.
 
-    They stay as they are where they fit, and where the command line sets one of them, which is refused if it does not.
+    They are unchanged if they fit, or if the command line sets one of them, which is refused if it does not fit.
 
     Args:
-        tree: the sections of the recipe with the overrides in them; its [train] is changed.
+        tree: the sections of the recipe with overrides applied; its [train] is changed in place.
         recipe: the sections of the recipe alone.
         overrides: the overrides.
 
     Returns:
-        What was changed, in words.
+        A message for each change.
     """
-    typed = {word.partition("=")[0].strip() for word in overrides}
-    if "run.steps" not in typed or typed & {f"train.{key}" for key in STEP_COUNT_KEYS}:
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    if "run.steps" not in overridden or overridden & {f"train.{key}" for key in STEP_COUNT_KEYS}:
         return []
-    steps, planned = _int_or_zero(tree, "run", "steps"), _int_or_zero(recipe, "run", "steps")
-    given = {key: _int_or_zero(recipe, "train", key) for key in STEP_COUNT_KEYS}
-    wanted = given["warmup_steps"] + given["decay_steps"]
-    if not 0 < steps < wanted <= planned:
+    steps = _int_or_zero(tree, "run", "steps")
+    planned = _int_or_zero(recipe, "run", "steps")
+    recipe_counts = {key: _int_or_zero(recipe, "train", key) for key in STEP_COUNT_KEYS}
+    total = recipe_counts["warmup_steps"] + recipe_counts["decay_steps"]
+    if not 0 < steps < total <= planned:
         return []
-    notes = []
-    for key, count in given.items():
+    messages = []
+    for key, count in recipe_counts.items():
         if count > 0:
             shorter = count * steps // planned
             tree["train"][key] = shorter
-            notes.append(
+            messages.append(
                 f"train.{key} is {shorter} instead of {count}: run.steps={steps} instead of the {planned} of the recipe"
             )
-    return notes
+    return messages
 
 
 def _int_or_zero(tree: Mapping[str, Any], section: str, key: str) -> int:
-    """An integer of a tree that nothing has checked yet, or its default; 0 for anything else."""
+    """Return an integer of an unvalidated tree, or its default; 0 for anything else."""
     keys = tree.get(section, {})
     value = keys.get(key, default_of(section, key)) if isinstance(keys, dict) else 0
     return value if type(value) is int else 0
 
 
 VOCAB_MULTIPLE = 64
-"""The rows are a multiple of this, which tensor parallelism of any usual degree divides, and which kernels like."""
+"""Multiple to which the vocabulary is rounded up: divisible by usual tp degrees, and efficient for kernels."""
 
 
 def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
-    """Take model.vocab_size from data.tokenizer where neither the recipe, an override nor a preset gives it.
+    """Take model.vocab_size from data.tokenizer if no recipe, override or preset sets it.
 
     The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64 and of
     parallel.tp. The tokenizer "bytes" and data without text keep the default.
@@ -81,17 +77,18 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
         explicit_keys: the keys that the recipe and the overrides set, as "section.key".
 
     Returns:
-        The recipe, and what was changed in words; empty if nothing was.
+        The recipe, and a message on the change; "" if there is none.
 
     Raises:
         ConfigError: the tokenizer.json is missing or broken.
     """
-    data, model = cfg.data, cfg.model
+    data = cfg.data
+    model = cfg.model
     if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in explicit_keys:
         return cfg, ""
     if model.preset and "vocab_size" in load_preset(model.preset):
         return cfg, ""
-    # The tokenizers package is not needed where a recipe gives the size.
+    # Lazy import: the tokenizers package is not needed if a recipe sets the size.
     from moefold.data.input_paths import existing_path
     from moefold.data.tokenizer import JsonTokenizer
 
@@ -103,18 +100,18 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / multiple) * multiple
     if size == model.vocab_size:
         return cfg, ""
-    note = (
+    message = (
         f"model.vocab_size is {size}: data.tokenizer={data.tokenizer!r} has {num_ids} ids, rounded up to a multiple "
         f"of {multiple}"
     )
-    return replace(cfg, model=replace(model, vocab_size=size)), note
+    return replace(cfg, model=replace(model, vocab_size=size)), message
 
 
 def with_world_size(cfg: Config, world_size: int) -> Config:
-    """The recipe on another number of ranks: dp and edp follow, every other degree and the global batch stay.
+    """Return the recipe for another number of ranks: dp and edp change, other degrees and global batch stay.
 
     Raises:
-        ConfigError: the recipe does not fit that number; the message has those that it fits.
+        ConfigError: the recipe does not fit that number; the message names numbers that fit.
     """
     changed = _replace_world_size(cfg, world_size)
     try:
@@ -133,8 +130,9 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
 
 
 def fitting_world_sizes(cfg: Config) -> list[int]:
-    """All numbers of ranks that the recipe fits, ascending."""
-    p, train = cfg.parallel, cfg.train
+    """Return all world sizes that the recipe fits, ascending."""
+    p = cfg.parallel
+    train = cfg.train
     dense = p.tp * p.cp * p.pp
     replicas = divisors(max(1, train.global_batch_size // train.micro_batch_size))
     candidates = [dense * dp for dp in replicas if dense * dp % lcm(dense, p.ep * p.etp * p.pp) == 0]
@@ -156,36 +154,36 @@ def _is_valid(cfg: Config) -> bool:
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply the overrides in order, fill in the preset and validate.
 
-    What the keys mean to each other is the matter of `check_config`; only settings that were given and cannot have an
-    effect are refused here, because the finished config no longer tells what was given.
+    `check_config` checks keys against each other. Only explicit settings without effect are refused here, because the
+    config does not record which keys were set explicitly.
 
     Args:
         path: a TOML file; None starts from the defaults.
-        overrides: words of the form `section.key=value`. The value is TOML, and text needs no quotes.
+        overrides: strings `section.key=value`. The value is TOML, and text needs no quotes.
 
     Raises:
-        ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such faults of
-            a readable file are listed, one a line. Or model.vocab_size is left out, and the tokenizer that it is
-            taken from is missing or broken.
+        ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such errors of
+            a readable file are listed, one per line. Or model.vocab_size is left out, and the tokenizer that defines
+            it is missing or broken.
     """
     return load_recipe(path, overrides).cfg
 
 
 class LoadedRecipe(NamedTuple):
-    """A recipe, and what was said to make it so."""
+    """Loaded recipe, with the explicitly set keys and the messages on adapted settings."""
 
     cfg: Config
     explicit_keys: frozenset[str]
-    """The keys that the recipe and the overrides set, as "section.key"."""
+    """Keys that the recipe and the overrides set, as "section.key"."""
     messages: tuple[str, ...]
-    """What was changed so that the two go together, in words."""
+    """Messages on settings that were adapted."""
 
 
 def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe as `load_config` does, and tell which keys were given and what was adapted.
+    """Read a recipe as `load_config` does, and return also its explicit keys and adaptation messages.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: see `load_config`.
     """
     tree = read_recipe(path) if path is not None else {}
     if tree.get("parallel") == AUTO:
@@ -194,12 +192,14 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecip
         resolve_recipe_paths(tree, path.parent)
     recipe = deepcopy(tree)
     apply_overrides(tree, overrides)
-    notes = shorten_lr_schedule(tree, recipe, overrides)
-    given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
+    messages = shorten_lr_schedule(tree, recipe, overrides)
+    explicit_keys = frozenset(
+        f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys
+    )
     cfg = config_from_dict(tree)
-    check_unused_keys(given, cfg)
-    cfg, note = infer_vocab_size(cfg, given)
-    return LoadedRecipe(cfg, given, (*notes, note) if note else tuple(notes))
+    check_unused_keys(explicit_keys, cfg)
+    cfg, message = infer_vocab_size(cfg, explicit_keys)
+    return LoadedRecipe(cfg, explicit_keys, (*messages, message) if message else tuple(messages))
 
 
 def read_recipe(path: Path) -> Tree:

@@ -1,9 +1,4 @@
-"""Text from outside made safe for a terminal: names of files, keys and metadata may hold control sequences.
-
-The console of every table and note: rich's own, with control characters of the text escaped.
-
-Bytes for people. Torch-free.
-"""
+"""Terminal output: escape control sequences of untrusted text (file names, metadata); format bytes. Torch-free."""
 
 import logging
 import unicodedata
@@ -13,21 +8,21 @@ from rich.console import Console
 from rich.text import Text
 
 MULTILINE_CHARS = "\n\t"
-"""Kept in text of several lines."""
+"""Control characters kept in multi-line text."""
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Controls, formats (which may turn the direction of text), halves of characters, and separators of lines."""
+"""Control and format characters (which may change the text direction), surrogates, and line separators."""
 _JOINERS = "\u200c\u200d"
-"""Formats that words and emoji are spelled with, and that hide nothing."""
+"""Format characters that occur in words and emoji and hide nothing."""
 
 
 def printable(text: object, allowed: str = "") -> str:
-    """Escape every character that a terminal would obey, or that cannot be encoded, as Python spells it.
+    """Escape every character that a terminal would interpret, or that cannot be encoded, as in Python literals.
 
-    Everything else stays as it is, backslashes included, so that a second call changes nothing.
+    All other characters are unchanged, backslashes included, so that a second call changes nothing.
 
     Args:
-        text: what is to be printed; its `str` is taken.
-        allowed: control characters that stay.
+        text: object whose `str` is printed.
+        allowed: control characters that are kept.
     """
     plain = str(text)
     if plain.isprintable():
@@ -36,18 +31,18 @@ def printable(text: object, allowed: str = "") -> str:
 
 
 def print_escaped(text: object, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print text of one or several lines, with every other character that a terminal would obey escaped."""
+    """Print text of one or several lines with all other control characters escaped."""
     print(printable(text, MULTILINE_CHARS), end=end, file=file, flush=flush)
 
 
 def escape_log_lines() -> None:
-    """Escape what Python logs to stderr where no logging is set up: lines that name files among them."""
+    """Escape the lines that Python's last-resort logging handler prints to stderr."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableLines())
 
 
 class _PrintableLines(logging.Formatter):
-    """Formats records as always, and escapes the result."""
+    """Log formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), MULTILINE_CHARS)
@@ -63,13 +58,13 @@ def _escaped(char: str) -> str:
 
 
 class PrintableConsole(Console):
-    """Prints strings, those in cells of tables among them, so that a terminal obeys none of their characters.
+    """Rich console that escapes control characters of strings, including those in table cells.
 
-    A `Text` is printed as it is: who makes one escapes what comes from files, recipes or the command line.
+    A `Text` is printed as it is: its creator escapes text from files, recipes or the command line.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text that a string stands for, escaped before its width is measured."""
+        """Return the rendered string, escaped before its width is measured."""
         return super().render_str(printable(text, MULTILINE_CHARS), **options)
 
 
@@ -77,6 +72,6 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def format_bytes(size: int) -> str:
-    """Three digits in the largest unit of which there is one: "1.5 GiB"."""
+    """Format bytes with three digits in the largest fitting unit: "1.5 GiB"."""
     unit, name = next(entry for entry in UNITS if size >= entry[0] or entry[0] == 1)
     return f"{size / unit:.3g} {name}"

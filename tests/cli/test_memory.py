@@ -42,7 +42,7 @@ def test_dry_as_a_table(capsys):
 
 def test_auto_is_settled_and_explained(capsys):
     assert main(["memory", RECIPE, *SMALL, "--dry", 'train.recompute=["auto"]', "train.memory_budget_gib=1"]) == 0
-    assert "train.recompute=['auto'] makes nothing again" in capsys.readouterr().out
+    assert "train.recompute=['auto'] recomputes nothing" in capsys.readouterr().out
 
 
 @pytest.mark.parity

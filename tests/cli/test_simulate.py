@@ -83,7 +83,7 @@ def test_what_auto_makes_again_is_played_and_told(recipe, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step_time_s"] > plain["step_time_s"]
     assert "train.recompute=['auto'] makes" in printed.err
-    assert "makes nothing again" not in printed.err
+    assert "recomputes nothing" not in printed.err
 
 
 def test_stragglers_are_ranks_of_the_world():

@@ -126,7 +126,7 @@ def test_half_of_a_launchers_environment_is_refused(recipe, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.memory_budget_gib=0.0001"], "train.memory_budget_gib=0.0001 holds no step"),
+        (["train.memory_budget_gib=0.0001"], "train.memory_budget_gib=0.0001 is too small"),
         ([], "needs train.memory_budget_gib, and the ranks would run on the CPU"),
     ],
 )

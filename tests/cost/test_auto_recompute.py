@@ -70,7 +70,7 @@ def test_for_every_budget_the_least_work_that_fits(cfg):
 def test_what_fits_as_it_is_is_left_alone():
     choice = choose_recompute(_config(), 10**12)
     assert (choice.parts, choice.extra_flops_fraction) == ((), 0.0)
-    assert "makes nothing again" in choice.describe(10**12)
+    assert "recomputes nothing" in choice.describe(10**12)
 
 
 def test_norms_go_first_and_whole_layers_last():
@@ -82,13 +82,13 @@ def test_norms_go_first_and_whole_layers_last():
 
 def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change():
     states = (
-        r"nine tenths of the smallest GPU, 0.0009313 GiB, hold no step.*weights, gradients and optimizer alone "
+        r"nine tenths of the smallest GPU, 0.0009313 GiB, are too small.*weights, gradients and optimizer alone "
         r"do not fit: raise parallel.pp \(now 1\), parallel.tp \(now 1\), parallel.ep \(now 1\), "
         r"parallel.zero \(now 1\), or choose train.moment_dtype='bfloat16'$"
     )
     with pytest.raises(ConfigError, match=states):
         choose_recompute(_config(), 10**6)
-    with pytest.raises(ConfigError, match=r"train.memory_budget_gib=0.0009313 holds no step"):
+    with pytest.raises(ConfigError, match=r"train.memory_budget_gib=0.0009313 is too small"):
         choose_recompute(_config(budget_gib=10**6 / GIB), 10**6)
     least = _worst(_config(), ("layer",))
     with pytest.raises(
@@ -101,9 +101,9 @@ def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change()
     ("recompute", "budget", "message"),
     [
         (("auto",), 0.0, "needs train.memory_budget_gib with run.device='cpu'"),
-        (("auto", "norms"), 1.0, "names parts beside 'auto'"),
+        (("auto", "norms"), 1.0, "names parts with 'auto'"),
         (("norms",), 1.0, "is read with train.recompute=\\['auto'\\] alone"),
-        (("auto",), 0.001, "holds no step, whatever is made again"),
+        (("auto",), 0.001, "is too small, whatever is recomputed"),
         (("auto",), -1.0, "must be at least 0"),
     ],
 )

@@ -66,7 +66,7 @@ SPINE = 'base = "h100"\n[spine]\npod_gpus = {}\noversubscription = {}\nlatency_s
             'base = "h100"\n[spine]\npod_gpus = 64',
             r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s",
         ),
-        (SPINE.format(8, 2), "spine.pod_gpus=8 must be a multiple of 8, and several times as many"),
+        (SPINE.format(8, 2), "spine.pod_gpus=8 must be a multiple of 8, at least twice that"),
         (SPINE.format(20, 2), "spine.pod_gpus=20 must be a multiple of 8"),
         (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be at least 1: the cards of a pod over its uplinks"),
         ('base = "h100"\nspin = 3', "unknown key 'spin'; did you mean 'spine'"),

@@ -81,8 +81,8 @@ def test_an_incomplete_environment_is_refused(missing):
         ({"RANK": "8"}, "RANK=8 in the environment must be below WORLD_SIZE=8"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment must be a number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment must be a number"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment is no port"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is no port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment is not a valid port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is not a valid port"),
     ],
     ids=str,
 )

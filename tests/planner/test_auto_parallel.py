@@ -91,7 +91,7 @@ def test_all_ranks_of_a_launcher_are_taken(tmp_path):
     ("keys", "reason"),
     [
         (["parallel.dispatcher=local", "parallel.ep=4"], "parallel.dispatcher='local' needs ep=etp=1"),
-        (["parallel.zero=3", "parallel.overlap_experts=true"], "parallel.zero=3 frees its parameters for one"),
+        (["parallel.zero=3", "parallel.overlap_experts=true"], "parallel.zero=3 frees its parameters after one"),
         (["parallel.pipeline_layout=Et"], "parallel.pipeline_layout='Et'"),
         (['train.recompute=["auto"]', "train.memory_budget_gib=1"], "leave out train.recompute and train.memory_b"),
     ],

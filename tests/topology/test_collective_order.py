@@ -64,7 +64,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     assert list(order_mismatches([first, first, last, last], layout)) == []
     turned = (*first[:6], first[7], first[6], *first[8:])
     (fault,) = order_mismatches([first, turned, last, last], layout)
-    assert fault.startswith("ranks 0 and 1 share a group, and exchange 6 is ")
+    assert fault.startswith("ranks 0 and 1 share a group, and collective 6 is ")
     (fault,) = order_mismatches([first, first[:-1], last, last], layout)
     assert fault.endswith("and nothing")
     # Ranks of different stages may differ: only the pipeline connects them.
@@ -78,7 +78,7 @@ def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
     rows = list(overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches))
     stuck = (tuple(reversed(rows[0])), rows[1])
     monkeypatch.setattr(checks_overlap, "overlapped_rows", lambda *args: stuck)
-    assert "pipeline rank 0 would wait for ever" in next(checks_overlap.validate_collective_order(cfg))
+    assert "pipeline rank 0 would deadlock" in next(checks_overlap.validate_collective_order(cfg))
     off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
     assert list(validate_collective_order(off)) == []
 

@@ -63,13 +63,13 @@ def test_wrong_strings_are_refused_with_the_position(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tEt|tL", "E at character 2 must be the first of all"),
+        ("tEt|tL", "E at character 2 must be the first letter"),
         ("Et|Et|tL", "a second E at character 4"),
         ("tt|tL", "E, the embedding, is missing"),
         ("Ett|t", "L, the loss, is missing"),
-        ("EtL|tt", "L at character 3 must be the last of all"),
+        ("EtL|tt", "L at character 3 must be the last letter"),
         ("Ettt|tL", "it has t 4 times, and model.num_layers=3; the first too many is at character 6"),
-        ("Et|tL", "it has t 2 times, and model.num_layers=3; add 1, behind character 4"),
+        ("Et|tL", "it has t 2 times, and model.num_layers=3; add 1, after character 4"),
         (
             "Ett|t|L",
             "parallel.pp*parallel.virtual_stages=2; the first | too many is at character 6",
@@ -87,8 +87,8 @@ def test_further_tokens_are_predicted_behind_the_last_layer_where_the_head_is():
         return list(validate_layout(text, num_layers=2, num_mtp_layers=1, num_stages=2))
 
     assert faults("Ett|mL") == []
-    assert faults("Etm|tL") == ["m at character 3 must stand behind every t, and one is at character 5"]
-    assert faults("Ettm|L")[0].startswith("m at character 4 must stand on the stage of L")
+    assert faults("Etm|tL") == ["m at character 3 must come after every t, and one is at character 5"]
+    assert faults("Ettm|L")[0].startswith("m at character 4 must be on the stage of L")
 
 
 def test_stages_are_read_and_written():

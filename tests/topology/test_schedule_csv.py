@@ -44,15 +44,15 @@ def test_overlapped_work_is_work_in_order(read):
     [
         ("0F0,0B0\n", "has 1 rows, and parallel.pp=2"),
         ("0F0,0X0\n1F0,1B0\n", "row 1, cell 2: '0X0' is no action"),
-        ("0F0,0B0\n1F0,0B0\n", "stage 0 stands on row 1 and, with 0B0, on row 2"),
+        ("0F0,0B0\n1F0,0B0\n", "stage 0 is on row 1 and, with 0B0, on row 2"),
         ("0F0,0B0\n2F0,2B0\n", "has the stages \\[0, 2\\]"),
-        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 stands there twice"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 occurs twice"),
         ("0F0,0B0\n1F0,1I0\n", "stage 1 does F, I with micro-batch 0"),
         ("0F0,0B0,0I0,0W0\n1F0,1B0\n", "stage 0 does F, B, I, W with micro-batch 0"),
         ("0F0,0B0,0F2,0B2\n1F0,1B0,1F2,1B2\n", "stage 0 does nothing with micro-batch 1"),
-        ("0B0,0F0\n1F0,1B0\n", "rank 0 waits for ever before 0B0"),
-        ("0F0,0W0,0I0\n1F0,1B0\n", "rank 0 waits for ever before 0W0"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 0 waits for ever before 0B0"),
+        ("0B0,0F0\n1F0,1B0\n", "rank 0 waits before 0B0"),
+        ("0F0,0W0,0I0\n1F0,1B0\n", "rank 0 waits before 0W0"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 0 waits before 0B0"),
     ],
 )
 def test_what_cannot_run_is_refused(read, text, message):

@@ -41,7 +41,7 @@ def test_legal(tmp_path, overrides):
         ((*HF, "data.column="), "data.column='' must name"),
         ((*HF, "data.split="), "data.split='' must name"),
         ((*HF, "data.validation_split=train"), "must not be the split that is trained on"),
-        ((*HF, "data.streaming=true", "train.eval_every=5"), "of a stream no part is held out"),
+        ((*HF, "data.streaming=true", "train.eval_every=5"), "a stream has no held-out part"),
         ((*HF, "data.streaming=true", "data.validation_fraction=0.2"), "data.validation_fraction=0.2 has no effect"),
         ((*HF, "data.validation_split=test", "data.validation_fraction=0.2"), "data.validation_fraction=0.2 has no"),
         (("data.streaming=true",), "data.streaming=true has no effect"),

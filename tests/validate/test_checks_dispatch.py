@@ -22,12 +22,12 @@ def _recipe(dispatcher: str = "deepep", **sections: dict[str, object]) -> Config
 
 
 OBSTACLES = [
-    ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 cuts the experts"),
+    ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 shards the experts"),
     ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "moe.pad_to_capacity=true pads"),
-    ({"run": {"dtype": "float32"}}, "deep_ep carries bfloat16, and run.dtype='float32'"),
+    ({"run": {"dtype": "float32"}}, "deep_ep supports only bfloat16, and run.dtype='float32'"),
     (
         {"faults": {"check_dispatch": True}},
-        "keeps its row counts to itself, and faults.check_dispatch=true compares them",
+        "does not expose its row counts, and faults.check_dispatch=true compares them",
     ),
     ({"run": {"device": "cpu"}}, "deep_ep needs CUDA GPUs, and run.device='cpu'"),
     (

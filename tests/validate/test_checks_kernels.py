@@ -20,7 +20,7 @@ def test_float64_is_beyond_triton():
 
 
 def test_few_bits_have_products_of_their_own():
-    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has matrix products of its own"):
+    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has GEMMs of its own"):
         check_config(_recipe(precision="mxfp8"))
 
 

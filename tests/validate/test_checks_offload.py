@@ -7,8 +7,8 @@ from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS, check_offload_device
 
 CASES = [
-    ('["mla_up"]', ["model.attention=mla"], "train.offload has 'mla_up', which keeps nothing of its own; choose from"),
-    ('["attention"]', [], "train.offload has 'attention', which keeps nothing of its own; choose from 'norms', "),
+    ('["mla_up"]', ["model.attention=mla"], "train.offload has 'mla_up', which saves nothing of its own; choose from"),
+    ('["attention"]', [], "train.offload has 'attention', which saves nothing of its own; choose from 'norms', "),
     ('["moe", "moe"]', [], "train.offload names 'moe' 2 times; name it once"),
     ('["dense_mlp"]', [], "train.offload has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"),
     ('["shared_experts"]', [], "and model.shared_expert_ffn_hidden_size=0 means none; leave it out"),
@@ -17,8 +17,8 @@ CASES = [
     (
         '["core_attention"]',
         ['train.recompute=["layer"]'],
-        "train.offload has 'core_attention', of which train.recompute=['layer'] keeps nothing; leave it out, or "
-        "offload 'layer', whose input is kept",
+        "train.offload has 'core_attention', of which train.recompute=['layer'] saves nothing; leave it out, or "
+        "offload 'layer', whose input is saved",
     ),
     ('["layer"]', ["train.offload_to=ssd"], "train.offload_to='ssd' needs train.offload_dir, a folder on a local disk"),
     ('["layer"]', ["train.offload_min_kib=-1"], "train.offload_min_kib=-1 must be at least 0 (0: all)"),

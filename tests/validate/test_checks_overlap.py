@@ -11,11 +11,11 @@ SEVERAL = {"global_batch_size": 8}
 @pytest.mark.parametrize(
     ("parallel", "train", "text"),
     [
-        ({"ep": 1}, SEVERAL, "with parallel.ep=1 and parallel.etp=1 there are none; choose ep=2"),
+        ({"ep": 1}, SEVERAL, "with parallel.ep=1 and parallel.etp=1 there is none; choose ep=2"),
         ({"schedule": "gpipe"}, SEVERAL, "parallel.schedule='gpipe' has none; choose schedule='1f1b'"),
         ({"schedule": "zero-bubble"}, SEVERAL, "parallel.schedule='zero-bubble' has none"),
         ({"schedule": "zbv", "virtual_stages": 2}, SEVERAL, "parallel.schedule='zbv' has none"),
-        ({"zero": 3}, SEVERAL, "parallel.zero=3 frees its parameters for one; choose zero=2"),
+        ({"zero": 3}, SEVERAL, "parallel.zero=3 frees its parameters after one; choose zero=2"),
         ({"pp": 1}, {"global_batch_size": 4}, "gives each data-parallel rank 1; choose global_batch_size=8"),
         ({"dispatcher": "deepep"}, SEVERAL, "deepep' cannot run"),
     ],
@@ -27,7 +27,7 @@ def test_what_cannot_be_hidden_is_refused(parallel, train, text):
 
 
 def test_products_of_few_bits_are_not_taken_in_parts():
-    with pytest.raises(ConfigError, match="parallel.overlap_tp=true multiplies the tokens of one tp rank at a time"):
+    with pytest.raises(ConfigError, match="parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time"):
         tiny(world_size=2, tp=2, overlap_tp=True, train={"precision": "fp8-blockwise"})
 
 

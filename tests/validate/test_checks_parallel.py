@@ -114,16 +114,16 @@ CASES = [
     ),
     (
         ranks(2, tp=2, dispatcher="allgather"),
-        "parallel.dispatcher='allgather' carries copies between the ranks of ep and etp, and parallel.ep=1, "
+        "parallel.dispatcher='allgather' sends tokens between the ranks of ep and etp, and parallel.ep=1, "
         "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more",
     ),
     (
         ranks(1, dispatcher="deepep"),
-        "parallel.dispatcher='deepep' carries copies between the ranks of ep and etp, and parallel.ep=1",
+        "parallel.dispatcher='deepep' sends tokens between the ranks of ep and etp, and parallel.ep=1",
     ),
     (
         ranks(2, etp=2, dispatcher="leastloaded"),
-        "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
+        "parallel.dispatcher='leastloaded' moves routed tokens between the ranks of ep, and parallel.ep=1; "
         "choose 'alltoall', or ep of 2 or more",
     ),
     (
@@ -143,8 +143,8 @@ CASES = [
     (
         # 4 ranks of 256 tokens with 2 copies each: the mean is 512, its limit 564.
         [*ranks(4, ep=4, dispatcher="leastloaded"), "moe.llep_min_tokens=1000"],
-        "moe.llep_min_tokens=1000 must be at most 564, the most copies of one expert that a rank could take over of "
-        "the 1024 tokens of ep*etp=4 ranks; choose 1 to 564",
+        "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take "
+        "over of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564",
     ),
     (
         # No expert gets a token twice.

@@ -15,14 +15,14 @@ CASES = [
     (
         '["expert_activation", "moe"]',
         [],
-        "train.recompute has 'expert_activation' and 'moe', which makes it again anyway; leave one of them out",
+        "train.recompute has 'expert_activation' and 'moe', which recomputes it anyway; leave one of them out",
     ),
     (
         '["auto"]',
         ["train.memory_budget_gib=1", 'train.offload=["layer"]'],
-        "train.recompute=['auto'] goes by formulas, and how much of train.offload is away at the fullest",
+        "train.recompute=['auto'] uses formulas, and how much of train.offload is offloaded at the peak",
     ),
-    ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which makes it again anyway"),
+    ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which recomputes it anyway"),
 ]
 
 

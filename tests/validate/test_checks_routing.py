@@ -36,12 +36,12 @@ CASES = [
     ),
     (
         ["model.num_groups=8", "model.top_groups=4", "model.router_score=sigmoid"],
-        "model.router_score='sigmoid' judges a group by its two best experts, and model.num_groups=8 makes groups of "
+        "model.router_score='sigmoid' scores a group by its two best experts, and model.num_groups=8 makes groups of "
         "one; choose num_groups of 4 or less",
     ),
     (
         ["moe.choice=quantile"],
-        "moe.choice='quantile' leaves its thresholds in the expert bias, which evaluation and generation route with, "
+        "moe.choice='quantile' stores its thresholds in the expert bias, with which evaluation and generation route, "
         "and model.expert_bias=false; set model.expert_bias=true",
     ),
     (
@@ -65,22 +65,22 @@ CASES = [
     (["moe.choice=skewed", *GROUPS], "model.num_groups=4 contradicts moe.choice='skewed', which reads no score"),
     (
         ["moe.choice=skewed", "model.top_k=8"],
-        "moe.choice='skewed' deals all but expert 0 out to the other tokens, so model.top_k=8 must be below "
+        "moe.choice='skewed' assigns all other experts to the remaining tokens, so model.top_k=8 must be below "
         "model.num_experts=8; choose top_k of at most 7",
     ),
     (
         ["moe.choice=skewed", "model.top_k=1", "model.num_experts=1", "model.router_softmax=pre"],
-        "moe.choice='skewed' needs experts beside expert 0, and model.num_experts=1; choose 2 or more",
+        "moe.choice='skewed' needs more experts than expert 0, and model.num_experts=1; choose 2 or more",
     ),
     (
         ["moe.capacity_factor=0.4"],
-        "moe.capacity_factor=0.4 with model.top_k=2 gives all experts together room for fewer copies than there are "
+        "moe.capacity_factor=0.4 with model.top_k=2 gives all experts together a capacity below the number of "
         "tokens, so some would reach no expert; choose 0.5 or more, or 0.0 (dropless)",
     ),
     (
         ["moe.eval_capacity_factor=0.3", "model.top_k=3", "train.eval_every=5"],
-        "moe.eval_capacity_factor=0.3 with model.top_k=3 gives all experts together room for fewer copies than there "
-        "are tokens, so some would reach no expert; choose 0.34 or more, or 0.0 (dropless)",
+        "moe.eval_capacity_factor=0.3 with model.top_k=3 gives all experts together a capacity below the number "
+        "of tokens, so some would reach no expert; choose 0.34 or more, or 0.0 (dropless)",
     ),
     (
         ["moe.capacity_factor=4.0"],
@@ -100,7 +100,7 @@ CASES = [
             "parallel.tp=4",
         ],
         "moe.pad_to_capacity=true with moe.drop_scope='full_sequence' would pad to cp*tp=8 times the rows: the ranks "
-        "share one capacity, and each of them must have room for all of it; choose drop_scope='sub_sequence', or "
+        "share one capacity, and each would need a buffer for all of it; choose drop_scope='sub_sequence', or "
         "pad_to_capacity=false",
     ),
     (

@@ -39,21 +39,21 @@ CASES = [
     (
         ["train.optimizer=muon", 'train.muon_groups=["mtp"]'],
         "train.muon_groups has 'mtp', and the model has no such matrices: model.mtp_layers=0; leave 'mtp' out, or "
-        "leave muon_groups out for all that there are",
+        "leave muon_groups out for all groups",
     ),
     (
         ["train.optimizer=muon", 'train.muon_groups=["attention", "shared_experts", "dense_mlp"]']
         + ["model.layer_pattern=M"],
         "2 settings cannot work:\n  train.muon_groups has 'dense_mlp', and the model has no such matrices: no layer of "
-        "model.layer_pattern is D; leave 'dense_mlp' out, or leave muon_groups out for all that there are\n  "
+        "model.layer_pattern is D; leave 'dense_mlp' out, or leave muon_groups out for all groups\n  "
         "train.muon_groups has 'shared_experts', and the model has no such matrices: "
-        "model.shared_expert_ffn_hidden_size=0; leave 'shared_experts' out, or leave muon_groups out for all that "
-        "there are",
+        "model.shared_expert_ffn_hidden_size=0; leave 'shared_experts' out, or leave muon_groups out for all "
+        "groups",
     ),
     (
         ["train.optimizer=muon", 'train.muon_groups=["router"]', "model.layer_pattern=D"],
         "train.muon_groups has 'router', and the model has no such matrices: no layer of model.layer_pattern is M; "
-        "leave 'router' out, or leave muon_groups out for all that there are",
+        "leave 'router' out, or leave muon_groups out for all groups",
     ),
     (
         ["train.moment_dtype=bfloat16", "train.beta2=0.99"],

@@ -15,10 +15,10 @@ CASES = [
         ["model.num_query_groups=3"],
         "model.num_query_groups=3 must divide model.num_attention_heads=8; choose 1, 2, 4 or 8",
     ),
-    (["model.head_dim=7"], "model.head_dim=7 must be even, because RoPE turns pairs; choose 6 or 8"),
+    (["model.head_dim=7"], "model.head_dim=7 must be even, because RoPE rotates pairs; choose 6 or 8"),
     (
         ["model.hidden_size=24"],
-        "the head size hidden_size/num_attention_heads=3 must be even, because RoPE turns pairs; choose 2 or 4",
+        "the head size hidden_size/num_attention_heads=3 must be even, because RoPE rotates pairs; choose 2 or 4",
     ),
     (
         ["model.rope_fraction=0.3"],
@@ -40,7 +40,7 @@ CASES = [
     ),
     (
         ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_original_seq_len=6"],
-        "so that some wave is stretched and some is not; choose 7 to 2010619",
+        "so that some frequencies are scaled and some are not; choose 7 to 2010619",
     ),
     (
         ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_mscale=1"],
@@ -55,11 +55,11 @@ CASES = [
             *("model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_attention_factor=1.1"),
             *("model.rope_mscale=1", "model.rope_mscale_all_dim=1"),
         ],
-        "model.rope_mscale=1.0 has no effect beside model.rope_attention_factor=1.1",
+        "model.rope_mscale=1.0 has no effect with model.rope_attention_factor=1.1",
     ),
     (
         ["model.attention=mla", "model.qk_rope_head_dim=5"],
-        "model.qk_rope_head_dim=5 must be even, because RoPE turns pairs; choose 4 or 6",
+        "model.qk_rope_head_dim=5 must be even, because RoPE rotates pairs; choose 4 or 6",
     ),
     (
         ["model.attention=mla", "model.qk_norm=true"],
@@ -77,7 +77,7 @@ CASES = [
     (["model.attention_pattern=F5"], "model.attention_pattern='F5' repeats a layer 5 times, more than"),
     (
         ["model.attention_pattern=WF"],
-        "model.attention_pattern='WF' has layers of kind W, which see model.sliding_window=0 tokens; "
+        "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; "
         "set model.sliding_window, or choose 'F'",
     ),
     (

@@ -37,7 +37,7 @@ LAYERS = "model.num_layers=8"
         ),
         (
             [*ranks(8, pp=8, pipeline_layout="auto"), "model.num_layers=4"],
-            "parallel.pipeline_layout='auto' shares out the embedding, model.num_layers=4 layers and the loss, and "
+            "parallel.pipeline_layout='auto' splits the embedding, model.num_layers=4 layers and the loss, and "
             "parallel.pp*parallel.virtual_stages=8 are more; choose model.num_layers=6",
         ),
         (

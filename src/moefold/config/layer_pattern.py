@@ -1,18 +1,19 @@
-"""Patterns of layers: a letter for each kind, counts and brackets, spelled out to the number of layers."""
+"""Layer patterns such as "D3M2": letters with counts, expanded to the number of layers."""
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FW"
 MAX_LAYERS = 10_000
-"""No count in a pattern is larger, so that spelling out a stranger's needs no memory to speak of."""
+"""Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
 
 
 def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     """Spell a layer pattern out: "D3M2" -> "DDDMM".
 
     Raises:
-        ValueError: the pattern is empty or holds anything but the two `kinds` and positive counts behind them.
+        ValueError: the pattern is empty or holds anything but the two `kinds`, each with an optional positive count.
     """
-    spelled, digits = "", ""
+    spelled = ""
+    digits = ""
     for char in pattern + "\0":
         if char.isdigit() and spelled:
             digits += char
@@ -35,11 +36,12 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
 
 
 def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
-    """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+    """Return the sliding window of each layer in tokens, in order; 0: full attention."""
     unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
     return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
 
 
 def _usage_hint(kinds: str) -> str:
-    first, second = kinds[0], kinds[1]
+    first = kinds[0]
+    second = kinds[1]
     return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"

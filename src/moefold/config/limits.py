@@ -1,6 +1,6 @@
-"""Upper bounds of recipe values, checked before anything is derived from them: no search, no list of a billion layers.
+"""Upper bounds of recipe values, checked before anything is derived from the values.
 
-Each bound lies far above what any machine runs. Every key has one, also a key that is not named here.
+Each bound is far above what any machine runs. Keys without an entry have the default bound of their type.
 """
 
 from math import inf
@@ -12,18 +12,18 @@ from moefold.errors import ConfigError
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9
 MAX_SAMPLE_TOKENS = 2**24
-"""Of one sample."""
+"""Tokens per sample."""
 MAX_MICRO_BATCHES = 2**16
-"""Of one data-parallel rank in a step: schedules are lists of them."""
+"""Micro-batches per data-parallel rank and step: schedules are lists of them."""
 MAX_CHARACTERS = 10_000
-"""Of a string."""
+"""Length of a string."""
 MAX_INTEGER_BITS = 200
-"""Of an integer that a message spells."""
+"""Largest integer that an error message prints in digits."""
 MAX_NESTING_DEPTH = 8
-"""Lists within lists in a value; no key takes more than one."""
+"""Nesting depth of lists in a value; no key takes more than one level."""
 
 MAX_INTEGER = 2**53
-"""Where nothing else is said: JSON and float64 hold it exactly."""
+"""Default bound of integers: exact in JSON and float64."""
 MAX_NUMBER = 1e15
 
 _MAX_WIDTH = 2**20
@@ -72,21 +72,21 @@ MAX_BY_KEY: dict[str, int] = {
     "faults.spike_window": 10**6,
     "faults.timeout_s": 10**8,
 }
-"""Of a key, by its name."""
+"""Upper bound of each key, by name."""
 
 
 def max_magnitude(section: str, key: str, hint: Any) -> float | None:
-    """Return the largest magnitude of a key by its type, or None for a key that takes no number."""
+    """Return the largest magnitude of a key of this type, or None for a key that takes no number."""
     if hint not in (int, float):
         return None
     return MAX_BY_KEY.get(f"{section}.{key}", MAX_INTEGER if hint is int else MAX_NUMBER)
 
 
 def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> str:
-    """Return the rule that a value breaks by its sheer size or by a NUL character, or ""."""
-    most = max_magnitude(section, key, hint)
-    if isinstance(value, int | float) and most is not None and abs(value) > most and abs(value) != inf:
-        bound = f"{most}" if isinstance(most, int) else f"{most:.15g}"
+    """Return the size rule that a value breaks, or that it has a NUL character; "" if neither."""
+    maximum = max_magnitude(section, key, hint)
+    if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
+        bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"
         return f"must be at most {bound}" if value > 0 else f"must be at least -{bound}"
     texts = value if isinstance(value, list) else [value]
     for text in texts:
@@ -101,7 +101,7 @@ def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> s
 
 
 def is_oversized(value: Any, max_depth: int = MAX_NESTING_DEPTH) -> bool:
-    """Return whether an integer has more digits than Python spells, or lists and tables lie too deep in each other."""
+    """Return whether an integer is too large to print, or lists and tables are nested too deep."""
     if isinstance(value, int):
         return value.bit_length() > MAX_INTEGER_BITS
     if not isinstance(value, list | dict):
@@ -111,10 +111,10 @@ def is_oversized(value: Any, max_depth: int = MAX_NESTING_DEPTH) -> bool:
 
 
 def check_at_most(name: str, value: int, maximum: int) -> None:
-    """Refuse a number of the command line that is larger than the key it stands for may be.
+    """Check a number of the command line against the upper bound of its recipe key.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the number is larger.
     """
     if value > maximum:
         shown = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
@@ -122,7 +122,7 @@ def check_at_most(name: str, value: int, maximum: int) -> None:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the whole number that decimal digits spell, or None for any other text; LARGEST_INTEGER for more."""
+    """Return the integer of a string of decimal digits, at most MAX_INTEGER, or None for any other text."""
     if not (text.isascii() and text.isdecimal()):
         return None
     digits = text.lstrip("0") or "0"

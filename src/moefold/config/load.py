@@ -1,6 +1,6 @@
-"""From a TOML recipe and `section.key=value` overrides to a checked, frozen `Config`, and back to JSON.
+"""Build a validated, frozen `Config` from a TOML recipe and `section.key=value` overrides, and convert it to JSON.
 
-The overrides edit the recipe's tree before anything is validated, so that there is one path and one set of errors.
+Overrides edit the recipe's tree before validation, so that there is one path and one set of errors.
 """
 
 import json
@@ -31,21 +31,21 @@ from moefold.errors import ConfigError, raise_all
 
 Tree = dict[str, Any]
 AUTO = "auto"
-"""`parallel = "auto"` is short for mapping = "auto" in the section."""
+"""`parallel = "auto"` at the top level is short for parallel.mapping = "auto"."""
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
-    """Write words of the form `section.key=value` into a tree of sections, in order; `parallel=auto` is as in recipes.
+    """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` works as in recipes.
 
     Raises:
-        ConfigError: a word has another form, or names no section.
+        ConfigError: an override has another form, or names no section.
     """
-    for word in overrides:
-        _apply_override(tree, word)
+    for override in overrides:
+        _apply_override(tree, override)
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
-    """Validate a tree of sections, such as `config_to_dict` returns; a preset in it fills the keys that are missing.
+    """Validate a tree of sections, such as `config_to_dict` returns, after filling missing keys from its preset.
 
     Raises:
         ConfigError: a section, key, type, choice or preset is wrong.
@@ -57,7 +57,8 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         for where in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
             if len(where) == 2:
-                section, key = str(where[0]), str(where[1])
+                section = str(where[0])
+                key = str(where[1])
                 problems.setdefault(f"{section}.{key}", _type_problem(section, key, filled[section][key]))
         raise_all(problems.values())
         raise
@@ -66,13 +67,13 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def config_to_dict(cfg: Config) -> Tree:
-    """The resolved config as plain data: every key of every section, ready for JSON."""
+    """Convert the resolved config to plain data: every key of every section, ready for JSON."""
     tree: Tree = json.loads(json.dumps(asdict(cfg)))
     return tree
 
 
 def write_config_json(cfg: Config, path: Path) -> None:
-    """Write the resolved config; the file is there in full or not at all."""
+    """Write the resolved config as JSON, atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
@@ -91,13 +92,13 @@ def _apply_override(tree: Tree, override: str) -> None:
     if not equals:
         raise ConfigError(f"{override!r} is no override; overrides are section.key=value, such as train.lr=1e-3")
     if not dot or not key:
-        homes = sections_with(section)
-        hint = f"; did you mean {' or '.join(f'{home}.{override}' for home in homes)}?" if homes else ""
+        owners = sections_with(section)
+        hint = f"; did you mean {' or '.join(f'{owner}.{override}' for owner in owners)}?" if owners else ""
         raise ConfigError(f"override {override!r} names no section{hint or '; overrides are section.key=value'}")
     if section not in sections():
         raise ConfigError(f"override {override!r}: {explain_unknown_section(section)}")
     keys = tree.setdefault(section, {})
-    # A recipe with `run = 3` is refused by the validation that follows, whatever the override says.
+    # A recipe with `run = 3` is refused by the validation that follows.
     if isinstance(keys, dict):
         keys[key] = _override_value(section, key, text.strip())
 
@@ -107,14 +108,14 @@ def _override_value(section: str, key: str, text: str) -> Any:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
-    # Text of several lines could smuggle further keys in; it is then plain text.
+    # Multi-line text could define additional keys: keep it as plain text.
     value = parsed["value"] if len(parsed) == 1 else text
     takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
     return value if not takes_text or isinstance(value, str | list) else text
 
 
 def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
-    """What is wrong with sections and keys, and what pydantic lets pass, by name."""
+    """Return, by name, errors of sections and keys, and of values that pydantic would accept."""
     problems: dict[str, str] = {}
     for section, keys in tree.items():
         if section not in sections():
@@ -127,15 +128,15 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
-                elif fault := value_unsupported_reason(section, key, key_types(section)[key], value):
-                    problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {fault}"
+                elif reason := value_unsupported_reason(section, key, key_types(section)[key], value):
+                    problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"
                 elif not _has_exact_type(value, key_types(section)[key]):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
 
 
 def _has_exact_type(value: Any, hint: Any) -> bool:
-    """Whether a value is finite, shallow and, for a choice, of the choice's own type (to pydantic true is 1)."""
+    """Return whether a value is finite, not oversized and, for a choice, of its exact type."""
     if is_oversized(value):
         return False
     if get_origin(hint) is Literal:
@@ -144,7 +145,7 @@ def _has_exact_type(value: Any, hint: Any) -> bool:
 
 
 def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
-    """The known sections and keys of the tree, with those of the preset below the given ones."""
+    """Return the known sections and keys of the tree, with missing [model] keys filled from the preset."""
     known = {
         section: {key: value for key, value in keys.items() if key in key_types(section)}
         for section, keys in tree.items()
@@ -152,7 +153,7 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
     }
     for section, keys in known.items():
         for key in [key for key in keys if f"{section}.{key}" in problems]:
-            # It is refused already, and may be what no other check could take.
+            # It has an error already, and other checks might fail on it.
             del keys[key]
     preset = known.get("model", {}).get("preset", "")
     if isinstance(preset, str) and preset:
@@ -175,7 +176,7 @@ def _type_problem(section: str, key: str, value: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """A value as the recipe spells it, cut to a readable length."""
+    """Format a value as in TOML, truncated to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     if is_oversized(value):
@@ -185,5 +186,5 @@ def _format_value(value: Any) -> str:
 
 
 def _encode_unsupported(value: object) -> dict[str, str]:
-    """TOML dates and times, which no key takes: an object fails the type of every key."""
+    """Encode TOML dates and times, which no key takes, as an object that fails every type."""
     return {"not a setting": str(value)}

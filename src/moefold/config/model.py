@@ -12,7 +12,7 @@ class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
     preset: str = ""
-    """A named shape (see `moefold train --keys`); every key given beside it wins over the preset."""
+    """Named model shape (see `moefold train --keys`); keys of the recipe win over those of the preset."""
     num_layers: int = 4
     """Transformer layers, L."""
     hidden_size: int = 256
@@ -22,29 +22,30 @@ class ModelConfig:
     num_query_groups: int = 4
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: int = 0
-    """Width of one head, D; 0 means hidden_size / num_attention_heads."""
+    """Width of one head, D; 0: hidden_size / num_attention_heads."""
     attention: Literal["gqa", "mla"] = "gqa"
-    """gqa: groups of heads share keys and values. mla: one latent makes those of all heads (DeepSeek-V2)."""
+    """gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values of all heads come
+    from one latent (DeepSeek-V2)."""
     q_lora_rank: int = 0
-    """Width of the latent from which queries come (mla); 0: straight from the hidden state."""
+    """Width of the query latent (mla); 0: queries are projected from the hidden state directly."""
     kv_lora_rank: int = 64
-    """Width of the latent from which keys and values come (mla)."""
+    """Width of the key-value latent (mla)."""
     qk_nope_head_dim: int = 32
-    """Width of the part of a query and key head that RoPE leaves alone (mla)."""
+    """Width of the part of a query and key head without RoPE (mla)."""
     qk_rope_head_dim: int = 16
-    """Width of the rotated part, whose key all heads share (mla)."""
+    """Width of the part of a query and key head with RoPE, whose key all heads share (mla)."""
     v_head_dim: int = 32
     """Width of a value head (mla)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
-    """Rows of the embedding, V. Where neither the recipe nor a preset gives it, a tokenizer.json (data.tokenizer) with
-    more ids does: as many as it has, rounded up to a multiple of 64 and of parallel.tp."""
+    """Rows of the embedding, V. If neither the recipe nor a preset sets it, a tokenizer.json (data.tokenizer) with more
+    ids does: their number, rounded up to a multiple of 64 and of parallel.tp."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: int = 0
-    """Further tokens that each position predicts at training, each through a layer of its own behind the others, of
-    the kind of the last one (multi-token prediction, arXiv:2412.19437 sec. 2.2); 0: none."""
+    """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
+    2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
     num_experts: int = 8
     """Experts of one MoE layer, E."""
     top_k: int = 2
@@ -54,74 +55,76 @@ class ModelConfig:
     router_softmax: Literal["pre", "post"] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1)."""
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """What makes a score of a logit: softmax over the experts, or each by itself (sigmoid: DeepSeek-V3)."""
+    """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
     router_normalize: bool = True
-    """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; of softmax, "post" does it)."""
+    """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; with softmax, "post" normalises)."""
     router_scaling_factor: float = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
     num_groups: int = 1
-    """Groups of neighbouring experts, for group-limited routing (DeepSeek-V2, V3); 1 means no limit."""
+    """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
     top_groups: int = 1
-    """Groups whose experts a token may choose from: those with the best scores."""
+    """Number of best-scoring groups from which a token's experts are chosen."""
     expert_bias: bool = False
-    """Add a bias to the scores of each expert for the choice alone, kept in balance (arXiv:2408.15664)."""
+    """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
     shared_expert_ffn_hidden_size: int = 0
-    """Inner width of the expert that sees every token; 0 means none."""
+    """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
     moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """Of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate, l)."""
+    """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
+    l)."""
     swiglu_alpha: float = 1.702
     """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
     swiglu_limit: float = 7.0
     """Limit l of clamped_swiglu; the default is that of gpt-oss."""
     router_bias: bool = False
-    """A learned bias on the router's logits (gpt-oss)."""
+    """Learned bias on the router's logits (gpt-oss)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
     qk_norm_width: Literal["head", "all_heads"] = "head"
-    """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
+    """Width of the root mean square: each head separately, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
-    """A bias on the output projection of attention (gpt-oss)."""
+    """Bias on the output projection of attention (gpt-oss)."""
     attention_sinks: bool = False
-    """A learned logit for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
+    """Learned sink logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     attention_pattern: str = "F"
     """F (full) and W (within model.sliding_window), each with an optional count; repeats to num_layers: F, WF, W5F."""
     sliding_window: int = 0
-    """Tokens that a token sees in a layer of kind W, itself and those right before it; 0 means no such layers."""
+    """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
+    all; 0: no such layers."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm but those of latents (mla), which is 1e-6."""
+    """Epsilon of every RMSNorm except those of latents (mla), where it is 1e-6."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
-    """Part of each head that is rotated, in (0, 1]."""
+    """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     rope_interleaved: bool = False
-    """Which dims make a pair: neighbours, 2i and 2i+1 (DeepSeek), or, if false, i and i + half (Llama)."""
+    """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Stretch of the rotary frequencies for contexts longer than the original one."""
+    """RoPE scaling for contexts longer than the original one."""
     rope_scaling_factor: float = 1.0
-    """Factor of the stretch, at least 1."""
+    """RoPE scaling factor, at least 1."""
     rope_original_seq_len: int = 8192
-    """Context length before the stretch (llama3, yarn)."""
+    """Context length before RoPE scaling (llama3, yarn)."""
     rope_low_freq_factor: float = 1.0
-    """Wavelengths above original/low are stretched in full (llama3)."""
+    """Wavelengths above original/low are scaled in full (llama3)."""
     rope_high_freq_factor: float = 4.0
-    """Wavelengths below original/high are left alone (llama3)."""
+    """Wavelengths below original/high are not scaled (llama3)."""
     rope_beta_fast: float = 32.0
-    """Pairs that turn more often than this in the original context are left alone (yarn, arXiv:2309.00071)."""
+    """Pairs that rotate more often than this in the original context are not scaled (yarn, arXiv:2309.00071)."""
     rope_beta_slow: float = 1.0
-    """Pairs that turn less often than this in the original context are stretched in full (yarn)."""
+    """Pairs that rotate less often than this in the original context are scaled in full (yarn)."""
     rope_truncate: bool = True
-    """Round the pairs between which yarn blends outwards to whole ones (gpt-oss does not)."""
+    """Round the bounds of yarn's blended range outwards to whole pairs (gpt-oss does not)."""
     rope_attention_factor: float = 0.0
-    """Factor of the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both
-    are given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
+    """Factor on the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both are
+    given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
     rope_mscale: float = 0.0
     """See rope_attention_factor; 0: not given."""
     rope_mscale_all_dim: float = 0.0
@@ -130,13 +133,15 @@ class ModelConfig:
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
     upcycle_from: str = ""
-    """A dense checkpoint or Hugging Face folder, whose feed-forward layers the experts are copies or slices of."""
+    """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
+    layers."""
     upcycle_router: Literal["group", "expert", "zero"] = "group"
-    """The new routers: one random row for each whole copy of the dense layer, one for each expert, or zeros."""
+    """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
+    zeros."""
     upcycle_scaling: bool = True
-    """Scale the copies so that those a token is sent to add up to the dense layer (arXiv:2410.07524)."""
+    """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
     upcycle_noise: float = 0.0
-    """Add normal noise of so many standard deviations of each copy to it; 0 adds none."""
+    """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @property
     def head_size(self) -> int:
@@ -147,12 +152,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dims of one head that RoPE turns."""
+        """Dims of one head to which RoPE is applied."""
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key/value heads that attention sees: the query groups, or with mla as many as there are query heads."""
+        """Key/value heads in attention: the query groups, or with mla the query heads."""
         return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
     @property
@@ -162,32 +167,32 @@ class ModelConfig:
 
     @property
     def all_layer_kinds(self) -> tuple[str, ...]:
-        """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
+        """`layer_kinds` followed by those of the MTP (multi-token prediction) layers."""
         return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
-        """The layers that route tokens to experts, those of multi-token prediction included."""
+        """Numbers of the MoE layers, MTP layers included."""
         return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
 
     @property
     def last_stage_needs_embedding(self) -> bool:
-        """Whether the last pipeline stage needs the embedding as well as the first."""
+        """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+        """Sliding window of each layer in tokens, in order; 0: full attention."""
         return layer_windows(self.attention_pattern, self.sliding_window, self.num_layers)
 
     @property
     def all_layer_windows(self) -> tuple[int, ...]:
-        """`layer_windows`, and behind them those of the layers of multi-token prediction."""
+        """`layer_windows` followed by those of the MTP (multi-token prediction) layers."""
         return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
 
 
 @lru_cache(maxsize=256)
 def _expand_layer_kinds(pattern: str, num_layers: int) -> tuple[str, ...]:
-    """The pattern over and over. Kept, as memory formulas ask for it again and again."""
+    """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
     unit = expand_layer_pattern(pattern)
     return tuple(unit[i % len(unit)] for i in range(num_layers))

@@ -1,6 +1,7 @@
-"""Named model shapes. They are data: one TOML file of [model] keys each, in `presets/` beside this file.
+"""Model presets and shipped recipes.
 
-The recipes that come with moefold: in a checkout the folder recipes/, in an installed package a copy of it.
+A preset is a TOML file of [model] keys in `presets/`. The shipped recipes are the folder recipes/ of a checkout, or its
+copy in an installed package.
 """
 
 import tomllib
@@ -14,12 +15,12 @@ from moefold.errors import ConfigError
 
 
 def preset_names() -> tuple[str, ...]:
-    """All presets, by name."""
+    """Return the names of all presets, sorted."""
     return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The [model] keys of a preset.
+    """Return the [model] keys of a preset.
 
     Raises:
         ConfigError: there is no preset of this name.
@@ -32,7 +33,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def preset_summary(name: str) -> str:
-    """What a preset is, in one line: the first comment of its file."""
+    """Return the one-line summary of a preset: the first comment of its file."""
     return _read(name).splitlines()[0].removeprefix("#").strip()
 
 
@@ -45,9 +46,9 @@ def _read(name: str) -> str:
 
 
 EXTRA_FILES = {"sft": ("conversations.jsonl",)}
-"""Files that a recipe reads, by its name."""
+"""Additional files that a recipe reads, by recipe name."""
 TEMPLATES = {"slurm": "slurm.sbatch"}
-"""Files that are no recipes, by name."""
+"""Shipped files other than recipes, by name."""
 PATH_KEYS = (
     ("data", "path"),
     ("data", "tokenizer"),
@@ -57,18 +58,18 @@ PATH_KEYS = (
     ("model", "upcycle_from"),
     ("moe", "replay"),
 )
-"""Keys of a recipe that name a file or folder to read."""
+"""Recipe keys that name a file or folder to read."""
 
 
 def shipped_folder() -> Path:
-    """Return the folder of the recipes that come with this installation."""
+    """Return the folder of the shipped recipes."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
 def shipped_files() -> dict[str, tuple[Path, ...]]:
-    """Return the files of each recipe or template by its name; the first is the one to use."""
+    """Return the files of each recipe or template by name; the first is the recipe or template itself."""
     folder = shipped_folder()
     files = {
         path.stem: (path, *(folder / more for more in EXTRA_FILES.get(path.stem, ()))) for path in folder.glob("*.toml")
@@ -78,9 +79,9 @@ def shipped_files() -> dict[str, tuple[Path, ...]]:
 
 
 def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
-    """Turn the paths of a recipe that exist relative to its own folder into paths of these files, in place.
+    """Resolve the paths of a recipe that exist relative to the recipe's folder, in place.
 
-    What does not exist there is left as it is, relative to the current folder.
+    Other paths stay relative to the current folder.
 
     Args:
         tree: the sections of the recipe, unchecked.

@@ -1,4 +1,4 @@
-"""All recipe keys, read off the schema: `python -m moefold.config.reference > docs/recipe.md` writes the page."""
+"""Reference of all recipe keys, read from the schema: `python -m moefold.config.reference > docs/recipe.md`."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ from moefold.config.suggestions import default_of, describe_type, key_types, sec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the recipe: "section.key", its type in words, its default as TOML and its help."""
+    """One recipe key: "section.key", description of its type, default as TOML, and help."""
 
     name: str
     type: str
@@ -25,21 +25,21 @@ class Key:
 
 
 def recipe_keys(section: str) -> tuple[Key, ...]:
-    """All keys of one section, in the order of the schema."""
-    words = _field_help()[sections()[section].__name__]
+    """Return the keys of one section, in schema order."""
+    help_texts = _field_help()[sections()[section].__name__]
     return tuple(
-        Key(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), words[key])
+        Key(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
         for key, hint in key_types(section).items()
     )
 
 
 def section_help(section: str) -> str:
-    """What a section is for, in a sentence or two."""
+    """Return the help of a section: the docstring of its dataclass."""
     return (sections()[section].__doc__ or "").strip()
 
 
 def keys_text() -> str:
-    """All keys with type, default and help, for a terminal."""
+    """Return all keys with type, default and help, formatted for a terminal."""
     lines: list[str] = []
     for section in sections():
         lines += [f"[{section}]  {_without_links(section_help(section))}", ""]
@@ -52,12 +52,12 @@ def keys_text() -> str:
 
 
 def _without_links(markdown: str) -> str:
-    """The text for a terminal: a link to a page of the documentation is its path, any other link its address."""
+    """Replace Markdown links for a terminal: a documentation page by its path, any other link by its address."""
     return re.sub(r"\[[^]]*\]\(([^)]*)\)", lambda link: link[1] if ":" in link[1] else f"docs/{link[1]}", markdown)
 
 
 def recipe_page() -> str:
-    """The page `docs/recipe.md`."""
+    """Return the text of the page `docs/recipe.md`."""
     lines = [
         "# The recipe: every key",
         "",
@@ -78,15 +78,15 @@ def recipe_page() -> str:
     lines += [
         "## Largest values",
         "",
-        "Every number has a bound far above what any machine runs, so that a slip of the finger is answered at once.",
-        f"Where the table names none, integers are at most {MAX_INTEGER} and other numbers at most",
+        "Every number has a bound far above what any machine runs, so that a typing error is refused at once.",
+        f"Keys that are not in the table: integers are at most {MAX_INTEGER} and other numbers at most",
         f"{MAX_NUMBER:.0e}, either sign; a string has at most {MAX_CHARACTERS} characters, and a data-parallel",
         f"rank at most {MAX_MICRO_BATCHES} micro-batches in a step.",
         "",
         "| largest | keys |",
         "| --- | --- |",
     ]
-    lines += [f"| {most} | {', '.join(f'`{key}`' for key in keys)} |" for most, keys in _keys_by_max().items()]
+    lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
@@ -94,27 +94,27 @@ def recipe_page() -> str:
 
 
 def _keys_by_max() -> dict[int, list[str]]:
-    """The keys that have a bound of their own, by the bound, largest first."""
+    """Return the keys with a bound of their own, grouped by bound, largest first."""
     found: dict[int, list[str]] = {}
-    for key, most in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
-        found.setdefault(most, []).append(key)
+    for key, maximum in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
+        found.setdefault(maximum, []).append(key)
     return found
 
 
 def _field_help() -> dict[str, dict[str, str]]:
-    """The text under each field of each dataclass of the schema; Python keeps it in the source alone."""
-    words: dict[str, dict[str, str]] = {}
+    """Return the docstring under each field of each schema dataclass, read from the source."""
+    help_texts: dict[str, dict[str, str]] = {}
     sources = [inspect.getsource(module) for module in (schema, model_schema)]
     for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if not isinstance(node, ast.ClassDef):
             continue
-        words[node.name] = {}
+        help_texts[node.name] = {}
         for field, text in zip(node.body, node.body[1:], strict=False):
             if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
                 continue
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                words[node.name][field.target.id] = " ".join(str(text.value.value).split())
-    return words
+                help_texts[node.name][field.target.id] = " ".join(str(text.value.value).split())
+    return help_texts
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""The legal settings nearest to a wrong one, in words: the way out that an error offers.
+"""Suggestions in error messages: nearest legal values, misspelled keys, hub downloads, and descriptions of types.
 
-Names on the Hugging Face hub where a file or folder is asked for, and how to fetch what they mean. Torch-free.
-
-The sections and keys of a recipe, read off the schema, and the words that errors use for them.
+Sections, keys and types are read from the schema. Torch-free.
 """
 
 import difflib
@@ -19,19 +17,19 @@ from moefold.config.schema import Config
 
 
 def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
-    """Up to `count` of the legal values closest to `value`, ascending: "1, 2 or 4"."""
+    """Return up to `count` of the legal values closest to `value`, ascending: "1, 2 or 4"."""
     closest = sorted(sorted(set(legal), key=lambda number: (abs(number - value), number))[:count])
     return join_with_or([str(number) for number in closest])
 
 
 def nearest_multiples(value: int, step: int, *, up_only: bool = False) -> str:
-    """The positive multiples of `step` on both sides of `value`, which is none itself: "252 or 256"."""
+    """Return the positive multiples of `step` below and above `value`, which is no multiple itself: "252 or 256"."""
     below = value // step * step
     return join_with_or([str(number) for number in (0 if up_only else below, below + step) if number > 0])
 
 
 def join_with_or(options: list[str]) -> str:
-    """Words as a choice: "a", "a or b", "a, b or c"."""
+    """Join options as a choice: "a", "a or b", "a, b or c"."""
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
 
 
@@ -42,27 +40,27 @@ _FILE_ENDINGS = frozenset(
     | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
 )
 _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
-"""First folders of paths that users type in this program: a slip in one of these is no name on the hub."""
+"""Common first folders of local paths: a misspelled path in one of these is not taken for a hub name."""
 
 
 def is_hub_name(name: str, *, bare: bool = False) -> bool:
-    """Whether a name that is no path here has the form of one on the hub: "owner/name", and "gpt2" with `bare`."""
+    """Return whether a name that is no local path has the form of a hub name: "owner/name", or "gpt2" with `bare`."""
     parts = name.split("/")
     if len(parts) not in ((1, 2) if bare else (2,)) or not all(map(_PART.fullmatch, parts)):
         return False
     if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _LOCAL_FOLDER_NAMES):
         return False
-    # Where the first folder is there, the second part is a slip.
+    # If the first folder exists, the name is a misspelled local path.
     return len(parts) == 1 or not Path(parts[0]).exists()
 
 
 def download_advice(name: str, kind: HubKind = "model", *, bare: bool = False) -> str:
-    """Return the command that fetches what a name means on the hub; empty if it cannot be a name there.
+    """Return the command that downloads a repository from the Hugging Face hub; "" if the name cannot be one.
 
     Args:
-        name: what the user typed, which is no path here.
-        kind: of the repository on the hub.
-        bare: whether a name without an owner may be one: some old tokenizers have such names.
+        name: the user's text, which is no local path.
+        kind: kind of repository on the hub.
+        bare: whether a name without an owner is allowed: some old tokenizers have such names.
     """
     if not is_hub_name(name, bare=bare):
         return ""
@@ -82,26 +80,26 @@ DERIVED = {
 
 @cache
 def sections() -> dict[str, type]:
-    """The dataclass of each section, in the order of the schema."""
+    """Return the dataclass of each section, in schema order."""
     hints = get_type_hints(Config)
     return {f.name: hints[f.name] for f in fields(Config)}
 
 
 @cache
 def key_types(section: str) -> dict[str, Any]:
-    """The type of each key of one section, in the order of the schema."""
+    """Return the type of each key of one section, in schema order."""
     hints = get_type_hints(sections()[section])
     return {f.name: hints[f.name] for f in fields(sections()[section])}
 
 
 @cache
 def default_of(section: str, key: str) -> Any:
-    """What a key is when nobody sets it."""
+    """Return the default of a key."""
     return next(f.default for f in fields(sections()[section]) if f.name == key)
 
 
 def describe_type(hint: Any) -> str:
-    """What a value of this type looks like, in words: "an integer", "one of 'ring', 'ulysses'"."""
+    """Describe a type for an error message: "an integer", "one of 'ring', 'ulysses'"."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
@@ -112,21 +110,21 @@ def describe_type(hint: Any) -> str:
 
 
 def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `name`, or None when none is near."""
+    """Return the candidate most similar to `name`, or None if none is close."""
     found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def sections_with(key: str) -> list[str]:
-    """The sections that have a key of this name."""
+    """Return the sections that have a key of this name."""
     return [section for section in sections() if key in key_types(section)]
 
 
 def explain_unknown_section(name: str) -> str:
-    """One sentence on a top-level name that is no section, with the nearest thing that is one."""
-    homes = sections_with(name)
-    if homes:
-        return f"{name} stands outside any section; did you mean {' or '.join(f'{home}.{name}' for home in homes)}?"
+    """Return an error message for an unknown section, with the nearest section or key."""
+    owners = sections_with(name)
+    if owners:
+        return f"{name} stands outside any section; did you mean {' or '.join(f'{owner}.{name}' for owner in owners)}?"
     guess = closest_match(name, sections())
     if guess:
         return f"unknown section [{name}]; did you mean [{guess}]?"
@@ -134,13 +132,13 @@ def explain_unknown_section(name: str) -> str:
 
 
 def explain_unknown_key(section: str, key: str) -> str:
-    """One sentence on a key that its section lacks, with the nearest key or all keys of the section."""
+    """Return an error message for an unknown key, with the nearest key or all keys of the section."""
     name = f"{section}.{key}"
     if name in DERIVED:
         return DERIVED[name]
-    homes = sections_with(key)
-    if homes:
-        return f"unknown key {name}; did you mean {' or '.join(f'{home}.{key}' for home in homes)}?"
+    owners = sections_with(key)
+    if owners:
+        return f"unknown key {name}; did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?"
     guess = closest_match(key, key_types(section))
     if guess:
         return f"unknown key {name}; did you mean {section}.{guess}?"

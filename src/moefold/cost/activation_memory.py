@@ -1,8 +1,8 @@
-"""Bytes that one micro-batch leaves in memory for its backward pass, by part of the model. Torch-free.
+"""Activation memory: bytes that one micro-batch saves for backward, by part of the model. Torch-free.
 
-Each formula lists the tensors that the operations of a part keep; tests hold the sums to within 10 % of what a ledger
-of real runs finds. Letters as everywhere: T tokens between the sub-layers, S*B/(cp*tp); N tokens inside them, S*B/cp;
-R rows of the routed experts; H, F, A, D, V, E, K sizes (docs/notation.md).
+Each formula lists the tensors that the operations of a part save; tests compare the sums with measurements of real
+runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp); N tokens inside them, S*B/cp; R routed
+tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 """
 
 from collections import Counter
@@ -16,20 +16,27 @@ from moefold.cost.state_memory import compute_dtype_bytes
 from moefold.topology.schedule_tables import SCHEDULES
 from moefold.topology.stages import Stage
 
-CHUNK_LOGITS, MIN_CHUNK_TOKENS = 1 << 24, 256
-"""Of train.loss_chunk = -1."""
-LOSS_TILE_TOKENS, LOSS_VOCAB_TILES, MIN_LOSS_VOCAB_ROWS = 512, 8, 256
-"""Tokens and parts of the vocabulary whose logits are there in the compute type, where the loss works by parts."""
+CHUNK_LOGITS = 1 << 24
+"""Logits per chunk with train.loss_chunk = -1."""
+MIN_CHUNK_TOKENS = 256
+"""Minimum tokens per chunk with train.loss_chunk = -1."""
+
+LOSS_TILE_TOKENS = 512
+"""Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
+LOSS_VOCAB_TILES = 8
+"""Vocabulary tiles of the tiled loss."""
+MIN_LOSS_VOCAB_ROWS = 256
+"""Minimum rows of a vocabulary tile."""
 
 
 class ActivationMemory:
-    """What the layers of a config keep on one rank.
+    """Activation memory of the layers of a config on one rank.
 
     Args:
         cfg: a recipe that `check_config` passed.
-        recompute: parts that run again; None takes those of the recipe.
-        kernels: of the device.
-        imbalance: rows of the fullest rank's experts over the mean of all ranks.
+        recompute: parts that are recomputed; None: those of the recipe.
+        kernels: kernel profile of the device.
+        imbalance: routed tokens of the busiest rank over the mean of all ranks.
     """
 
     def __init__(
@@ -39,8 +46,10 @@ class ActivationMemory:
         kernels: KernelProfile = CUDA_KERNELS,
         imbalance: float = 1.0,
     ) -> None:
-        p, train = cfg.parallel, cfg.train
-        self._cfg, self._kernels = cfg, kernels
+        p = cfg.parallel
+        train = cfg.train
+        self._cfg = cfg
+        self._kernels = kernels
         self.recompute = frozenset(train.recompute if recompute is None else recompute)
         self._imbalance = imbalance
         self._item_bytes = compute_dtype_bytes(cfg)
@@ -52,161 +61,166 @@ class ActivationMemory:
 
     @property
     def hidden_bytes(self) -> int:
-        """One hidden state of every token between the sub-layers."""
+        """Bytes of one hidden state of every token between the sub-layers."""
         return self._tokens * self._cfg.model.hidden_size * self._item_bytes
 
     def layer_saved(self, kind: str) -> BytesByPart:
-        """A layer of kind "D" or "M" behind its input."""
+        """Return the bytes that a layer of kind "D" or "M" saves for backward, without its input."""
         if "layer" in self.recompute:
-            # The next layer's input, which is this one's result.
+            # Only the output, which is the next layer's input.
             return BytesByPart({"residual stream": self.hidden_bytes}) + (
                 self.experts.permute_indices() if kind == "M" else BytesByPart()
             )
-        kept = self._norm_with_output(saves_output=self._cfg.parallel.tp == 1, part="attention") + self._attention()
-        kept += self._moe() if kind == "M" else self._dense_mlp()
-        kept["residual stream"] += 2 * self.hidden_bytes
-        return kept
+        saved = self._norm_with_output(saves_output=self._cfg.parallel.tp == 1, part="attention") + self._attention()
+        saved += self._moe() if kind == "M" else self._dense_mlp()
+        saved["residual stream"] += 2 * self.hidden_bytes
+        return saved
 
     def stage_saved(self, stage: Stage) -> BytesByPart:
-        """All that a stage keeps of one micro-batch in flight."""
-        kept = self.embedding_part(stage)
+        """Return the bytes that a stage saves of one micro-batch in flight."""
+        saved = self.embedding_part(stage)
         for kind, count in Counter(self.kinds(stage)).items():
             for part, size in self.saved_by_kind[kind].items():
-                kept[part] += count * size
-        return kept + self.head_part(stage)
+                saved[part] += count * size
+        return saved + self.head_part(stage)
 
     def forward_peak(self, stage: Stage) -> BytesByPart:
-        """The fullest moment of a stage's forward pass."""
-        now = self.embedding_part(stage)
-        best = now
+        """Return the peak of a stage's forward pass."""
+        current = self.embedding_part(stage)
+        peak = current
         for kind in self.kinds(stage):
-            now = now + self.saved_by_kind[kind]
-            full = now + self.transient[kind]
-            best = full if full.total() > best.total() else best
-        now = now + self.head_part(stage)
-        now["logits"] += self.transient_logits if stage.is_last else 0
-        return now if now.total() >= best.total() else best
+            current = current + self.saved_by_kind[kind]
+            candidate = current + self.transient[kind]
+            peak = candidate if candidate.total() > peak.total() else peak
+        current = current + self.head_part(stage)
+        current["logits"] += self.transient_logits if stage.is_last else 0
+        return current if current.total() >= peak.total() else peak
 
     def backward_peak(self, stage: Stage, *, splits_backward: bool) -> BytesByPart:
-        """The fullest moment of a stage's backward pass: what a layer makes again is there, and those behind are gone.
+        """Return the peak of a stage's backward pass, including recomputed tensors of the current layer.
 
         Args:
-            stage_saved: one.
-            splits_backward: what the layers behind have postponed is there too.
+            stage: the pipeline stage.
+            splits_backward: also count the delayed weight gradients (W) of the later layers.
         """
-        now = self.embedding_part(stage)
-        left = self.delayed_wgrad(stage) if splits_backward else BytesByPart()
-        best = now + left
+        current = self.embedding_part(stage)
+        delayed = self.delayed_wgrad(stage) if splits_backward else BytesByPart()
+        peak = current + delayed
         for kind in self.kinds(stage):
-            now = now + self.saved_by_kind[kind]
-            # Most of what the layer itself postpones is what it has kept, or takes its place.
-            left = left - self.delayed_wgrad_layer(kind) if splits_backward else left
-            beside = self.delayed_wgrad_concurrent(kind) if splits_backward else BytesByPart()
-            full = now + self.recompute_peak[kind] + self.transient[kind] + left + beside
-            best = full if full.total() > best.total() else best
-        return best
+            current = current + self.saved_by_kind[kind]
+            # Most tensors of the layer's own delayed weight gradients are saved anyway, or replace saved ones.
+            delayed = delayed - self.delayed_wgrad_layer(kind) if splits_backward else delayed
+            concurrent = self.delayed_wgrad_concurrent(kind) if splits_backward else BytesByPart()
+            candidate = current + self.recompute_peak[kind] + self.transient[kind] + delayed + concurrent
+            peak = candidate if candidate.total() > peak.total() else peak
+        return peak
 
     @property
     def mtp_kind(self) -> str:
-        """The kind of the layers of multi-token prediction."""
+        """Kind of the MTP (multi-token prediction) layers."""
         return self._cfg.model.layer_kinds[-1]
 
     def kinds(self, stage: Stage) -> list[str]:
-        """Of the layers of a stage, without those of multi-token prediction."""
+        """Return the kinds of a stage's layers, without MTP layers."""
         return [self._cfg.model.layer_kinds[i] for i in stage.parts.layers]
 
     def embedding_part(self, stage: Stage) -> BytesByPart:
-        """What a stage keeps of what stands before its layers."""
+        """Return the bytes saved before the layers of a stage."""
         return self.embedding() if stage.is_first else BytesByPart()
 
     def head_part(self, stage: Stage) -> BytesByPart:
-        """What a stage keeps of what stands behind its layers."""
+        """Return the bytes saved after the layers of a stage: head and MTP layers."""
         if not stage.is_last:
             return BytesByPart()
-        kept = self.head()
+        saved = self.head()
         for _ in range(stage.parts.num_mtp_layers):
-            kept += self.mtp_layer()
-        return kept
+            saved += self.mtp_layer()
+        return saved
 
     def embedding(self) -> BytesByPart:
-        """What the embedding keeps."""
+        """Return the bytes that the embedding saves."""
         return BytesByPart(embedding=self.hidden_bytes)
 
     @property
     def transient_logits(self) -> int:
-        """What the loss has in memory beside what it keeps."""
+        """Bytes of logits that the loss has in memory in addition to those it saves."""
         rows = self._cfg.model.vocab_size // self._cfg.parallel.tp
         if not self._loss_chunk_tokens:
             if not self._kernels.tiled_loss or self._delays_wgrad:
                 return self._gathered_tokens * rows * self._item_bytes
             part = min(rows, max(MIN_LOSS_VOCAB_ROWS, rows // LOSS_VOCAB_TILES))
-            # A narrow product beside its wide copy, or where it is taken wide a copy of its operands.
+            # A low-precision GEMM output next to its high-precision copy, or a high-precision copy of its operands.
             width = min(LOSS_TILE_TOKENS, self._gathered_tokens) + self._cfg.model.hidden_size
             return part * width * self._item_bytes if self._item_bytes < self._high_precision_bytes else 0
-        # The logits of two chunks, as the last ones go when the next ones are there.
-        narrow = self._item_bytes if self._item_bytes < self._high_precision_bytes else 0
-        return self._loss_chunk_tokens * rows * (2 * self._high_precision_bytes + narrow)
+        # Logits of two chunks: those of one are freed when the next exist.
+        low_precision_bytes = self._item_bytes if self._item_bytes < self._high_precision_bytes else 0
+        return self._loss_chunk_tokens * rows * (2 * self._high_precision_bytes + low_precision_bytes)
 
     def delayed_wgrad(self, stage: Stage) -> BytesByPart:
-        """What a split backward pass leaves of a micro-batch until its weight gradients are computed."""
-        left = BytesByPart()
+        """Return the bytes that a split backward pass holds of a micro-batch until its weight-gradient pass (W)."""
+        delayed = BytesByPart()
         for kind in self.kinds(stage):
-            left += self.delayed_wgrad_layer(kind)
+            delayed += self.delayed_wgrad_layer(kind)
         for _ in range(stage.parts.num_mtp_layers):
-            left += self.delayed_wgrad_mtp()
+            delayed += self.delayed_wgrad_mtp()
         if stage.is_last:
-            left["logits"] += (1 + stage.parts.num_mtp_layers) * self.delayed_wgrad_head
-        return left
+            delayed["logits"] += (1 + stage.parts.num_mtp_layers) * self.delayed_wgrad_head
+        return delayed
 
     def delayed_wgrad_mtp(self) -> BytesByPart:
-        """Of a layer of multi-token prediction without its head: of the layer, and of the projection to its input."""
+        """Return the delayed weight-gradient bytes of an MTP layer and its input projection, without its head."""
         projection = 3 * self._tokens * self._cfg.model.hidden_size * self._item_bytes
         return self.delayed_wgrad_layer(self.mtp_kind) + BytesByPart({"residual stream": projection})
 
     @property
     def delayed_wgrad_head(self) -> int:
-        """Of one product with the output head; in chunks of the loss it makes its weights' gradients at once."""
+        """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
         width = self._cfg.model.hidden_size + self._cfg.model.vocab_size // self._cfg.parallel.tp
         return 0 if self._loss_chunk_tokens else self._gathered_tokens * self._item_bytes * width
 
     def delayed_wgrad_layer(self, kind: str) -> BytesByPart:
-        """The inputs of the products of a layer and the gradients of their results."""
-        model, p, left = self._cfg.model, self._cfg.parallel, BytesByPart()
-        item, hidden = self._gathered_tokens * self._item_bytes, model.hidden_size
+        """Return the bytes of a layer's GEMM inputs and output gradients."""
+        model = self._cfg.model
+        p = self._cfg.parallel
+        delayed = BytesByPart()
+        item = self._gathered_tokens * self._item_bytes
+        hidden = model.hidden_size
         query, key_value = self._qkv_widths
-        left["attention"] = item * (2 * hidden + 2 * query + key_value)
+        delayed["attention"] = item * (2 * hidden + 2 * query + key_value)
         if kind == "D":
-            left["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
-            return left
+            delayed["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
+            return delayed
         if p.dispatcher != "leastloaded":
-            left["experts"] = (
+            delayed["experts"] = (
                 self.experts.expert_tokens * self._item_bytes * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
             )
         if model.shared_expert_ffn_hidden_size:
-            left["shared experts"] = item * (2 * hidden + 3 * model.shared_expert_ffn_hidden_size // p.tp)
-        return left
+            delayed["shared experts"] = item * (2 * hidden + 3 * model.shared_expert_ffn_hidden_size // p.tp)
+        return delayed
 
     def delayed_wgrad_concurrent(self, kind: str) -> BytesByPart:
-        """What a layer postpones while it still has all that it kept: the hidden values and inner gradients of experts.
+        """Return delayed weight-gradient bytes that exist while the layer's saved tensors do: those of looped experts.
 
-        Experts that run one after another let go of their inner projections when the last of them is through.
+        These are the hidden values and inner gradients. Experts that run one after another free their inner projections
+        when the last expert is done.
         """
-        model, p = self._cfg.model, self._cfg.parallel
+        model = self._cfg.model
+        p = self._cfg.parallel
         if kind == "D" or self._kernels.grouped_experts or p.dispatcher == "leastloaded":
             return BytesByPart()
-        # The gradient of the results takes the place of the results, where these are kept.
+        # The output gradient replaces the output where that is saved.
         width = 3 * model.moe_ffn_hidden_size // p.etp + model.hidden_size * self._cfg.moe.weight_in_expert
         return BytesByPart(experts=self.experts.expert_tokens * self._item_bytes * width)
 
     @cached_property
     def saved_by_kind(self) -> dict[str, BytesByPart]:
-        """What each kind of layer keeps."""
+        """Bytes that each kind of layer saves for backward."""
         return {kind: self.layer_saved(kind) for kind in set(self._cfg.model.all_layer_kinds)}
 
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
-        """What is there while a layer runs again: what it would keep if no larger part of it ran again."""
-        # A norm is over before the next one runs again, and so are experts that run one after another.
+        """Memory of a layer while it is recomputed: parts inside a larger recomputed part are saved."""
+        # A norm is done before the next one is recomputed, and so are experts that run one after another.
         brief = {"norms"} if self._kernels.grouped_experts else {"norms", "expert_activation"}
         if self.recompute <= brief:
             return self
@@ -214,12 +228,12 @@ class ActivationMemory:
 
     @cached_property
     def recompute_peak(self) -> dict[str, BytesByPart]:
-        """What is there of each kind of layer while it runs again, beside what it keeps."""
-        return {kind: self.without_recompute.saved_by_kind[kind] - kept for kind, kept in self.saved_by_kind.items()}
+        """Bytes that each kind of layer has while it is recomputed, in addition to those it saves."""
+        return {kind: self.without_recompute.saved_by_kind[kind] - saved for kind, saved in self.saved_by_kind.items()}
 
     @cached_property
     def transient(self) -> dict[str, BytesByPart]:
-        """What passes while each kind of layer runs, for the first time or again."""
+        """Peak of temporary bytes while each kind of layer runs or is recomputed."""
         return {
             kind: (self._transient_experts() if kind == "M" else BytesByPart()) + self.transient_norm
             for kind in self.saved_by_kind
@@ -227,26 +241,28 @@ class ActivationMemory:
 
     @property
     def transient_norm(self) -> BytesByPart:
-        """A norm whose result is made again: what it works with, and the result."""
+        """Temporary bytes of a recomputed norm: its statistics and its output."""
         if "norms" not in self.recompute:
             return BytesByPart()
         return BytesByPart(norms=self._norm(self._tokens, self._cfg.model.hidden_size) + self.hidden_bytes)
 
     def _transient_experts(self) -> BytesByPart:
-        """The largest moment of the routed experts: one of them at work, or the sum of the results of all."""
-        p, summing = self._cfg.parallel, self.experts.combine_buffer()
+        """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
+        p = self._cfg.parallel
+        combine_bytes = self.experts.combine_buffer()
         if p.ep * p.etp > 1:
-            # Results in the order of experts and of senders; before, the parts from all etp ranks are added up.
-            both = 2 * self.experts.expert_tokens * self.experts.token_bytes
-            added = self.experts.expert_tokens * self.experts.token_bytes if p.etp > 1 else 0
-            summing = BytesByPart({"dispatch buffers": both + max(summing.total(), added)})
-            summing = max(summing, self.experts.allgather_combine_buffer(), key=BytesByPart.total)
-        return max(self.experts.expert_transient(), summing, key=BytesByPart.total)
+            # Outputs in expert order and in sender order; before that, the partial sums of all etp ranks are added.
+            sorted_bytes = 2 * self.experts.expert_tokens * self.experts.token_bytes
+            reduce_bytes = self.experts.expert_tokens * self.experts.token_bytes if p.etp > 1 else 0
+            combine_bytes = BytesByPart({"dispatch buffers": sorted_bytes + max(combine_bytes.total(), reduce_bytes)})
+            combine_bytes = max(combine_bytes, self.experts.allgather_combine_buffer(), key=BytesByPart.total)
+        return max(self.experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
     @property
     def _qkv_widths(self) -> tuple[int, int]:
-        """Queries, and keys with values, of this rank's heads."""
-        model, tp = self._cfg.model, self._cfg.parallel.tp
+        """Widths of this rank's queries, and of its keys and values together."""
+        model = self._cfg.model
+        tp = self._cfg.parallel.tp
         heads = model.num_attention_heads // tp
         if model.attention == "mla":
             return heads * model.head_size, heads * (model.head_size + model.v_head_dim)
@@ -255,17 +271,19 @@ class ActivationMemory:
 
     @property
     def _loss_chunk_tokens(self) -> int:
-        """Tokens whose logits are there at a time; 0: all."""
-        chunk, model, p = self._cfg.train.loss_chunk, self._cfg.model, self._cfg.parallel
+        """Tokens whose logits are in memory at a time; 0: all."""
+        chunk = self._cfg.train.loss_chunk
+        model = self._cfg.model
+        p = self._cfg.parallel
         if chunk < 0:
             chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS * p.tp // model.vocab_size)
         return chunk if 0 < chunk < self._gathered_tokens else 0
 
     def _norm(self, tokens: int, width: int, *, full_width: bool = False) -> int:
-        """What a norm keeps beside its input in the compute type and its result: one number a token.
+        """Return the bytes that a norm saves besides its input and output: one number per token.
 
-        That over all heads together is made of single operations: it also keeps the normalised values, and in bfloat16
-        these and its input in float32.
+        A norm over all heads together consists of single operations: it also saves the normalised values, and in
+        bfloat16 these and its input in float32.
         """
         if not full_width:
             return tokens * self._high_precision_bytes
@@ -275,61 +293,69 @@ class ActivationMemory:
         )
 
     def _norm_with_output(self, *, saves_output: bool, part: str) -> BytesByPart:
-        """A norm of the residual stream, with its result or the copy of it that is gathered over tp."""
-        kept, hidden = BytesByPart(), self._cfg.model.hidden_size
-        recalled = "norms" in self.recompute
-        if not recalled:
-            kept["norms"] += self._norm(self._tokens, hidden)
-            kept["norms"] += self.hidden_bytes if saves_output else 0
+        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp."""
+        saved = BytesByPart()
+        hidden = self._cfg.model.hidden_size
+        is_recomputed = "norms" in self.recompute
+        if not is_recomputed:
+            saved["norms"] += self._norm(self._tokens, hidden)
+            saved["norms"] += self.hidden_bytes if saves_output else 0
         if self._cfg.parallel.tp > 1 and part:
-            kept[part] += self._gathered_tokens * hidden * self._item_bytes
-        return kept
+            saved[part] += self._gathered_tokens * hidden * self._item_bytes
+        return saved
 
     def _attention(self) -> BytesByPart:
-        model, kept, n = self._cfg.model, BytesByPart(), self._gathered_tokens
+        model = self._cfg.model
+        saved = BytesByPart()
+        n = self._gathered_tokens
         query, key_value = self._qkv_widths
         if model.attention == "mla":
-            kept += self._mla()
+            saved += self._mla()
         else:
-            kept["attention"] += n * self._item_bytes * (query + key_value)
+            saved["attention"] += n * self._item_bytes * (query + key_value)
             if model.qk_norm:
                 width = query + key_value // 2
                 over_heads = model.qk_norm_width == "all_heads"
-                kept["norms"] += self._norm(n, width, full_width=over_heads) + n * self._item_bytes * width
+                saved["norms"] += self._norm(n, width, full_width=over_heads) + n * self._item_bytes * width
         heads = model.num_attention_heads // self._cfg.parallel.tp
         value = heads * (model.v_head_dim if model.attention == "mla" else model.head_size)
-        # Ulysses keeps the result with all tokens of some heads, and with some tokens of all heads.
+        # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
         copies = 2 if self._cfg.parallel.cp > 1 and self._cfg.parallel.context == "ulysses" else 1
-        kept["core attention"] += n * self._item_bytes * value * copies
+        saved["core attention"] += n * self._item_bytes * value * copies
         if "core_attention" not in self.recompute:
-            kept["core attention"] += n * heads * self._high_precision_bytes
-        return kept
+            saved["core attention"] += n * heads * self._high_precision_bytes
+        return saved
 
     def _mla(self) -> BytesByPart:
-        """The latents that heads are made of, and the heads."""
-        model, p, kept = self._cfg.model, self._cfg.parallel, BytesByPart()
-        heads, n = model.num_attention_heads // p.tp, self._gathered_tokens
-        rank, rope, query_rank = model.kv_lora_rank, model.qk_rope_head_dim, model.q_lora_rank
+        """Return the bytes that MLA saves: the latents, and the heads projected from them."""
+        model = self._cfg.model
+        p = self._cfg.parallel
+        saved = BytesByPart()
+        heads = model.num_attention_heads // p.tp
+        n = self._gathered_tokens
+        rank = model.kv_lora_rank
+        rope = model.qk_rope_head_dim
+        query_rank = model.q_lora_rank
         gathered = (query_rank or model.hidden_size) + rank + rope
-        kept["attention"] += n * self._item_bytes * gathered + self._tokens * self._item_bytes * (
+        saved["attention"] += n * self._item_bytes * gathered + self._tokens * self._item_bytes * (
             query_rank + rank + rope
         )
-        kept["norms"] += self._norm(self._tokens, query_rank + rank)
+        saved["norms"] += self._norm(self._tokens, query_rank + rank)
         if "mla_up" not in self.recompute:
             width = max(model.head_size, model.v_head_dim)
             values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
-            kept["attention"] += n * self._item_bytes * heads * (2 * width + values)
-        return kept
+            saved["attention"] += n * self._item_bytes * heads * (2 * width + values)
+        return saved
 
     def _dense_mlp(self) -> BytesByPart:
         if "dense_mlp" in self.recompute:
             return self._norm_with_output(saves_output=True, part="")
-        kept = self._norm_with_output(saves_output=self._cfg.parallel.tp == 1, part="dense MLP")
-        kept["dense MLP"] += self._swiglu(self._cfg.model.ffn_hidden_size)
-        return kept
+        saved = self._norm_with_output(saves_output=self._cfg.parallel.tp == 1, part="dense MLP")
+        saved["dense MLP"] += self._swiglu(self._cfg.model.ffn_hidden_size)
+        return saved
 
     def _swiglu(self, width: int) -> int:
-        """Gate, its SiLU, up and their product."""
+        """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
         return (
             (3 if self._kernels.fused_swiglu else 4)
             * self._gathered_tokens
@@ -339,41 +365,44 @@ class ActivationMemory:
         )
 
     def _moe(self) -> BytesByPart:
-        model, p = self._cfg.model, self._cfg.parallel
+        model = self._cfg.model
+        p = self._cfg.parallel
         if "moe" in self.recompute:
             return self._norm_with_output(saves_output=True, part="") + self.experts.permute_indices()
-        is_narrow = self._item_bytes < self._high_precision_bytes
+        is_low_precision = self._item_bytes < self._high_precision_bytes
         has_shared = model.shared_expert_ffn_hidden_size > 0
-        whole_shared = has_shared and (p.tp == 1 or "shared_experts" in self.recompute)
-        kept = self._norm_with_output(saves_output=whole_shared or not is_narrow, part="")
+        saves_input = has_shared and (p.tp == 1 or "shared_experts" in self.recompute)
+        saved = self._norm_with_output(saves_output=saves_input or not is_low_precision, part="")
         if has_shared and "shared_experts" not in self.recompute:
-            kept["shared experts"] += self._swiglu(model.shared_expert_ffn_hidden_size)
-            kept["shared experts"] += self._gathered_tokens * model.hidden_size * self._item_bytes if p.tp > 1 else 0
-        choices = 2 * model.num_experts * self._high_precision_bytes + model.top_k * (
+            saved["shared experts"] += self._swiglu(model.shared_expert_ffn_hidden_size)
+            saved["shared experts"] += self._gathered_tokens * model.hidden_size * self._item_bytes if p.tp > 1 else 0
+        routing_bytes = 2 * model.num_experts * self._high_precision_bytes + model.top_k * (
             self._high_precision_bytes + INT_BYTES
         )
-        kept["router"] += self._tokens * choices
-        copies_input = is_narrow and not self._kernels.low_precision_router
-        kept["router"] += self._tokens * model.hidden_size * self._high_precision_bytes if copies_input else 0
-        return kept + self.experts.saved()
+        saved["router"] += self._tokens * routing_bytes
+        copies_input = is_low_precision and not self._kernels.low_precision_router
+        saved["router"] += self._tokens * model.hidden_size * self._high_precision_bytes if copies_input else 0
+        return saved + self.experts.saved()
 
     def head(self) -> BytesByPart:
-        """The last norm, and the logits or what is kept instead."""
-        model, p, kept = self._cfg.model, self._cfg.parallel, BytesByPart()
-        kept["norms"] += self._norm(self._tokens, model.hidden_size)
+        """Return the bytes that the last norm and the output head save; a chunked loss saves no logits."""
+        model = self._cfg.model
+        p = self._cfg.parallel
+        saved = BytesByPart()
+        saved["norms"] += self._norm(self._tokens, model.hidden_size)
         gathers = p.tp > 1
-        kept["logits" if gathers else "norms"] += self._gathered_tokens * model.hidden_size * self._item_bytes
+        saved["logits" if gathers else "norms"] += self._gathered_tokens * model.hidden_size * self._item_bytes
         if self._loss_chunk_tokens:
-            kept["logits"] += self._gathered_tokens * (2 * self._high_precision_bytes + INT_BYTES)
+            saved["logits"] += self._gathered_tokens * (2 * self._high_precision_bytes + INT_BYTES)
         else:
-            kept["logits"] += self._gathered_tokens * (
+            saved["logits"] += self._gathered_tokens * (
                 model.vocab_size // p.tp * self._high_precision_bytes + INT_BYTES + 1
             )
-        return kept
+        return saved
 
     def mtp_layer(self) -> BytesByPart:
-        """A layer of multi-token prediction: three norms, the projection's input, the layer, and logits once more."""
-        kept = self.layer_saved(self.mtp_kind) + self.head()
-        kept["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
-        kept["residual stream"] += 4 * self.hidden_bytes
-        return kept
+        """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
+        saved = self.layer_saved(self.mtp_kind) + self.head()
+        saved["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
+        saved["residual stream"] += 4 * self.hidden_bytes
+        return saved

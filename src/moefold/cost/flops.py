@@ -1,22 +1,20 @@
-"""Parameters and floating-point operations of a model, counted from its sizes alone. Torch-free.
+"""Parameter and FLOP counts of a model, from its sizes alone, and peak bfloat16 throughput of devices. Torch-free.
 
 The planner, the trainer's `tflops_per_rank` and `mfu`, and the tests share these formulas.
 
 Conventions:
 
-* A multiply-add is 2 operations. Only matrix products count; norms, activations, rotations, softmax, biases and the
-  embedding look-up do not.
-* A training step is 3 forward passes: the backward pass has two products for each of the forward pass. Recomputation
-  does not count, so the same step has the same count however it is run ("model FLOPs", arXiv:2204.02311 app. B).
-* Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token meets all seq_len keys.
+* A multiply-add is 2 operations. Only GEMMs count; norms, activations, RoPE, softmax, biases and the embedding
+  look-up do not.
+* A training step is 3 forward passes: the backward pass has two GEMMs for each of the forward pass. Recomputation
+  does not count ("model FLOPs", arXiv:2204.02311 app. B).
+* Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token attends to all seq_len keys.
   `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token. A layer with a sliding
-  window W counts the keys that its mask leaves either way, W - W*W/(2*seq_len) on average: a kernel for windows
-  computes no others. Document masks, which depend on the data, change no count.
-* Every token runs through top_k experts, whether or not some copies are dropped.
+  window W counts the unmasked keys either way, W - W*W/(2*seq_len) on average: a sliding-window kernel computes no
+  others. Document masks, which depend on the data, change no count.
+* Every token runs through top_k experts, whether or not some routed tokens are dropped.
 * The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
-
-Peak dense bfloat16 throughput of known devices, the denominator of the MFU.
 """
 
 import re
@@ -25,19 +23,19 @@ from dataclasses import dataclass, replace
 from moefold.config.schema import ModelConfig
 
 TRAIN_TO_FORWARD = 3
-"""Operations of a training step over those of its forward pass."""
+"""FLOPs of a training step over those of its forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
-    """Parameters of a whole model, by part. The fields from `embedding` to `mtp` add up to `total`."""
+    """Parameter counts of a whole model, by part. The fields from `embedding` to `mtp` add up to `total`."""
 
     embedding: int
     """Token embedding, V*H."""
     head: int
-    """Output head, V*H; 0 where it shares the embedding."""
+    """Output head, V*H; 0 with tied embeddings."""
     attention: int
-    """Projections of all layers (queries, keys, values, latents, output), with the biases and sinks there are."""
+    """Projections of all layers (queries, keys, values, latents, output), with their biases and sinks."""
     dense_mlp: int
     """SwiGLU of the dense layers."""
     router: int
@@ -47,11 +45,11 @@ class ParameterCount:
     shared_experts: int
     """Shared experts and their gates."""
     norms: int
-    """Two norms a layer, those inside attention (queries and keys, latents) where there are any, and the final norm."""
+    """Two norms per layer, the norms inside attention (queries and keys, latents), if any, and the final norm."""
     mtp: int
-    """Layers of multi-token prediction: each a layer as the last one, a projection of 2*H to H and three norms."""
+    """MTP (multi-token prediction) layers: each a layer like the last one, a projection of 2*H to H and three norms."""
     active_experts: int
-    """The part of `experts` that one token meets: top_k of num_experts."""
+    """Active part of `experts`: top_k of num_experts."""
 
     @property
     def total(self) -> int:
@@ -61,21 +59,21 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets, embedding and head included: what the "A3B" of a model's name means.
+        """Active parameters per token, embedding and head included: the "A3B" of a model's name.
 
-        Those of multi-token prediction are left out, as they are after training.
+        MTP layers are left out, as they are after training.
         """
         return self.total - self.mtp - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopCount:
-    """Floating-point operations of one token: each part of the forward pass, and their sums."""
+    """FLOPs per token: each part of the forward pass, and their sums."""
 
     attention_projections: int
-    """Projections of queries, keys, values and output, through latents where there are any."""
+    """Projections of queries, keys, values and output, through latents with MLA."""
     attention_core: int
-    """Scores and their product with the values; the one part that grows with seq_len."""
+    """Attention scores and their product with the values; the only part that grows with seq_len."""
     dense_mlp: int
     """SwiGLU of the dense layers."""
     router: int
@@ -87,17 +85,17 @@ class FlopCount:
     head: int
     """Output logits."""
     mtp: int
-    """Multi-token prediction at training: its layers, their projections, and the output logits once more for each."""
+    """MTP (multi-token prediction) in training: its layers, their projections, and one more output head for each."""
 
     @property
     def forward(self) -> int:
-        """One token through the forward pass."""
+        """FLOPs of one token in the forward pass."""
         attention = self.attention_projections + self.attention_core
         return attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head + self.mtp
 
     @property
     def total(self) -> int:
-        """One token through forward and backward pass."""
+        """FLOPs of one token in forward and backward pass."""
         return TRAIN_TO_FORWARD * self.forward
 
 
@@ -124,11 +122,11 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = False) -> FlopCount:
-    """Count the operations of one token of a training step, averaged over a sequence (see the module's conventions).
+    """Count the FLOPs per token of a training step, averaged over a sequence (conventions: module docstring).
 
     Args:
-        seq_len: tokens of the sequence that attention sees, over all context-parallel ranks.
-        causal: count half of the attention core, as its causal mask leaves, instead of all of it.
+        seq_len: tokens of the whole sequence, over all context-parallel ranks.
+        causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
     hidden, layers, dense_layers, moe_layers = _sizes(model)
     value_size = model.v_head_dim if model.attention == "mla" else model.head_size
@@ -146,14 +144,15 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
 
 
 def _last_layer(model: ModelConfig) -> ModelConfig:
-    """A model of one layer, as those of multi-token prediction."""
+    """Return a one-layer model with the last layer, the kind of the MTP layers."""
     pattern = "W" if model.layer_windows[-1] else "F"
     return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1], attention_pattern=pattern)
 
 
 def _mtp_parameters(model: ModelConfig) -> int:
-    one, hidden = count_parameters(_last_layer(model)), model.hidden_size
-    # The final norm of the model of one layer stands for the one behind each of these.
+    one = count_parameters(_last_layer(model))
+    hidden = model.hidden_size
+    # The final norm of the one-layer model counts as the norm after each MTP layer.
     layer = one.total - one.embedding - one.head
     return model.mtp_layers * (layer + 2 * hidden * hidden + 2 * hidden)
 
@@ -164,14 +163,16 @@ def _mtp_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
-    """Hidden size, layers, dense layers, MoE layers."""
+    """Return hidden size, layers, dense layers and MoE layers."""
     moe_layers = model.layer_kinds.count("M")
     return model.hidden_size, model.num_layers, model.num_layers - moe_layers, moe_layers
 
 
 def _attention_weights(model: ModelConfig) -> int:
-    """Weights of the projections of one layer, each of which a token meets once."""
-    hidden, heads, head = model.hidden_size, model.num_attention_heads, model.head_size
+    """Return the projection weights of one attention layer."""
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    head = model.head_size
     if model.attention == "gqa":
         return hidden * (heads + 2 * model.num_query_groups) * head + heads * head * hidden
     rank = model.q_lora_rank
@@ -182,7 +183,7 @@ def _attention_weights(model: ModelConfig) -> int:
 
 
 def _attention_norms(model: ModelConfig) -> int:
-    """Weights of the norms inside the attention of one layer."""
+    """Return the norm weights inside one attention layer."""
     if model.attention == "mla":
         return model.q_lora_rank + model.kv_lora_rank
     if not model.qk_norm:
@@ -192,25 +193,25 @@ def _attention_norms(model: ModelConfig) -> int:
 
 
 def _keys_per_token(window: int, seq_len: int, causal: bool) -> float:
-    """Keys that a token of one layer meets, on average over the sequence."""
+    """Return the keys that a token attends to in one layer, averaged over the sequence."""
     if 0 < window < seq_len:
         return window - window * window / (2 * seq_len)
     return seq_len / 2 if causal else seq_len
 
 
 def _swiglu(hidden_size: int, ffn_hidden_size: int) -> int:
-    """Parameters of gate, up and down projection."""
+    """Return the parameters of gate, up and down projection."""
     return 3 * hidden_size * ffn_hidden_size
 
 
 def _shared_experts(model: ModelConfig) -> int:
-    """Parameters of one layer's shared expert and its gate, a product with one column."""
+    """Return the parameters of one layer's shared expert and its gate (one output column)."""
     width = model.shared_expert_ffn_hidden_size
     return _swiglu(model.hidden_size, width) + (model.hidden_size if width and model.shared_expert_gate else 0)
 
 
 _PARTIAL_DEVICE = re.compile(r"\b(mig|grid|vgpu|laptop)\b")
-"""Names of a slice of a device, or of a cut-down one: its peak is not the device's."""
+"""Names of partial or reduced devices, whose peak is not the device's."""
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"gb300", 2500.0),
@@ -243,9 +244,9 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_bf16_tflops(device_name: str) -> float | None:
-    """Return the peak dense bfloat16 TFLOP/s of a device, or None where it is not known.
+    """Return the peak dense bfloat16 TFLOP/s of a device, or None if it is unknown.
 
-    Vendors print NVIDIA peaks with 2:4 sparsity since Hopper; those here are the dense half. Sources, all vendor
+    Since Hopper, NVIDIA documents print peaks with 2:4 sparsity; here is the dense half. Sources, all vendor
     documents of the device:
 
     * GB300, GB200: GB300 NVL72 and GB200 NVL72 datasheets, 360 PFLOP/s sparse for 72 GPUs: 2500.
@@ -261,7 +262,7 @@ def peak_bf16_tflops(device_name: str) -> float | None:
     A slice of a device (MIG, vGPU) and a laptop's variant are unknown.
 
     Args:
-        device_name: what the driver calls it, as `torch.cuda.get_device_name` returns it ("NVIDIA H100 80GB HBM3").
+        device_name: name as returned by `torch.cuda.get_device_name` ("NVIDIA H100 80GB HBM3").
     """
     name = device_name.lower().replace("-", " ").replace("_", " ")
     if _PARTIAL_DEVICE.search(name):

@@ -1,7 +1,7 @@
-"""A GPU and the links around it, as numbers: read from TOML, one file for each device in `devices/` beside this file.
+"""Hardware model of a GPU and its links, read from TOML: one file per device in `devices/`.
 
-The numbers are physical and belong to the device: the same for every model, mapping and row of a table. Where one was
-fitted, the file of the device says on what.
+The numbers are physical properties of the device, the same for every model and mapping. The file of a device names the
+source of every fitted number.
 """
 
 import tomllib
@@ -18,81 +18,82 @@ from moefold.errors import ConfigError
 GIB = 2**30
 SPINE = "spine"
 SPINE_KEYS = ("pod_gpus", "oversubscription", "latency_s")
-"""GPUs of a pod, within which the last of the links is as fast as it says; bandwidth of their cards over that of the
-pod's uplinks; and latency of a message between pods. A device has none by itself, as networks differ."""
+"""Keys of [spine]: GPUs of a pod, within which the last link runs at its full bandwidth; bandwidth of their network
+cards over that of the pod's uplinks; latency of a message between pods. No device file has a spine, as networks
+differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkLink:
-    """One level of the network: what `gpus` neighbouring ranks have between them."""
+    """One level of the network, which connects `gpus` consecutive ranks."""
 
     level: str
-    """nvlink, rail, spine, or any other name."""
+    """Name of the level: nvlink, rail, spine, or any other."""
     gpus: int
-    """Ranks that this level connects; 0: all that there are."""
+    """Ranks that this level connects; 0: all."""
     bytes_per_s: float
-    """One way for each GPU."""
+    """Bandwidth per GPU, one way."""
     latency_s: float
-    """Of one message."""
+    """Latency of one message."""
     fraction: float
-    """Part of `bytes_per_s` that large messages reach."""
+    """Fraction of `bytes_per_s` that large messages reach."""
     oversubscription: float = 0.0
-    """Of the uplinks of a spine, whose traffic passes the cards of the level before as well; 0: cards of its own."""
+    """Oversubscription of a spine's uplinks, whose traffic also passes the cards of the previous level; 0: cards of its
+    own."""
 
     @property
     def is_uplink(self) -> bool:
-        """Whether it joins pods, within which the level before connects all."""
+        """Return whether this level joins pods, within which the previous level connects all ranks."""
         return self.oversubscription > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One GPU: peaks as the vendor prints them, and the part of each that kernels reach."""
+    """One GPU: peaks as the vendor prints them, and the fraction of each that kernels reach."""
 
     name: str
     memory_gib: float
-    """What a process can allocate, the driver's share taken off."""
+    """Memory that a process can allocate, without the driver's share."""
     hbm_bytes_per_s: float
     hbm_fraction: float
-    """Part of it that passes over memory reach (norms, activations, permutation, optimizer)."""
+    """Fraction of the memory bandwidth that memory-bound kernels reach (norms, activations, permutation, optimizer)."""
     multiprocessors: int
-    """A product runs in waves of so many tiles."""
+    """Streaming multiprocessors: a GEMM runs in waves of this many tiles."""
     tile_rows: int
     tile_columns: int
     """Output tile of one multiprocessor."""
     half_depth: float
-    """Inner size of a product at which a tile runs at half its speed: prologue and epilogue over main loop."""
+    """Inner dim K of a GEMM at which a tile runs at half its speed (prologue and epilogue over main loop)."""
     peak_flops: dict[str, float]
-    """Peak operations a second by precision, dense; what is missing has no units."""
+    """Peak dense FLOP/s by precision; a missing precision has no hardware units."""
     wide_flops: dict[str, float] = field(default_factory=dict)
-    """The same of products in float32, which torch does not round to TF32, and float64; what is missing has no
-    price."""
+    """Peak FLOP/s of float32 GEMMs without TF32, and of float64; a missing type cannot be estimated."""
     gemm_fraction: dict[str, float]
-    """Part of the peak that large products reach in training, under the power limit; wider ones as those of bf16."""
+    """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""
     grouped_fraction: float
-    """Speed of a grouped product over that of a single one of the same size."""
+    """Speed of a grouped GEMM over that of a single one of the same size."""
     quantize_passes: dict[str, float]
-    """Bytes that casting moves for each element of an operand below 16 bits: reads, both layouts, scales."""
+    """Bytes that quantisation moves per element of an operand below 16 bits: reads, both layouts, scales."""
     attention_forward_flops: float
     attention_backward_flops: float
-    """Fused attention over long sequences, operations of the causal half."""
+    """FLOP/s of fused attention over long sequences, counting the causal half."""
     attention_forward_half: float
     attention_backward_half: float
-    """Sequence length at which it reaches half of that."""
+    """Sequence length at which fused attention reaches half of that."""
     kernel_gap_s: float
-    """From the end of one kernel to the start of the next, where the host is ahead."""
+    """Gap between the end of one kernel and the start of the next, if the host is ahead."""
     host_launch_s: float
-    """Host time for one kernel outside a CUDA graph: what a layer of many small kernels waits for."""
+    """Host time per kernel launch outside a CUDA graph: the bottleneck of a layer of many small kernels."""
     sync_s: float
-    """Idle time of the device where the host waits for a number of its: until the next kernels are launched."""
+    """Idle time of the device when the host reads a number from it, until the next kernels are launched."""
     host_bytes_per_s: float
-    """To and from host memory, for offloading."""
+    """Bandwidth to and from host memory, for offloading."""
     links: tuple[NetworkLink, ...]
-    """From the fastest and smallest level to the slowest and largest."""
+    """Network levels, from the fastest and smallest to the slowest and largest."""
 
     @property
     def memory_bytes(self) -> float:
-        """`memory_parts_gib` in bytes."""
+        """Allocatable memory, `memory_gib`, in bytes."""
         return self.memory_gib * GIB
 
     @property
@@ -101,34 +102,34 @@ class Device:
         return self.links[0].gpus
 
     def peak(self, precision: str) -> float:
-        """Peak operations a second; those of bf16 where the device has no faster unit for a precision."""
+        """Return the peak FLOP/s of a precision, or that of bf16 if the device has no faster unit for it."""
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
 
     def dtype_slowdown(self, dtype: str) -> float:
-        """How many times as long products of a compute type take as those of bfloat16.
+        """Return the duration of a GEMM in a compute type over its duration in bfloat16.
 
         Raises:
-            ConfigError: nobody has said how fast they are.
+            ConfigError: the device's file has no rate for the type.
         """
         if dtype == "bfloat16":
             return 1.0
         if dtype not in self.wide_flops:
             raise ConfigError(
-                f"{self.name} has no rate of products in {dtype}; give it in the device's file as [wide_flops] {dtype}"
+                f"{self.name} has no rate of GEMMs in {dtype}; give it in the device's file as [wide_flops] {dtype}"
             )
         return self.peak_flops["bf16"] / self.wide_flops[dtype]
 
 
 def device_names() -> tuple[str, ...]:
-    """All devices that come along, by name."""
+    """Return the names of all shipped devices."""
     return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
 
 
 @lru_cache(maxsize=32)
 def load_device(name_or_path: str) -> Device:
-    """A device by name, or from a TOML file with the keys of those in `devices/`.
+    """Return a device by name, or from a TOML file with the keys of those in `devices/`.
 
-    A file may start from a known device with `base = "h100"` and name only what differs.
+    A file may start from a known device with `base = "h100"` and set only what differs.
 
     Raises:
         ConfigError: there is no such device or file, or a key of the file is unknown, missing or of the wrong type.
@@ -190,10 +191,10 @@ def _read_device_table(text: str, where: str) -> dict[str, Any]:
         return tree
     if base not in device_names():
         raise ConfigError(f"{where}: base={base!r} is unknown; the devices are {', '.join(device_names())}")
-    below = _read_device_table((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
+    base_tree = _read_device_table((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
     return {
         key: value | tree[key] if isinstance(value, dict) and isinstance(tree.get(key), dict) else tree.get(key, value)
-        for key, value in (below | {key: tree[key] for key in tree if key not in below}).items()
+        for key, value in (base_tree | {key: tree[key] for key in tree if key not in base_tree}).items()
     }
 
 
@@ -243,26 +244,27 @@ def _check_links(where: str, value: Any) -> tuple[NetworkLink, ...]:
 
 
 def _with_spine(where: str, links: tuple[NetworkLink, ...], value: Any) -> tuple[NetworkLink, ...]:
-    """The links with the last level cut into pods, and what joins these."""
+    """Split the last link level into pods and add the spine that joins them."""
     if not isinstance(value, dict) or set(value) != set(SPINE_KEYS):
         raise ConfigError(f"{where}: [{SPINE}] must be a table of {', '.join(SPINE_KEYS)}")
     cards = links[-1]
     inner = links[-2].gpus if len(links) > 1 else 1
     pod = _check_integer(where, f"{SPINE}.pod_gpus", value["pod_gpus"], minimum=1)
     if pod <= inner or pod % inner:
-        raise ConfigError(f"{where}: {SPINE}.pod_gpus={pod} must be a multiple of {inner}, and several times as many")
-    times = _check_number(where, f"{SPINE}.oversubscription", value["oversubscription"])
-    if times < 1:
+        raise ConfigError(f"{where}: {SPINE}.pod_gpus={pod} must be a multiple of {inner}, at least twice that")
+    oversubscription = _check_number(where, f"{SPINE}.oversubscription", value["oversubscription"])
+    if oversubscription < 1:
         raise ConfigError(
-            f"{where}: {SPINE}.oversubscription={times:g} must be at least 1: the cards of a pod over its uplinks"
+            f"{where}: {SPINE}.oversubscription={oversubscription:g} must be at least 1: "
+            "the cards of a pod over its uplinks"
         )
     uplinks = NetworkLink(
         level=SPINE,
         gpus=0,
-        bytes_per_s=cards.bytes_per_s / times,
+        bytes_per_s=cards.bytes_per_s / oversubscription,
         latency_s=_check_number(where, f"{SPINE}.latency_s", value["latency_s"]),
         fraction=cards.fraction,
-        oversubscription=times,
+        oversubscription=oversubscription,
     )
     return (*links[:-1], replace(cards, gpus=pod), uplinks)
 
@@ -274,7 +276,7 @@ def _check_number(where: str, key: str, value: Any) -> float:
 
 
 def _check_fraction(where: str, key: str, value: Any) -> float:
-    """A part of what the vendor prints: above it nothing runs."""
+    """Check a fraction of a vendor's peak: above 0 and at most 1."""
     number = _check_number(where, key, value)
     if number > 1:
         raise ConfigError(

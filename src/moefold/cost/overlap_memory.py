@@ -1,12 +1,10 @@
-"""The course of a pass from one exchange of experts to the next, and of two passes that take turns there. Torch-free.
+"""Memory of overlapped passes: a forward and a backward pass that interleave at expert collectives. Torch-free.
 
-Written once for whatever is added up along the way: the bytes of one recipe (`pass_memory.py`), or the counts that the
-planner multiplies with the bytes of many (`planner/memory/snapshots.py`).
+With `parallel.overlap_experts` a forward pass advances by one expert collective whenever the backward pass of another
+micro-batch has started one. The peak follows from the live memory of both between their collectives.
 
-What a pass has in memory between two exchanges of experts, and two passes that take turns there. Torch-free.
-
-With `parallel.overlap_experts` a forward pass goes on by one exchange wherever the backward pass of another micro-batch
-has begun one. What is there at once follows from where both of them stand (`pass_turns.py`).
+The walk is generic in the quantity that is added up: bytes of one recipe (`OverlappedPassMemory`), or the counts that
+the planner multiplies with the bytes of many mappings (`planner/memory/snapshots.py`).
 """
 
 from collections import Counter
@@ -26,115 +24,118 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", Counter[str], "NDArray[np.float64]")
-"""What is added up."""
+"""Quantity that is added up."""
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
 
-FORWARD_POINTS = ("leaving", "out", "experts", "home", "sum")
-"""Of a layer with experts: the work ahead of its first exchange, and while that is under way; the experts, and while
-their results travel; and the sum of these. Each holds for all of the layer, whatever came before it."""
-RECOMPUTE_POINTS = ("leaving_again", "out_again", "experts_again", "home_again")
-"""The same where the layer runs again. The sum is a moment of `gradients`."""
-BACKWARD_POINTS = ("gradients", "home_back", "experts_back", "out_back")
-"""Ahead of the exchange of the results' gradients, and while these travel; the experts' gradients, and while those of
-the rows travel. A layer without experts has `leaving` and `gradients` alone."""
-SPLIT_BACKWARD_POINTS = ("beside", "late")
-"""What a schedule that splits backward passes adds to `experts_back` and to `out_back`."""
+FORWARD_POINTS = ("before_dispatch", "dispatch", "experts", "combine", "sum")
+"""Snapshot points of an MoE layer's forward pass: before and during the dispatch, the experts, during the combine, and
+the weighted sum after it. A point counts the memory of this layer only."""
+RECOMPUTE_POINTS = ("before_dispatch_recompute", "dispatch_recompute", "experts_recompute", "combine_recompute")
+"""The same points while the layer is recomputed. The sum is part of `gradients`."""
+BACKWARD_POINTS = ("gradients", "combine_backward", "experts_backward", "dispatch_backward")
+"""Snapshot points of the backward pass: before and during the all-to-all of the output gradients, the experts'
+backward, and during the all-to-all of their input gradients. A dense layer has `before_dispatch` and `gradients`
+only."""
+SPLIT_BACKWARD_POINTS = ("concurrent_wgrad", "delayed_wgrad")
+"""Memory that a split backward pass adds to `experts_backward` and to `dispatch_backward`."""
 SNAPSHOT_POINTS = (*FORWARD_POINTS, *RECOMPUTE_POINTS, *BACKWARD_POINTS, *SPLIT_BACKWARD_POINTS)
-"""Of a layer. Work before an exchange is never below what rests at it, but for `experts_back` with split passes."""
+"""All snapshot points of a layer. The peak before a collective is at least the memory during it, except
+`experts_backward` with a split backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory(Generic[T]):
-    """What one layer adds."""
+    """Memory of one layer."""
 
     saved: T
-    """For its backward pass."""
+    """Saved for backward."""
     at_point: Mapping[str, T]
-    """All of it at each of `SNAPSHOT_POINTS`, what it keeps included."""
+    """Live memory at each of `SNAPSHOT_POINTS`, including what is saved."""
     delayed_wgrad: T
-    """Until its weights' gradients are computed; nothing without split passes."""
+    """Held until the weight-gradient pass; empty without split backward passes."""
     is_moe: bool
-    """Whether it has experts."""
+    """Whether the layer has experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory(Generic[T]):
-    """What one stage adds."""
+    """Memory of one stage."""
 
     embedding: T
-    """What stands before the layers."""
+    """Saved before the layers."""
     layers: Sequence[LayerMemory[T]]
     mtp_layers: Sequence[LayerMemory[T]]
-    """Layers of multi-token prediction."""
+    """MTP (multi-token prediction) layers."""
     mtp_layer_saved: T
-    """One of them with its head."""
+    """Saved by one MTP layer with its head."""
     head: T
     logits: T
-    """What the loss has beside the head."""
+    """Temporary logits of the loss, in addition to the head."""
     delayed_wgrad_head: T
     is_last: bool
     splits_backward: bool
-    """Whether the schedule splits backward passes, so that a whole one, too, computes the gradients of weights last."""
+    """Whether the schedule splits backward passes; then an unsplit backward pass also computes weight gradients
+    last."""
     recomputes_comm: bool
-    """Whether exchanges run again before the gradients."""
+    """Whether expert collectives are repeated by recomputation."""
 
 
 class PassVisitor(Protocol[S_contra]):
-    """Follows a pass."""
+    """Visitor of the memory course of a pass."""
 
     def observe(self, live: S_contra) -> None:
-        """So much is there at some moment."""
+        """Record the live memory at some time between two collectives."""
 
     def close_interval(self, during_comm: S_contra) -> None:
-        """So much is there while an exchange is under way, or when all is done; never more than was reached before."""
+        """Close an interval with the memory during its collective or at the end, at most the peak before."""
 
 
 def visit_forward(visitor: PassVisitor[T], stage: StageMemory[T]) -> None:
-    """Follow the forward pass of a stage."""
-    now = stage.embedding
-    visitor.observe(now)
+    """Visit the forward pass of a stage."""
+    current = stage.embedding
+    visitor.observe(current)
     for layer in stage.layers:
-        _layer_forward(visitor, layer, now, FORWARD_POINTS)
-        now = now + layer.saved
+        _layer_forward(visitor, layer, current, FORWARD_POINTS)
+        current = current + layer.saved
     if stage.is_last:
-        now = now + stage.head
-        visitor.observe(now + stage.logits)
+        current = current + stage.head
+        visitor.observe(current + stage.logits)
         for layer in stage.mtp_layers:
-            _layer_forward(visitor, layer, now, FORWARD_POINTS)
-            now = now + stage.mtp_layer_saved
-            visitor.observe(now + stage.logits)
-    visitor.observe(now)
-    visitor.close_interval(now)
+            _layer_forward(visitor, layer, current, FORWARD_POINTS)
+            current = current + stage.mtp_layer_saved
+            visitor.observe(current + stage.logits)
+    visitor.observe(current)
+    visitor.close_interval(current)
 
 
 def visit_backward(visitor: PassVisitor[T], stage: StageMemory[T]) -> None:
-    """Follow the backward pass of a stage, what runs again included."""
-    before: list[T] = []
-    now = stage.embedding
+    """Visit the backward pass of a stage, recomputation included."""
+    saved_before: list[T] = []
+    current = stage.embedding
     layers = list(stage.layers) + list(stage.mtp_layers)
     for layer in layers:
-        before.append(now)
-        now = now + layer.saved
+        saved_before.append(current)
+        current = current + layer.saved
     visitor.observe(total_saved(stage))
-    left = stage.delayed_wgrad_head
+    delayed = stage.delayed_wgrad_head
     for layer in reversed(layers):
-        _layer_backward(visitor, layer, before.pop() + left, stage)
-        left = left + layer.delayed_wgrad
-    visitor.observe(stage.embedding + left)
-    visitor.close_interval(stage.embedding + left)
+        _layer_backward(visitor, layer, saved_before.pop() + delayed, stage)
+        delayed = delayed + layer.delayed_wgrad
+    visitor.observe(stage.embedding + delayed)
+    visitor.close_interval(stage.embedding + delayed)
 
 
 def total_saved(stage: StageMemory[T]) -> T:
-    """All that a stage keeps."""
-    now = stage.embedding
+    """Return all that a stage saves for backward."""
+    current = stage.embedding
     for layer in stage.layers:
-        now = now + layer.saved
-    now = now + stage.head
+        current = current + layer.saved
+    current = current + stage.head
     for _ in stage.mtp_layers:
-        now = now + stage.mtp_layer_saved
-    return now
+        current = current + stage.mtp_layer_saved
+    return current
 
 
 def _layer_forward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, points: Sequence[str]) -> None:
@@ -149,58 +150,61 @@ def _layer_forward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, poin
 
 
 def _layer_backward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, stage: StageMemory[T]) -> None:
-    """A layer whose gradients come, on top of what is there of those before it."""
+    """Visit the backward pass of a layer, on top of the memory of earlier layers."""
     if stage.recomputes_comm and layer.is_moe:
         _layer_forward(visitor, layer, live, RECOMPUTE_POINTS)
     visitor.observe(live + layer.at_point["gradients"])
     if not layer.is_moe:
         return
-    visitor.close_interval(live + layer.at_point["home_back"])
-    working, rests = live + layer.at_point["experts_back"], live + layer.at_point["out_back"]
+    visitor.close_interval(live + layer.at_point["combine_backward"])
+    peak = live + layer.at_point["experts_backward"]
+    during_comm = live + layer.at_point["dispatch_backward"]
     if stage.splits_backward:
-        working, rests = working + layer.at_point["beside"], rests + layer.at_point["late"]
-        visitor.observe(rests)
-    visitor.observe(working)
-    visitor.close_interval(rests)
+        peak = peak + layer.at_point["concurrent_wgrad"]
+        during_comm = during_comm + layer.at_point["delayed_wgrad"]
+        visitor.observe(during_comm)
+    visitor.observe(peak)
+    visitor.close_interval(during_comm)
 
 
 class CommIntervalLike(Protocol[S_co]):
-    """A pass from one exchange to the next, or to its end."""
+    """Interval of a pass from one expert collective to the next, or to its end."""
 
     @property
     def peak(self) -> S_co:
-        """At its fullest moment, or at all that may be."""
+        """Peak memory, or all candidates for it."""
 
     @property
     def during_comm(self) -> S_co:
-        """While the exchange at its end is under way."""
+        """Memory during the collective at the end of the interval."""
 
 
 def interleave(
     forward: Iterable[CommIntervalLike[S]], backward: Sequence[CommIntervalLike[S]], empty: S, sent: S
 ) -> Iterator[tuple[S, S]]:
-    """The moments of a pair: what belongs to the forward pass, and to the backward pass.
+    """Yield the joint states of a pair: memory of the forward pass and of the backward pass.
 
     Args:
-        forward: of one micro-batch; it begins at the first exchange of the other pass.
-        backward: of another one; at each of its exchanges the forward pass goes on to its own next one.
-        empty: what is there of a pass that has not begun.
-        sent: what is left of the backward pass when it is over.
+        forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
+        backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
+        empty: memory of a pass that has not started.
+        sent: memory of the backward pass once it is done.
     """
-    ahead, coming = empty, iter(forward)
-    for stretch in backward[:-1]:
-        yield ahead, stretch.peak
-        if following := next(coming, None):
-            yield following.peak, stretch.during_comm
-            ahead = following.during_comm
-    yield ahead, backward[-1].peak
-    for following in coming:
-        yield following.peak, sent
+    forward_state = empty
+    remaining = iter(forward)
+    for interval in backward[:-1]:
+        yield forward_state, interval.peak
+        if next_forward := next(remaining, None):
+            yield next_forward.peak, interval.during_comm
+            forward_state = next_forward.during_comm
+    yield forward_state, backward[-1].peak
+    for next_forward in remaining:
+        yield next_forward.peak, sent
 
 
 @dataclass(frozen=True, slots=True)
 class SizedParts:
-    """Parts with their sum, which is asked for often."""
+    """Bytes by part with their cached sum."""
 
     parts: BytesByPart
     size: int = field(init=False)
@@ -214,19 +218,19 @@ EMPTY = SizedParts(BytesByPart())
 
 @dataclass(frozen=True, slots=True)
 class CommInterval:
-    """A pass from one exchange to the next, or to its end."""
+    """Interval of a pass from one expert collective to the next, or to its end."""
 
     peak: SizedParts
-    """At its fullest moment."""
+    """Peak memory."""
     during_comm: SizedParts
-    """While the exchange at its end is under way."""
+    """Memory during the collective at the end of the interval."""
 
 
 PassIntervals = tuple[CommInterval, ...]
 
 
 class _IntervalBuilder:
-    """A pass under construction."""
+    """Builder of the intervals of a pass."""
 
     def __init__(self) -> None:
         self.intervals: list[CommInterval] = []
@@ -242,46 +246,50 @@ class _IntervalBuilder:
 
 
 class OverlappedPassMemory:
-    """The passes of the stages of one config, with `parallel.overlap_experts`.
+    """Memory of the overlapped passes of a config's stages, with `parallel.overlap_experts`.
 
-    Every exchange counts as one over all axes: what goes beside it has as many.
+    A collective over ep and one over etp count as one: both passes of a pair have the same number.
 
     Args:
-        activation_memory: of the layers.
+        activation_memory: activation memory of the layers.
         splits_backward: whether the schedule splits backward passes.
     """
 
     def __init__(self, activation_memory: ActivationMemory, *, splits_backward: bool) -> None:
-        self._activation_memory, self._splits_backward = activation_memory, splits_backward
-        self._cached_layer, self._cached_stage = cache(self._layer_memory), cache(self._stage_memory)
+        self._activation_memory = activation_memory
+        self._splits_backward = splits_backward
+        self._cached_layer = cache(self._layer_memory)
+        self._cached_stage = cache(self._stage_memory)
 
     def forward_intervals(self, stage: Stage) -> PassIntervals:
-        """The forward pass of a stage."""
-        drawn = _IntervalBuilder()
-        visit_forward(drawn, self._cached_stage(stage))
-        return tuple(drawn.intervals)
+        """Return the intervals of a stage's forward pass."""
+        builder = _IntervalBuilder()
+        visit_forward(builder, self._cached_stage(stage))
+        return tuple(builder.intervals)
 
     def backward_intervals(self, stage: Stage) -> PassIntervals:
-        """The backward pass of a stage, recomputation included."""
-        drawn = _IntervalBuilder()
-        visit_backward(drawn, self._cached_stage(stage))
-        return tuple(drawn.intervals)
+        """Return the intervals of a stage's backward pass, recomputation included."""
+        builder = _IntervalBuilder()
+        visit_backward(builder, self._cached_stage(stage))
+        return tuple(builder.intervals)
 
     def _layer_memory(self, kind: str) -> LayerMemory[BytesByPart]:
         formula = self._activation_memory
-        postponed = formula.delayed_wgrad_layer(kind) if self._splits_backward else BytesByPart()
-        return LayerMemory(formula.saved_by_kind[kind], layer_snapshots(formula, kind), postponed, kind == "M")
+        delayed = formula.delayed_wgrad_layer(kind) if self._splits_backward else BytesByPart()
+        return LayerMemory(formula.saved_by_kind[kind], layer_snapshots(formula, kind), delayed, kind == "M")
 
     def _stage_memory(self, stage: Stage) -> StageMemory[BytesByPart]:
-        formula, splits, count = self._activation_memory, self._splits_backward, stage.parts.num_mtp_layers
-        further = []
+        formula = self._activation_memory
+        splits = self._splits_backward
+        count = stage.parts.num_mtp_layers
+        mtp_layers = []
         if count:
-            postponed = formula.delayed_wgrad_mtp() if splits else BytesByPart()
-            further = [replace(self._cached_layer(formula.mtp_kind), delayed_wgrad=postponed)] * count
+            delayed = formula.delayed_wgrad_mtp() if splits else BytesByPart()
+            mtp_layers = [replace(self._cached_layer(formula.mtp_kind), delayed_wgrad=delayed)] * count
         return StageMemory(
             embedding=formula.embedding_part(stage),
             layers=[self._cached_layer(kind) for kind in formula.kinds(stage)],
-            mtp_layers=further,
+            mtp_layers=mtp_layers,
             mtp_layer_saved=formula.mtp_layer() if count else BytesByPart(),
             head=formula.head() if stage.is_last else BytesByPart(),
             logits=BytesByPart(logits=formula.transient_logits),
@@ -295,85 +303,102 @@ class OverlappedPassMemory:
 
 
 def recomputes_comm(recompute: Iterable[str]) -> bool:
-    """Whether exchanges of experts run again before the gradients, with these parts that do."""
+    """Return whether these recomputed parts repeat expert collectives before the gradients."""
     return not set(RECOMPUTED_WITH_COMM).isdisjoint(recompute)
 
 
 def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
-    """All that a layer of kind "D" or "M" has in memory at each of `pass_turns.MOMENTS`."""
-    whole = activation_memory.without_recompute
-    running = whole.saved_by_kind[kind] + activation_memory.transient_norm
+    """Return the live memory of a layer of kind "D" or "M" at each of `SNAPSHOT_POINTS`."""
+    without_recompute = activation_memory.without_recompute
+    running = without_recompute.saved_by_kind[kind] + activation_memory.transient_norm
     if kind == "D":
-        return {"leaving": running, "gradients": running}
-    found = _forward_snapshots(activation_memory, FORWARD_POINTS)
-    there, gradients = activation_memory, running
+        return {"before_dispatch": running, "gradients": running}
+    snapshots = _forward_snapshots(activation_memory, FORWARD_POINTS)
+    saved_memory = activation_memory
+    gradients = running
     if recomputes_comm(activation_memory.recompute):
-        there = whole
-        again = _forward_snapshots(whole, (*RECOMPUTE_POINTS, "sum"))
-        gradients = _larger(again.pop("sum"), running)
-        found |= again
-    full = (
-        there.saved_by_kind[kind]
-        - there.experts.expert_outputs()
+        saved_memory = without_recompute
+        recompute_snapshots = _forward_snapshots(without_recompute, (*RECOMPUTE_POINTS, "sum"))
+        gradients = _larger(recompute_snapshots.pop("sum"), running)
+        snapshots |= recompute_snapshots
+    all_saved = (
+        saved_memory.saved_by_kind[kind]
+        - saved_memory.experts.expert_outputs()
         - BytesByPart({"residual stream": activation_memory.hidden_bytes})
     )
-    return found | {
-        "gradients": _larger(gradients, full),
-        "home_back": full,
-        "experts_back": full + (whole.experts.fc1_outputs() - there.experts.fc1_outputs()),
-        "out_back": full - there.experts.saved_by_experts(),
-        "beside": activation_memory.delayed_wgrad_concurrent(kind),
-        "late": BytesByPart(experts=activation_memory.delayed_wgrad_layer(kind)["experts"]),
+    return snapshots | {
+        "gradients": _larger(gradients, all_saved),
+        "combine_backward": all_saved,
+        "experts_backward": all_saved + (without_recompute.experts.fc1_outputs() - saved_memory.experts.fc1_outputs()),
+        "dispatch_backward": all_saved - saved_memory.experts.saved_by_experts(),
+        "concurrent_wgrad": activation_memory.delayed_wgrad_concurrent(kind),
+        "delayed_wgrad": BytesByPart(experts=activation_memory.delayed_wgrad_layer(kind)["experts"]),
     }
 
 
 def _forward_snapshots(activation_memory: ActivationMemory, points: tuple[str, ...]) -> dict[str, BytesByPart]:
-    """A layer with experts that runs for the first time or, with a formula that keeps everything, again."""
-    whole, experts, output = (
-        activation_memory.without_recompute,
-        activation_memory.experts,
-        BytesByPart({"residual stream": activation_memory.hidden_bytes}),
-    )
-    places, under_way = experts.permute_indices(), experts.dispatch_comm_buffers()
-    # The shared expert runs while the rows are under way.
-    ahead = (
-        whole.saved_by_kind["M"]
+    """Return the live memory of an MoE layer's forward pass, or of its recomputation."""
+    without_recompute = activation_memory.without_recompute
+    experts = activation_memory.experts
+    output = BytesByPart({"residual stream": activation_memory.hidden_bytes})
+    indices = experts.permute_indices()
+    comm_buffers = experts.dispatch_comm_buffers()
+    # The shared expert runs during the dispatch.
+    before_dispatch = (
+        without_recompute.saved_by_kind["M"]
         - output
-        - whole.experts.saved()
-        + places
-        + under_way
+        - without_recompute.experts.saved()
+        + indices
+        + comm_buffers
         + activation_memory.transient_norm
     )
-    keeps = not recomputes_comm(activation_memory.recompute)
-    held = (
-        activation_memory.saved_by_kind["M"] - output - experts.saved() + places
-        if keeps
+    saves = not recomputes_comm(activation_memory.recompute)
+    live = (
+        activation_memory.saved_by_kind["M"] - output - experts.saved() + indices
+        if saves
         else _live_during_dispatch(activation_memory)
     )
-    held["shared experts"] += activation_memory.hidden_bytes if whole.saved_by_kind["M"]["shared experts"] else 0
-    all_results = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
-    worked = experts.saved_by_experts() - places if keeps else BytesByPart()
-    out, home = held + under_way, held + worked + experts.combine_comm_buffers()
-    at_work = held + whole.experts.saved_by_experts() - places + all_results + experts.expert_transient()
-    summing = held + worked + experts.expert_outputs() + experts.combine_buffer()
-    return dict(zip(points, (_larger(ahead, out), out, _larger(at_work, home), home, summing), strict=True))
+    live["shared experts"] += (
+        activation_memory.hidden_bytes if without_recompute.saved_by_kind["M"]["shared experts"] else 0
+    )
+    all_outputs = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
+    saved_by_experts = experts.saved_by_experts() - indices if saves else BytesByPart()
+    during_dispatch = live + comm_buffers
+    during_combine = live + saved_by_experts + experts.combine_comm_buffers()
+    running_experts = (
+        live + without_recompute.experts.saved_by_experts() - indices + all_outputs + experts.expert_transient()
+    )
+    summing = live + saved_by_experts + experts.expert_outputs() + experts.combine_buffer()
+    return dict(
+        zip(
+            points,
+            (
+                _larger(before_dispatch, during_dispatch),
+                during_dispatch,
+                _larger(running_experts, during_combine),
+                during_combine,
+                summing,
+            ),
+            strict=True,
+        )
+    )
 
 
 def _live_during_dispatch(activation_memory: ActivationMemory) -> BytesByPart:
-    """What an MoE layer that will run again has at hand while rows travel, although it keeps none of it.
+    """Return the live memory of an MoE layer to be recomputed during its dispatch, none of which is saved.
 
-    The result of the norm, the choices and where the rows are; where all of the layer runs again, the residual stream
+    The norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual stream
     too.
     """
-    held = BytesByPart(router=activation_memory.without_recompute.saved_by_kind["M"]["router"])
+    live = BytesByPart(router=activation_memory.without_recompute.saved_by_kind["M"]["router"])
     if "layer" in activation_memory.recompute:
         return (
-            held
+            live
             + activation_memory.experts.permute_indices()
             + BytesByPart({"norms": activation_memory.hidden_bytes, "residual stream": activation_memory.hidden_bytes})
         )
     return (
-        held + activation_memory.saved_by_kind["M"] - BytesByPart({"residual stream": activation_memory.hidden_bytes})
+        live + activation_memory.saved_by_kind["M"] - BytesByPart({"residual stream": activation_memory.hidden_bytes})
     )
 
 
@@ -382,11 +407,11 @@ def _larger(one: BytesByPart, other: BytesByPart) -> BytesByPart:
 
 
 def overlapped_peak(forward: PassIntervals, backward: PassIntervals, sent: SizedParts) -> tuple[SizedParts, SizedParts]:
-    """The moment of a pair at which most is there: what belongs to the forward pass, and to the backward pass.
+    """Return the peak joint state of a pair: memory of the forward pass and of the backward pass.
 
     Args:
-        forward_intervals: of one micro-batch; it begins at the first exchange of the other pass.
-        backward_intervals: of another one; at each of its exchanges the forward pass goes on to its own next one.
-        sent: what is left of the backward pass when it is over.
+        forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
+        backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
+        sent: memory of the backward pass once it is done.
     """
-    return max(interleave(forward, backward, EMPTY, sent), key=lambda both: both[0].size + both[1].size)
+    return max(interleave(forward, backward, EMPTY, sent), key=lambda state: state[0].size + state[1].size)

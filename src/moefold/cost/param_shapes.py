@@ -1,6 +1,6 @@
-"""Every parameter of a model by shape, and how the axes cut it: what a rank holds, with nothing built. Torch-free.
+"""Parameter shapes of a model and how each parallel axis shards them, without building the model. Torch-free.
 
-The twin of `parallel/fsdp.py`, which cuts the real tensors; a test holds the two to the same bytes.
+The counterpart of `parallel/fsdp.py`, which shards the real tensors; a test compares both to the byte.
 """
 
 from collections.abc import Iterator
@@ -18,29 +18,29 @@ ModelPart = Literal[
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """One parameter: the whole one, or what is left of it once tensor or expert parallelism has cut it."""
+    """Shape of one parameter, unsharded or sharded by tensor or expert parallelism."""
 
     part: ModelPart
     shape: tuple[int, ...]
     tp_dim: int | None = None
-    """Dim that tensor parallelism cuts; None: every tp rank holds it whole."""
+    """Dim sharded by tensor parallelism; None: replicated on every tp rank."""
     etp_dim: int | None = None
-    """Of the routed experts, the dim that expert tensor parallelism cuts; dim 0 is cut over ep."""
+    """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
     uses_muon: bool = False
-    """Whether Muon updates it if its part is one of train.muon_groups."""
+    """Whether Muon updates it if its part is in train.muon_groups."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to the MoE view."""
+        """Return whether the parameter belongs to the MoE view."""
         return self.part == "experts"
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     def shard(self, tp: int, ep: int, etp: int) -> "WeightShape":
-        """What one rank of tensor or expert parallelism holds of it."""
+        """Return the shard of one rank of tensor or expert parallelism."""
         shape = list(self.shape)
         if self.is_expert:
             shape[0] //= ep
@@ -51,7 +51,7 @@ class WeightShape:
         return replace(self, shape=tuple(shape))
 
     def dp_shards(self, degree: int) -> "DataParallelShards":
-        """How data parallelism over so many ranks cuts what is left: by rows, or each expert's rows if too few."""
+        """Return the shards over `degree` data-parallel ranks: dim 0, or dim 1 of experts if there are too few."""
         dim = 0
         if self.is_expert and self.shape[0] % degree and self.shape[1] % degree == 0:
             dim = 1
@@ -61,7 +61,7 @@ class WeightShape:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelShards:
-    """A parameter cut over data-parallel ranks; the first ones hold `rows` rows, the last ones fewer or none."""
+    """Parameter sharded over data-parallel ranks; the first ranks hold `rows` rows, the last ones fewer or none."""
 
     total_rows: int
     rows: int
@@ -70,17 +70,17 @@ class DataParallelShards:
 
     @property
     def padded_numel(self) -> int:
-        """Numbers of a shard with its padding, on every rank: what FSDP keeps, sends and reduces."""
+        """Elements of a shard with FSDP's padding, the same on every rank."""
         return self.rows * self.row_numel
 
     def numel(self, dp_rank: int) -> int:
-        """Numbers of the shard of one rank, without padding."""
+        """Return the elements of one rank's shard, without padding."""
         return max(0, min(self.rows, self.total_rows - dp_rank * self.rows)) * self.row_numel
 
 
 @lru_cache(maxsize=256)
 def layer_weights(model: ModelConfig, kind: str, tp: int) -> tuple[WeightShape, ...]:
-    """The parameters of one layer of kind "D" or "M"; whole, `tp` only decides what can be cut."""
+    """Return the unsharded parameters of a layer of kind "D" or "M"; `tp` only decides which can be sharded."""
     hidden = model.hidden_size
     ffn = _moe(model) if kind == "M" else _swiglu("dense_mlp", hidden, model.ffn_hidden_size)
     attention = _mla(model) if model.attention == "mla" else _attention(model, tp)
@@ -88,26 +88,28 @@ def layer_weights(model: ModelConfig, kind: str, tp: int) -> tuple[WeightShape, 
 
 
 def mtp_layer_weights(model: ModelConfig, tp: int) -> tuple[WeightShape, ...]:
-    """The parameters of one layer of multi-token prediction."""
+    """Return the parameters of one MTP (multi-token prediction) layer."""
     hidden = model.hidden_size
-    own = (WeightShape("mtp", (hidden, 2 * hidden), uses_muon=True), *(WeightShape("norms", (hidden,)),) * 3)
-    return (*layer_weights(model, model.layer_kinds[-1], tp), *own)
+    mtp_weights = (WeightShape("mtp", (hidden, 2 * hidden), uses_muon=True), *(WeightShape("norms", (hidden,)),) * 3)
+    return (*layer_weights(model, model.layer_kinds[-1], tp), *mtp_weights)
 
 
 def embedding_weight(model: ModelConfig) -> WeightShape:
-    """The token embedding."""
+    """Return the token embedding."""
     return WeightShape("embedding", (model.vocab_size, model.hidden_size), tp_dim=0)
 
 
 def head_weights(model: ModelConfig) -> tuple[WeightShape, ...]:
-    """The last norm, and the output head unless it is the embedding."""
+    """Return the last norm, and the output head unless embeddings are tied."""
     norm = WeightShape("norms", (model.hidden_size,))
     return (norm,) if model.tie_embeddings else (norm, replace(embedding_weight(model), part="head"))
 
 
 def _attention(model: ModelConfig, tp: int) -> Iterator[WeightShape]:
-    hidden, head = model.hidden_size, model.head_size
-    query, key_value = model.num_attention_heads * head, model.num_query_groups * head
+    hidden = model.hidden_size
+    head = model.head_size
+    query = model.num_attention_heads * head
+    key_value = model.num_query_groups * head
     group_dim = 0 if model.num_query_groups % tp == 0 else None
     yield WeightShape("attention", (query, hidden), 0, uses_muon=True)
     yield WeightShape("attention", (key_value, hidden), group_dim, uses_muon=True)
@@ -130,8 +132,11 @@ def _attention(model: ModelConfig, tp: int) -> Iterator[WeightShape]:
 
 
 def _mla(model: ModelConfig) -> Iterator[WeightShape]:
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query, query_rank, rank = heads * model.head_size, model.q_lora_rank, model.kv_lora_rank
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    query = heads * model.head_size
+    query_rank = model.q_lora_rank
+    rank = model.kv_lora_rank
     if query_rank:
         yield WeightShape("attention", (query_rank, hidden), uses_muon=True)
         yield WeightShape("attention", (query, query_rank), 0, uses_muon=True)
@@ -145,7 +150,9 @@ def _mla(model: ModelConfig) -> Iterator[WeightShape]:
 
 
 def _moe(model: ModelConfig) -> Iterator[WeightShape]:
-    hidden, ffn, experts = model.hidden_size, model.moe_ffn_hidden_size, model.num_experts
+    hidden = model.hidden_size
+    ffn = model.moe_ffn_hidden_size
+    experts = model.num_experts
     yield WeightShape("router", (experts, hidden), uses_muon=True)
     if model.router_bias:
         yield WeightShape("router", (experts,))

@@ -1,6 +1,6 @@
-"""The most memory that each pipeline rank needs in a step: states, and the activations that a schedule has in flight.
+"""Peak memory of each pipeline rank in a step: states plus the activations that a schedule has in flight.
 
-Torch-free and cheap: the planner asks for thousands of mappings.
+Torch-free and cheap: the planner calls it for thousands of mappings.
 """
 
 from collections import Counter
@@ -18,35 +18,37 @@ from moefold.topology.pipeline_action import Slot, SlotRow
 from moefold.topology.schedule_tables import SCHEDULES, schedule_slots
 
 BLOCKING_SENDS = ("gpipe", "1f1b")
-"""Schedules of torch that let go of what they have sent before the step ends."""
+"""Schedules of torch that free what they have sent before the step ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationPeak:
-    """The moment of a step at which a pipeline rank has most activations."""
+    """Peak activation memory of a pipeline rank within a step."""
 
     total: int
     by_part: dict[str, int]
     in_flight: dict[int, int]
-    """Micro-batches of each stage of the rank that are in flight at that moment."""
+    """Micro-batches in flight at the peak, for each stage of the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of one pipeline rank, of the data-parallel member that has most."""
+    """Memory of one pipeline rank, for the data-parallel member that has most."""
 
     pp_rank: int
     states: StateBytes
-    """Without the moments that `train.offload_optimizer` has outside of memory."""
+    """State bytes, without moments offloaded by `train.offload_optimizer`."""
     activations: ActivationPeak
     pipeline: int
-    """Buffers of torch.distributed.pipelining: hidden states and gradients of every micro-batch, all at once."""
+    """Bytes of torch.distributed.pipelining's receive buffers: hidden states and gradients of all micro-batches at
+    once."""
     update: int = 0
-    """Moments that the update brings back, beyond the room of activations and buffers, which are gone by then."""
+    """Offloaded moments in memory during the update, as far as they exceed the activations and buffers freed by
+    then."""
 
     @property
     def total(self) -> int:
-        """Their sum: the most that can be needed at once. Kernels' workspaces come on top."""
+        """Peak bytes, without kernel workspaces."""
         states = self.states
         resting = states.weights + states.gathered + states.optimizer + states.buffers
         return (
@@ -62,53 +64,58 @@ def compute_rank_memory(
     imbalance: float = 1.0,
     states: tuple[StateBytes, ...] | None = None,
 ) -> tuple[RankMemory, ...]:
-    """The memory of each pipeline rank.
+    """Return the peak memory of each pipeline rank.
 
     Args:
         cfg: a recipe that `check_config` passed.
-        recompute: parts that run again; None takes those of the recipe.
-        kernels: of the device.
-        imbalance: rows of the fullest rank's experts over the mean of all ranks.
-        states: those of `StateMemory`, for a caller that asks again with other parts.
+        recompute: parts that are recomputed; None: those of the recipe.
+        kernels: kernel profile of the device.
+        imbalance: routed tokens of the busiest rank over the mean of all ranks.
+        states: `StateMemory.max_by_pp_rank`, if the caller has it already.
     """
     states = StateMemory(cfg).max_by_pp_rank if states is None else states
     peaks = activation_peaks(ActivationMemory(cfg, recompute, kernels, imbalance), cfg)
     found = []
     for rank, (peak, pipeline) in enumerate(zip(peaks, pipeline_buffer_bytes(cfg), strict=True)):
         moments = optimizer_offload_memory(cfg, rank)
-        mine = replace(states[rank], optimizer=states[rank].optimizer - moments.offloaded)
+        resident = replace(states[rank], optimizer=states[rank].optimizer - moments.offloaded)
         update = max(0, moments.in_transit - peak.total - pipeline)
-        found.append(RankMemory(rank, mine, peak, pipeline, update))
+        found.append(RankMemory(rank, resident, peak, pipeline, update))
     return tuple(found)
 
 
 def activation_peaks(activation_memory: ActivationMemory, cfg: Config) -> tuple[ActivationPeak, ...]:
-    """Walk through the order of work of every pipeline rank, and find the moment with most activations."""
-    plan, p = plan_stages(cfg), cfg.parallel
+    """Simulate the schedule of every pipeline rank and return its peak activation memory."""
+    plan = plan_stages(cfg)
+    p = cfg.parallel
     # Without a pipeline there is no schedule.
     splits = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
-    ways, overlaps = OverlappedPassMemory(activation_memory, splits_backward=splits), cfg.parallel.overlap_experts
+    overlapped = OverlappedPassMemory(activation_memory, splits_backward=splits)
+    overlaps = cfg.parallel.overlap_experts
     passes = []
     for stage in plan.stages:
-        left = activation_memory.delayed_wgrad(stage) if splits else BytesByPart()
-        # All schedules but the simplest keep what they hand on, results and gradients, until the step ends.
+        delayed = activation_memory.delayed_wgrad(stage) if splits else BytesByPart()
+        # All schedules except BLOCKING_SENDS keep what they send, outputs and gradients, until the step ends.
         num_neighbours = (stage.number > 0) + (stage.number + 1 < len(plan.stages))
-        lets_go = cfg.parallel.schedule in BLOCKING_SENDS and not overlaps
-        num_sent = 0 if lets_go or cfg.parallel.pp == 1 else num_neighbours
+        frees_sent = cfg.parallel.schedule in BLOCKING_SENDS and not overlaps
+        num_sent = 0 if frees_sent or cfg.parallel.pp == 1 else num_neighbours
         sent = BytesByPart(pipeline=num_sent * activation_memory.hidden_bytes)
         peaks = activation_memory.forward_peak(stage), activation_memory.backward_peak(stage, splits_backward=splits)
-        both = (ways.forward_intervals(stage), ways.backward_intervals(stage)) if overlaps else ((), ())
-        passes.append(_StagePasses(*peaks, activation_memory.stage_saved(stage), left, sent, both))
+        intervals = (
+            (overlapped.forward_intervals(stage), overlapped.backward_intervals(stage)) if overlaps else ((), ())
+        )
+        passes.append(_StagePasses(*peaks, activation_memory.stage_saved(stage), delayed, sent, intervals))
     return tuple(_rank_peak(row, passes) for row in schedule_slots(cfg))
 
 
 def pipeline_buffer_bytes(cfg: Config) -> tuple[int, ...]:
-    """For each pipeline rank the buffers that torch's stages have for what they get.
+    """Return the bytes of the receive buffers of each pipeline rank's stages.
 
-    For each micro-batch a stage has one for its input and one for the gradient of its result, where these come from
-    another rank; all at once, for the whole step.
+    For each micro-batch a stage has one buffer for its input and one for the gradient of its output, if these come from
+    another rank; torch allocates all of them for the whole step.
     """
-    plan, hidden = plan_stages(cfg), ActivationMemory(cfg).hidden_bytes
+    plan = plan_stages(cfg)
+    hidden = ActivationMemory(cfg).hidden_bytes
     totals = [0] * cfg.parallel.pp
     for before, after in pairwise(plan.stages):
         if before.pp_rank != after.pp_rank:
@@ -118,7 +125,7 @@ def pipeline_buffer_bytes(cfg: Config) -> tuple[int, ...]:
 
 
 class _StagePasses:
-    """What one micro-batch has in memory on one stage."""
+    """Memory of one micro-batch on one stage."""
 
     def __init__(
         self,
@@ -129,87 +136,89 @@ class _StagePasses:
         sent: BytesByPart,
         intervals: tuple[PassIntervals, PassIntervals],
     ) -> None:
-        self.forward_peak, self.backward_peak, self.saved, self.delayed_wgrad, self.sent = (
-            forward_peak,
-            backward_peak,
-            saved,
-            delayed_wgrad,
-            SizedParts(sent),
-        )
-        self.forward_bytes, self.backward_bytes = forward_peak.total(), backward_peak.total()
-        self.saved_bytes, self.delayed_wgrad_bytes = saved.total(), delayed_wgrad.total()
+        self.forward_peak = forward_peak
+        self.backward_peak = backward_peak
+        self.saved = saved
+        self.delayed_wgrad = delayed_wgrad
+        self.sent = SizedParts(sent)
+        self.forward_bytes = forward_peak.total()
+        self.backward_bytes = backward_peak.total()
+        self.saved_bytes = saved.total()
+        self.delayed_wgrad_bytes = delayed_wgrad.total()
         self.intervals = intervals
-        """Forward and backward, where micro-batches go in pairs."""
+        """Intervals of the forward and the backward pass, with overlapped schedules."""
 
 
 class _SlotPeaks:
-    """The fullest moment of what begins together on a rank, beside other micro-batches."""
+    """Cached memory peaks of the slots of a rank."""
 
     def __init__(self, passes: list[_StagePasses]) -> None:
         self._passes = passes
         self._pair_peaks: dict[tuple[int, int], tuple[SizedParts, SizedParts]] = {}
 
     def peak_bytes(self, slot: Slot) -> int:
-        """The total of `peak_parts`, which is asked for often."""
+        """Return the total of `peak_parts`, cached because it is needed for every slot."""
         if len(slot) > 1:
             return sum(amount.size for amount in self._pair_peak(slot))
         stage = self._passes[slot[0].stage]
         return {"F": stage.forward_bytes, "W": 0}.get(slot[0].kind, stage.backward_bytes)
 
     def peak_parts(self, slot: Slot) -> BytesByPart:
-        """By part."""
+        """Return the peak of a slot by part."""
         if len(slot) > 1:
-            ahead, behind = self._pair_peak(slot)
-            return ahead.parts + behind.parts
+            forward, backward = self._pair_peak(slot)
+            return forward.parts + backward.parts
         stage = self._passes[slot[0].stage]
         return {"F": stage.forward_peak, "W": BytesByPart()}.get(slot[0].kind, stage.backward_peak)
 
     def _pair_peak(self, slot: Slot) -> tuple[SizedParts, SizedParts]:
-        ahead, behind = (action.stage for action in slot)
-        if (ahead, behind) not in self._pair_peaks:
-            other = self._passes[behind]
-            self._pair_peaks[ahead, behind] = overlapped_peak(
-                self._passes[ahead].intervals[0], other.intervals[1], other.sent
+        forward, backward = (action.stage for action in slot)
+        if (forward, backward) not in self._pair_peaks:
+            backward_passes = self._passes[backward]
+            self._pair_peaks[forward, backward] = overlapped_peak(
+                self._passes[forward].intervals[0], backward_passes.intervals[1], backward_passes.sent
             )
-        return self._pair_peaks[ahead, behind]
+        return self._pair_peaks[forward, backward]
 
 
 def _rank_peak(row: SlotRow, passes: list[_StagePasses]) -> ActivationPeak:
-    """Follow one rank: a forward pass keeps activations, the backward pass of inputs trades them for what is left."""
-    now = most = best_at = 0
-    fullest = _SlotPeaks(passes)
+    """Return the peak of one rank: F adds saved activations; I and B free them, and I adds delayed weight gradients."""
+    current = peak = peak_slot = 0
+    slot_peaks = _SlotPeaks(passes)
     for i, slot in enumerate(row):
-        # Those whose backward pass runs are counted in its moment.
-        now -= sum(passes[action.stage].saved_bytes for action in slot if action.kind in "BI")
-        full = now + fullest.peak_bytes(slot)
-        if full > most:
-            most, best_at = full, i
+        # A running backward pass includes its saved activations in its own peak.
+        current -= sum(passes[action.stage].saved_bytes for action in slot if action.kind in "BI")
+        candidate = current + slot_peaks.peak_bytes(slot)
+        if candidate > peak:
+            peak = candidate
+            peak_slot = i
         for action in slot:
             stage = passes[action.stage]
             if action.kind == "F":
-                now += stage.saved_bytes
+                current += stage.saved_bytes
             elif action.kind == "W":
-                now -= stage.delayed_wgrad_bytes
+                current -= stage.delayed_wgrad_bytes
             else:
-                now += stage.sent.size + (stage.delayed_wgrad_bytes if action.kind == "I" else 0)
-    return _peak_snapshot(row, passes, fullest.peak_parts(row[best_at]), most, best_at)
+                current += stage.sent.size + (stage.delayed_wgrad_bytes if action.kind == "I" else 0)
+    return _peak_snapshot(row, passes, slot_peaks.peak_parts(row[peak_slot]), peak, peak_slot)
 
 
 def _peak_snapshot(
     row: SlotRow, passes: list[_StagePasses], peak_parts: BytesByPart, total: int, slot_index: int
 ) -> ActivationPeak:
-    """What is in memory at one slot of a row."""
+    """Return the activation memory at one slot of a row, by part."""
     done = Counter((action.stage, action.kind) for slot in row[:slot_index] for action in slot)
     by_part = Counter(peak_parts)
     leaving = [action.stage for action in row[slot_index] if action.kind in "BI"]
     in_flight = {}
     for number in {action.stage for slot in row for action in slot}:
-        forward, whole, inputs, weights = (done[number, kind] for kind in "FBIW")
-        stage, in_flight[number] = passes[number], forward - whole - inputs
+        forward, backward, input_grads, weight_grads = (done[number, kind] for kind in "FBIW")
+        stage = passes[number]
+        in_flight[number] = forward - backward - input_grads
         for count, parts in (
             (in_flight[number] - leaving.count(number), stage.saved),
-            (inputs - weights, stage.delayed_wgrad),
-            (whole + inputs, stage.sent.parts),
+            (input_grads - weight_grads, stage.delayed_wgrad),
+            (backward + input_grads, stage.sent.parts),
         ):
             for part, size in parts.items():
                 by_part[part] += count * size

@@ -1,4 +1,4 @@
-"""."""
+"""Parts of `train.recompute`: which part contains which, and which a model has. Torch-free."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ IMPLIED_BY = {
     "moe": ("expert_activation", "shared_experts"),
     "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer"),
 }
-"""What runs again with a part anyway."""
+"""Parts that are recomputed with a part anyway."""
 
 
 def containing_part(part: str, parts: Sequence[str]) -> str | None:
-    """The one of `parts` that another one is inside of."""
-    return next((whole for whole in parts if part in IMPLIED_BY.get(whole, ())), None)
+    """Return the one of `parts` that contains another part, or None."""
+    return next((container for container in parts if part in IMPLIED_BY.get(container, ())), None)
 
 
 def missing_reason(part: str, model: ModelConfig) -> str:
-    """Why a model has no such part; empty if it has."""
+    """Return why a model lacks a part; "" if it has it."""
     if part == "mla_up" and model.attention != "mla":
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):

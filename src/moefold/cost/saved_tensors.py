@@ -1,4 +1,4 @@
-"""Bytes by part of the model, and what the kernels of a device keep for the backward pass. Torch-free."""
+"""Bytes by model part, and profiles of what the kernels of a device save for backward. Torch-free."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,23 +11,25 @@ experts, logits, residual stream, pipeline."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelProfile:
-    """What a device's kernels keep."""
+    """Properties of a device's kernels that decide which tensors they save for backward."""
 
     grouped_experts: bool
-    """The experts of a rank run together and keep all of a SwiGLU, four inner widths. Else one after another, and the
-    two inner projections are kept."""
+    """Grouped GEMM: the experts of a rank run together and save four inner widths of a SwiGLU. Else they run one after
+    another, and the two inner projections are saved."""
     fused_swiglu: bool = False
-    """Gate, SiLU and product are one kernel, which keeps its two inputs: of a SwiGLU three inner widths stay, and two
-    where expert_activation runs again, which is that kernel alone."""
+    """Fused SwiGLU (gate, SiLU and product), which saves its two inputs: three inner widths in all, or two if
+    expert_activation, which is that kernel alone, is recomputed."""
     tiled_loss: bool = False
-    """Beside what the loss keeps, it has the logits of few tokens in memory, where no product of all is postponed."""
+    """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
+    gradient is delayed."""
     low_precision_router: bool = False
-    """The router's product takes its input in the compute type, and its choices stay as one map: no copy is kept."""
+    """The router's GEMM reads its input in the compute type and the choices are saved as one map, so no copy of the
+    input is saved."""
 
 
 CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
 CUDA_KERNELS = KernelProfile(grouped_experts=True)
 KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
-"""By device type."""
+"""Kernel profile by device type."""
 MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True, low_precision_router=True)
-"""Of Megatron-Core with Transformer Engine, on which most published steps were measured."""
+"""Profile of Megatron-Core with Transformer Engine, on which most published steps were measured."""

@@ -1,4 +1,4 @@
-"""What each pipeline stage holds and which rank has it: the one place that every reader of stages asks. Torch-free."""
+"""Pipeline stages of a recipe: resolve `parallel.pipeline_layout`, including "auto". Torch-free."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from moefold.topology.stages import Stage, StagePlan
 
 
 def plan_stages(cfg: Config) -> StagePlan:
-    """The stages of a recipe that passed `check_config`.
+    """Return the stages of a recipe that passed `check_config`.
 
     Raises:
-        ConfigError: the schedule is read from a file, which cannot be read.
+        ConfigError: the schedule file cannot be read.
     """
     ranks = stage_ranks(cfg.parallel)
     parts = stage_parts(cfg)
@@ -21,15 +21,16 @@ def plan_stages(cfg: Config) -> StagePlan:
 
 
 def with_explicit_layout(cfg: Config) -> Config:
-    """The recipe with an automatic layout spelled out, for a change that must not move the stages."""
+    """Return the recipe with an automatic layout resolved, for a change that must not move the stages."""
     if cfg.parallel.pipeline_layout != "auto":
         return cfg
     return replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=plan_stages(cfg).layout))
 
 
 def stage_parts(cfg: Config) -> tuple[StageParts, ...]:
-    """What the stages hold, by `parallel.pipeline_layout`."""
-    p, model = cfg.parallel, cfg.model
+    """Return the parts of the model on each stage, by `parallel.pipeline_layout`."""
+    p = cfg.parallel
+    model = cfg.model
     if p.pipeline_layout == "":
         return even_stages(model.num_layers, model.mtp_layers, p.pp * p.virtual_stages)
     if p.pipeline_layout == "auto":

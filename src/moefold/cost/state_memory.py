@@ -1,10 +1,9 @@
-"""Bytes of weights, gradients and optimizer state that each rank holds, to the byte. Torch-free.
+"""State memory: bytes of weights, gradients and optimizer state on each rank, exact to the byte. Torch-free.
 
-What counts is what the runtime allocates: FSDP's padding of uneven shards, the copy of the weights in the compute type
-that it gathers, and its sums of gradients before they are reduced. Code and buffers of the libraries do not count, nor
-does what an allocator rounds up.
+Counted is what the runtime allocates: FSDP's padding of uneven shards, the gathered weights in the compute type, and
+unreduced gradient sums. Not counted: code and buffers of libraries, and the allocator's rounding.
 
-What `train.offload_optimizer` takes out of a rank's memory, and what an update brings back. Torch-free.
+Also the optimizer state that `train.offload_optimizer` removes from a rank's memory and that an update fetches.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,94 +17,93 @@ from moefold.topology.stages import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 ADAMW_STEP_BYTES = 4
-"""AdamW counts the steps of each parameter in a float32."""
+"""Bytes of AdamW's step count of each parameter, a float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a rank holds between and during steps beside activations, in bytes."""
+    """State bytes of a rank between and during steps, without activations."""
 
     weights: int = 0
-    """Master weights: this rank's shards with their padding."""
+    """Master weights: this rank's shards with padding."""
     gathered: int = 0
-    """The weights in the compute type as the maths reads them, as much as is there at once."""
+    """Gathered weights in the compute type, as many as are in memory at once."""
     gradients: int = 0
-    """Reduced gradients, sharded as the master weights are, in their type."""
+    """Reduced gradients, sharded like the master weights and in their type."""
     gradient_sums: int = 0
-    """Gradients of this rank alone, not sharded, which are summed over micro-batches before they are reduced."""
+    """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """Moments, and a count of steps for each parameter of AdamW."""
+    """Moments, and AdamW's step count of each parameter."""
     buffers: int = 0
-    """Expert bias and counts, cosines and sines of the rotation."""
+    """Expert bias, expert counts, and RoPE cosines and sines."""
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
 
     @property
     def persistent(self) -> int:
-        """Between two steps."""
+        """Bytes between two steps."""
         return self.weights + self.optimizer + self.buffers
 
 
 def master_dtype_bytes(cfg: Config) -> int:
-    """Bytes of a master weight, of its gradient and of a float32 moment."""
+    """Return the bytes of one element of a master weight, its gradient or a float32 moment."""
     return 8 if cfg.run.dtype == "float64" else 4
 
 
 def compute_dtype_bytes(cfg: Config) -> int:
-    """Bytes of a number of the compute type."""
+    """Return the bytes of one element of the compute type."""
     return ITEM_BYTES[cfg.run.dtype]
 
 
 def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
-    """What one rank holds.
+    """Return the state bytes of one rank.
 
-    Members 0 of data parallelism, such as the first rank of each stage, hold the most: those behind them get what is
-    left of the rows.
+    Data-parallel rank 0, such as the first rank of each stage, holds most: later ranks get the remaining rows.
 
     Args:
         cfg: a recipe that `check_config` passed.
         pp_rank: pipeline rank.
-        dense_dp_rank: place among the dp x cp ranks over which dense weights are cut.
-        expert_dp_rank: place among the edp ranks over which experts are cut.
+        dense_dp_rank: rank within the dp x cp group over which dense weights are sharded.
+        expert_dp_rank: rank within the edp group over which experts are sharded.
     """
     return StateMemory(cfg).rank_bytes(pp_rank, dense_dp_rank, expert_dp_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """How a rank holds weights: over how many ranks data parallelism cuts them, and in which types."""
+    """Data-parallel sharding degrees and element types of a rank's weights, gradients and moments."""
 
     degrees: tuple[int, int]
-    """Ranks over which dense weights are cut, and experts; 1 and 1 with zero=0."""
+    """Number of ranks over which dense weights and experts are sharded; 1 and 1 with zero=0."""
     accumulates_gradients: bool
     """Whether gradients are summed over micro-batches before they are reduced."""
     master_bytes: int
-    """Bytes of a master weight; 0 where the weights in the compute type are the only ones."""
+    """Bytes per master weight; 0 if there are only weights in the compute type."""
     compute_bytes: int
-    """Bytes of a number of the compute type."""
+    """Bytes per element of the compute type."""
     moment_bytes: int
-    """Bytes of one moment of the optimizer."""
+    """Bytes per element of an optimizer moment."""
     gradient_bytes: int
-    """Bytes of a gradient."""
+    """Bytes per element of a gradient."""
     muon_groups: tuple[str, ...] = ()
-    """Parts whose matrices have one moment; all else has two, and a count of steps."""
+    """Groups whose matrices have one moment; all other parameters have two, and a step count."""
 
     def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
-        """What some weights of one rank take, which tensor and expert parallelism have cut already."""
-        kept = gradients = sums = moments = 0
+        """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
+        weight_bytes = gradients = sums = moments = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
-            kept += shards.padded_numel * self.master_bytes
+            weight_bytes += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            is_muons = weight.uses_muon and weight.part in self.muon_groups
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if is_muons else 2)
-            moments += 0 if is_muons else ADAMW_STEP_BYTES
-        return StateBytes(weights=kept, gradients=gradients, gradient_sums=sums, optimizer=moments)
+            updated_by_muon = weight.uses_muon and weight.part in self.muon_groups
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if updated_by_muon else 2)
+            moments += 0 if updated_by_muon else ADAMW_STEP_BYTES
+        return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
     def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
-        """Their copies that the maths reads."""
+        """Return the bytes of the gathered weights."""
         total = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
@@ -115,8 +113,9 @@ class ShardSpec:
 
 
 def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
-    """How the ranks of a recipe hold weights that are cut over so many ranks."""
-    train, master = cfg.train, master_dtype_bytes(cfg)
+    """Return the shard spec of a recipe for given sharding degrees."""
+    train = cfg.train
+    master = master_dtype_bytes(cfg)
     return ShardSpec(
         degrees=degrees,
         accumulates_gradients=accumulates_gradients,
@@ -129,18 +128,18 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
 
 
 def expert_buffer_bytes(cfg: Config) -> int:
-    """Buffers of a layer with experts: the bias that balances them, and their counts."""
+    """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
     return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
 
 
 def rope_buffer_bytes(cfg: Config) -> int:
-    """Cosines and sines of the rotation, which every stage has."""
+    """Return the bytes of the RoPE cosines and sines, which every stage has."""
     return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
 
 
 class StateMemory:
-    """The states of the ranks of one config; the work grows with the stages, not with the tensors."""
+    """State bytes of all ranks of a config; the cost grows with the number of stages, not of tensors."""
 
     def __init__(self, cfg: Config) -> None:
         p = cfg.parallel
@@ -163,26 +162,27 @@ class StateMemory:
             ZERO_STATES,
         )
         if self._cfg.model.last_stage_needs_embedding and len(stages) > 1 and stages[0].is_first and stages[-1].is_last:
-            # The second copy follows the first: no moments, and no gradient of its own once both are added up.
+            # The second copy of the embedding has no moments, and no gradient of its own after the reduction.
             total += replace(ZERO_STATES, optimizer=-self._unit_states("embedding", *members).optimizer)
         gathered = sum(self._gathered_bytes(stage) for stage in stages)
         return replace(total, gathered=gathered, buffers=total.buffers + len(stages) * rope_buffer_bytes(self._cfg))
 
     @cached_property
     def max_by_pp_rank(self) -> tuple[StateBytes, ...]:
-        """The first rank of every pipeline stage, which holds as much as any of its stage."""
+        """State bytes of the first rank of every pipeline stage, the maximum of its stage."""
         return tuple(self.rank_bytes(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
 
     def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
-        """What the first rank of a stage holds in a step of one of `unit_names`."""
-        states, weights = self._unit_states(name, 0, 0), self._sharded_weights(name)
+        """Return the state bytes of one of `unit_names` in a step, on the first rank of a stage."""
+        states = self._unit_states(name, 0, 0)
+        weights = self._sharded_weights(name)
         gathered = self._shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
         gathered = 0 if self._cfg.parallel.zero == 3 else gathered
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
     def _unit_states(self, name: str, dense_dp_rank: int, expert_dp_rank: int) -> StateBytes:
-        """A layer, the embedding or the head."""
+        """Return the state bytes of a layer, the embedding or the head; cached."""
         key = (name, dense_dp_rank, expert_dp_rank)
         if key not in self._unit_cache:
             states = self._shard_spec.state_bytes(self._sharded_weights(name), (dense_dp_rank, expert_dp_rank))
@@ -195,7 +195,7 @@ class StateMemory:
         return [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
 
     def _gathered_bytes(self, stage: Stage) -> int:
-        """The weights that the maths of a stage reads, which are copies of the master weights."""
+        """Return the bytes of the compute-type copies of a stage's weights."""
         names = unit_names(self._cfg, stage)
         if not self._is_fsdp:
             return cast_copy_bytes(self._cfg, names)
@@ -203,12 +203,12 @@ class StateMemory:
         if self._cfg.parallel.zero < 3:
             return sum(sizes)
         layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
-        # The root's own weights stay while any of its layers runs; of the layers, one.
+        # With ZeRO-3 the FSDP root's own weights stay gathered; of the layers, one at a time.
         return sum(sizes) - sum(layers) + max(layers, default=0)
 
 
 def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
-    """The copies of a rank by itself: it reads its master weights, in a narrower type if there is one."""
+    """Return the bytes of an unsharded rank's weights in the compute type; 0 if that is the master type."""
     if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
@@ -217,15 +217,16 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
 
 
 def unit_names(cfg: Config, stage: Stage) -> list[str]:
-    """What stands on a stage: "embedding", layers as "D" and "M", "head" and layers of prediction as "further"."""
-    model, parts = cfg.model, stage.parts
+    """Return the units of a stage: "embedding", layers as "D" and "M", "head", and MTP layers as "further"."""
+    model = cfg.model
+    parts = stage.parts
     names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
     names += [model.layer_kinds[i] for i in parts.layers]
     return names + ["head"] + ["further"] * parts.num_mtp_layers if stage.is_last else names
 
 
 def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
-    """The whole weights of one of `unit_names`."""
+    """Return the unsharded weights of one of `unit_names`."""
     match name:
         case "embedding":
             return (embedding_weight(cfg.model),)
@@ -240,32 +241,33 @@ ZERO_STATES = StateBytes()
 
 
 PARAMS_IN_TRANSIT = 3
-"""Parameters whose moments an update has in memory: of one they come, of one they are used, of one they go."""
+"""Parameters whose offloaded moments are in memory at once: one being fetched, one in use, one being written back."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOffloadMemory:
-    """Bytes of the moments of the first rank of a pipeline stage."""
+    """Bytes of offloaded moments on the first rank of a pipeline stage."""
 
     offloaded: int = 0
-    """Outside of memory between two updates."""
+    """Bytes offloaded between two updates."""
     in_transit: int = 0
-    """Most that an update has in memory of them: those of `PARAMS_IN_TRANSIT` parameters."""
+    """Maximum bytes in memory during an update: the moments of `PARAMS_IN_TRANSIT` parameters."""
 
 
 def optimizer_offload_memory(cfg: Config, pp_rank: int) -> OptimizerOffloadMemory:
-    """Count the moments that are large enough to leave, as `optim/state_offload.py` sends them away.
+    """Count the moments that are large enough for `optim/state_offload.py` to offload.
 
     Args:
         cfg: a recipe that `check_config` passed.
         pp_rank: pipeline rank.
     """
-    p, train = cfg.parallel, cfg.train
+    p = cfg.parallel
+    train = cfg.train
     if train.offload_optimizer == "none":
         return OptimizerOffloadMemory()
     names = [name for stage in plan_stages(cfg).of_rank(pp_rank) for name in unit_names(cfg, stage)]
     if names.count("embedding") > 1:
-        # The second copy follows the first and has no moments.
+        # The second copy of the embedding has no moments.
         names.remove("embedding")
     degrees = (p.dp * p.cp, p.edp) if p.world_size > 1 and p.zero > 0 else (1, 1)
     weights = (weight.shard(p.tp, p.ep, p.etp) for name in names for weight in unit_weights(cfg, name))
@@ -278,14 +280,14 @@ def optimizer_offload_memory(cfg: Config, pp_rank: int) -> OptimizerOffloadMemor
 
 
 def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape], min_kib: int) -> Iterator[int]:
-    """Bytes of the moments of each weight that leave memory.
+    """Yield the moment bytes of each weight whose moments are offloaded.
 
     Args:
-        shard_spec: of the rank.
-        weights: what tensor and expert parallelism have left of them.
-        min_kib: KiB of one moment that is worth moving.
+        shard_spec: shard spec of the rank.
+        weights: weights already sharded by tensor and expert parallelism.
+        min_kib: minimum KiB of one moment to be offloaded.
     """
     for weight in weights:
-        one = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
-        if one >= max(min_kib * 2**10, 1):
-            yield one if weight.uses_muon and weight.part in shard_spec.muon_groups else 2 * one
+        moment_bytes = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
+        if moment_bytes >= max(min_kib * 2**10, 1):
+            yield moment_bytes if weight.uses_muon and weight.part in shard_spec.muon_groups else 2 * moment_bytes

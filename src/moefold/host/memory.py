@@ -1,4 +1,4 @@
-"""Memory that this machine can still give: free memory and swap, control groups, limits of the process. Torch-free."""
+"""Memory available on this machine: free memory and swap, control groups, process limits. Torch-free."""
 
 import os
 import resource
@@ -8,16 +8,16 @@ from pathlib import Path
 
 ROOT = Path("/")
 UNLIMITED_BYTES = 2**62
-"""Version 1 of control groups writes a number near 2**63 for no limit."""
+"""Limits above this mean no limit: cgroup version 1 writes a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Bytes, and what limits them."""
+    """Available bytes, and their limiting factor."""
 
     size: int
     description: str
-    """For a message: "21.3 GiB are free"."""
+    """Text for a message: "21.3 GiB are free"."""
 
 
 def physical_bytes() -> int:
@@ -26,28 +26,29 @@ def physical_bytes() -> int:
 
 
 def available_host_memory(root: Path = ROOT) -> AvailableMemory:
-    """Return what all processes of this machine, or of this container, can still get together.
+    """Return the memory that all processes of this machine or container together can still allocate.
 
-    That is MemAvailable plus free swap, and not more than the control groups of this process leave, to which free swap
-    is added as well. File caches count as free. Without /proc (macOS) it is all memory of the machine.
+    The minimum of MemAvailable and the headroom of this process's control groups, each plus free swap. File caches
+    count as free. Without /proc (macOS) it is all memory of the machine.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder that contains /proc and /sys.
     """
-    free, swap = _free_bytes(root), 0
+    free = _free_bytes(root)
+    swap = 0
     if free is None:
         return AvailableMemory(physical_bytes(), "of the machine")
     available, swap = free
-    rooms = [AvailableMemory(available + swap, "free on this machine" + (", swap included" if swap else ""))]
-    rooms += [
-        AvailableMemory(left + swap, "left by the memory limit of the control group")
-        for left in _cgroup_headrooms(root)
+    limits = [AvailableMemory(available + swap, "free on this machine" + (", swap included" if swap else ""))]
+    limits += [
+        AvailableMemory(headroom + swap, "left by the memory limit of the control group")
+        for headroom in _cgroup_headrooms(root)
     ]
-    return min(rooms, key=lambda room: room.size)
+    return min(limits, key=lambda limit: limit.size)
 
 
 def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
-    """Return what one process can still map under its limit of address space (`ulimit -v`); None without a limit."""
+    """Return what one process can still map under its address-space limit (`ulimit -v`); None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
@@ -55,12 +56,12 @@ def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
 
 
 def _free_bytes(root: Path) -> tuple[int, int] | None:
-    """MemAvailable and SwapFree; None where the kernel does not tell."""
+    """Return MemAvailable and SwapFree; None if the kernel does not report them."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.strip()}
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if value.strip()}
     return (kib["MemAvailable"] * 1024, kib.get("SwapFree", 0) * 1024) if "MemAvailable" in kib else None
 
 
@@ -73,7 +74,7 @@ def _mapped_bytes(root: Path) -> int:
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """What each control group over this process leaves, of version 1 and 2."""
+    """Yield the headroom of each control group of this process, version 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -89,7 +90,7 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
         else:
             continue
         for mount in mounts:
-            # Inside a container the path may be that of the host; the mount itself is then the group.
+            # In a container the path may be the host's; then the mount itself is the group.
             folder = mount / path.lstrip("/")
             folders = [folder, *folder.parents]
             for group in folders[: folders.index(mount) + 1]:

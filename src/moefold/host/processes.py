@@ -1,9 +1,4 @@
-"""Signals of processes that this one starts: none before they can handle it, and one when this process dies.
-
-Whether another process of this machine lives, as the kernel sees it: it need not answer for that. Torch-free.
-
-Calls into torch that may wait without end: this process gives them a limit and keeps obeying signals. Torch-free.
-"""
+"""Process utilities: signals of child processes, state of other processes, calls with a timeout. Torch-free."""
 
 import ctypes
 import os
@@ -23,16 +18,16 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -> Iterator[None]:
-    """Block signals of this thread inside; a process that starts inherits that, until it unblocks them.
+    """Block signals of this thread inside the context; child processes inherit the mask until they unblock them.
 
-    A Python process that is still importing would answer Ctrl-C with a traceback.
+    Without it, Ctrl-C during a child's imports prints a traceback.
 
     Args:
-        signals: the signals.
-        starts_python: whether the process is a new interpreter, not a fork of this one.
+        signals: signals to block.
+        starts_python: whether the child is a new interpreter, not a fork of this one.
     """
     if starts_python:
-        # multiprocessing would start this helper inside, and unblock the signals behind it.
+        # multiprocessing would start its resource tracker inside the context, and unblock the signals afterwards.
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -42,11 +37,11 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
 
 
 def signal_on_parent_death(number: signal.Signals, parent_pid: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent dies, where the system can (Linux).
+    """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
         number: the signal.
-        parent_pid: the process id that the parent should have; if it has died already, the signal is sent at once.
+        parent_pid: the parent's process id; if the parent has died already, the signal is raised at once.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -54,36 +49,42 @@ def signal_on_parent_death(number: signal.Signals, parent_pid: int | None = None
         signal.raise_signal(number)
 
 
-GONE, STOPPED, BLOCKED, ALIVE = "gone", "stopped", "blocked", "alive"
-"""What `ProcessId.state` says. blocked: inside the kernel, where no signal reaches it (a disk, a network folder)."""
+GONE = "gone"
+STOPPED = "stopped"
+BLOCKED = "blocked"
+"""In uninterruptible sleep inside the kernel (a disk, a network folder), where no signal reaches it."""
+ALIVE = "alive"
+
 
 _STATES = {"T": STOPPED, "t": STOPPED, "D": BLOCKED, "Z": GONE, "X": GONE}
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, told apart from a later one that got its number."""
+    """Identity of a process, distinct from a later process with the same number."""
 
     machine: str
-    """Processes with the same one can see each other."""
+    """Machine and process namespace: processes with the same one can see each other."""
     host: str
     number: int
     started: str
-    """When, in the kernel's own unit; empty where the kernel does not say."""
+    """Start time in the kernel's unit; "" if the kernel does not report it."""
 
     @classmethod
     def current(cls) -> "ProcessId":
-        """This process."""
+        """Return the identity of this process."""
         number = os.getpid()
         host = socket.gethostname()
-        # Containers may share a host's name and not its processes.
+        # Containers may share a host name but not its processes.
         namespace = Path("/proc/self/ns/pid")
-        seen = os.readlink(namespace) if namespace.exists() else ""
+        namespace_id = os.readlink(namespace) if namespace.exists() else ""
         boot = Path("/proc/sys/kernel/random/boot_id")
-        return cls(f"{host} {seen} {boot.read_text().strip() if boot.exists() else ''}", host, number, _stat(number)[1])
+        return cls(
+            f"{host} {namespace_id} {boot.read_text().strip() if boot.exists() else ''}", host, number, _stat(number)[1]
+        )
 
     def state(self) -> str:
-        """One of GONE, STOPPED, BLOCKED, ALIVE; for a process of this machine."""
+        """Return GONE, STOPPED, BLOCKED or ALIVE; for a process of this machine."""
         try:
             os.kill(self.number, 0)
         except ProcessLookupError:
@@ -97,9 +98,9 @@ class ProcessId:
 
 
 def _stat(number: int) -> tuple[str, str]:
-    """State letter and start time of a process; both empty where there is no /proc, or no such process."""
+    """Return state letter and start time of a process; both "" without /proc or such a process."""
     try:
-        # The name in brackets may hold anything; the fields that count stand behind it.
+        # The command name in brackets may contain anything; parse the fields after it.
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
@@ -110,38 +111,38 @@ Result = TypeVar("Result")
 
 
 class CallTimeoutError(Exception):
-    """The call had not returned when its time was up."""
+    """The call did not return within the timeout."""
 
 
 def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, or raise what it raises, within a limit.
+    """Call a function with a timeout: return its result, or raise its error.
 
-    The call runs in a thread of its own. A client of torch's store that reaches a peer which never answers waits in
-    C++ without any limit, and a thread that waits there runs no signal handler; the calling thread does. A call that
-    is given up goes on waiting until the process ends, which it does not delay.
+    The call runs in a thread of its own. A client of torch's store whose peer never answers waits in C++ without a
+    limit, and a thread that waits there runs no signal handler; the calling thread does. A call that timed out keeps
+    waiting in its daemon thread, which does not delay the end of the process.
 
     Args:
         timeout_s: seconds to wait.
-        call: releases the interpreter's lock while it waits.
+        call: function that releases the GIL while it waits.
 
     Raises:
-        NoAnswerError: the time is up.
+        CallTimeoutError: the call did not return in time.
     """
-    answers: list[Result] = []
+    results: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            answers.append(call())
+            results.append(call())
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             errors.append(error)
 
     thread = threading.Thread(target=run, name="bounded call", daemon=True)
     thread.start()
-    # The longest time that a thread can be waited for is some 290 years.
+    # Thread.join raises OverflowError for longer timeouts.
     thread.join(min(timeout_s, threading.TIMEOUT_MAX))
     if errors:
         raise errors[0]
-    if not answers:
+    if not results:
         raise CallTimeoutError
-    return answers[0]
+    return results[0]

@@ -1,4 +1,7 @@
-"""Which rank this process is, if torchrun or SLURM started it: the only reader of their environment. Torch-free."""
+"""Rank and rendezvous of this process from the environment of torchrun or SLURM. Torch-free.
+
+The only reader of these environment variables.
+"""
 
 import os
 import re
@@ -14,7 +17,7 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One process of a job."""
+    """Rank, world size and master address of one process of a job."""
 
     rank: int
     local_rank: int
@@ -22,21 +25,21 @@ class RankEnv:
     master_address: str
     master_port: int
     record_paths: tuple[str, ...] = ()
-    """Files in which ranks of our own launcher leave word of what they do, one for each rank, and last the one for the
-    message that ends the job; empty under other launchers."""
+    """Files of moefold's own launcher, in which each rank records its progress, and last the file for the job's final
+    message; empty under other launchers."""
     local_world_size: int = 1
-    """Ranks on the machine of this one."""
+    """Number of ranks on this machine."""
 
 
 def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None:
-    """The place that a launcher gave this process, or None if the user started it.
+    """Read the rank environment of a launcher, or return None if the user started this process.
 
-    torchrun says RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` says SLURM_PROCID,
-    SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port that
-    follows from the job's number.
+    torchrun sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` sets SLURM_PROCID,
+    SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port
+    derived from the job id.
 
     Raises:
-        ConfigError: a launcher's variables are incomplete or make no sense.
+        ConfigError: a launcher's variables are incomplete or invalid.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _parse_env(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -47,16 +50,16 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
 
 
 def check_world_size(rank_env: RankEnv, world_size: int) -> None:
-    """Refuse a job with another number of processes than the recipe folds.
+    """Check that the launcher started as many processes as the recipe has ranks.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the numbers differ.
     """
     if rank_env.world_size != world_size:
         raise ConfigError(
-            f"parallel.world_size={world_size} must equal the {rank_env.world_size} processes that the launcher started; "
-            f"set parallel.world_size={rank_env.world_size}, start {world_size}, or set parallel.elastic=true to follow "
-            "the launcher"
+            f"parallel.world_size={world_size} must equal the {rank_env.world_size} processes that the launcher "
+            f"started; set parallel.world_size={rank_env.world_size}, start {world_size}, "
+            "or set parallel.elastic=true to follow the launcher"
         )
 
 
@@ -69,12 +72,12 @@ def _parse_env(environment: Mapping[str, str], rank_key: str, local_rank_key: st
         numbers[name] = int(text)
     if numbers[rank_key] >= numbers[world_size_key]:
         raise ConfigError(
-            f"{rank_key}={numbers[rank_key]} in the environment must be below {world_size_key}={numbers[world_size_key]}; "
-            "start ranks with torchrun or srun"
+            f"{rank_key}={numbers[rank_key]} in the environment must be below "
+            f"{world_size_key}={numbers[world_size_key]}; start ranks with torchrun or srun"
         )
     if not 0 < numbers["MASTER_PORT"] <= _MAX_PORT:
         raise ConfigError(
-            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port that ranks can meet at; choose 1 to "
+            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is not a valid port; choose 1 to "
             f"{_MAX_PORT}, or torchrun --standalone, which finds one"
         )
     return RankEnv(
@@ -88,13 +91,13 @@ def _parse_env(environment: Mapping[str, str], rank_key: str, local_rank_key: st
 
 
 def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
-    """Ranks on this machine: all, where the launcher does not tell.
+    """Return the number of ranks on this machine: all, if the launcher does not set it.
 
-    SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold's ranks are as many on every node.
+    SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold has the same number on every node.
     """
-    told = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    found = re.match(r"\d+", told)
-    return min(int(found[0]), world_size) if found and int(found[0]) else world_size
+    text = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    count = re.match(r"\d+", text)
+    return min(int(count[0]), world_size) if count and int(count[0]) else world_size
 
 
 def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) -> str:
@@ -107,7 +110,7 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
 
 
 def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where the ranks meet, as far as the environment does not say it."""
+    """Return the master address and port as far as they are not set in the environment."""
     master = {}
     if "MASTER_PORT" not in environment:
         job = environment.get("SLURM_JOB_ID", "0")
@@ -118,6 +121,6 @@ def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _first_slurm_node(environment: Mapping[str, str]) -> str:
-    """The node of rank 0: of "gpu[003-010,12]-ib,cpu1", which is how SLURM writes a list, gpu003-ib."""
+    """Return the node of rank 0, gpu003-ib for SLURM's list "gpu[003-010,12]-ib,cpu1"."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).split(",")[0]

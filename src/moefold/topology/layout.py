@@ -1,7 +1,7 @@
-"""The two views of the ranks, as integers: MoE Parallel Folding (arXiv:2504.14960 sec. 3.1).
+"""Rank layout of MoE Parallel Folding (arXiv:2504.14960 sec. 3.1): two views of the same ranks, as integers.
 
-Torch-free: the planner, the runtime and `moefold layout` share it. A view is one factorisation of the ranks into named
-axes; attention uses `tp cp dp pp`, experts use `etp ep edp pp`, over the same ranks.
+A view is one factorisation of the ranks into named axes: attention uses `tp cp dp pp`, experts use `etp ep edp pp`.
+Torch-free, shared by the planner, the runtime and `moefold layout`.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ class View:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the view."""
+        """Number of ranks."""
         return prod(self.degrees)
 
     def degree(self, axis: str) -> int:
-        """Size of one axis."""
+        """Return the size of one axis."""
         return self.degrees[self.axes.index(axis)]
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbours along one axis, in ranks."""
+        """Return the distance between neighbours along one axis, in ranks."""
         return prod(self.degrees[self.axes.index(axis) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of a rank along one axis."""
+        """Return the coordinate of a rank along one axis."""
         return rank // self.stride(axis) % self.degree(axis)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, the first named axis slowest.
+        """Return the ranks that differ from `rank` only along `axes`, the first named axis slowest.
 
-        The order of a group is the order of its coordinates, so member i of a one-axis group has coordinate i.
+        Members are ordered by coordinate: member i of a one-axis group has coordinate i.
         """
         members = [rank - sum(self.coordinate(rank, axis) * self.stride(axis) for axis in axes)]
         for axis in axes:
@@ -51,30 +51,30 @@ class View:
         return tuple(members)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`, in the order of their first members: a partition of the ranks."""
+        """Return all groups along `axes`, ordered by first member: a partition of the ranks."""
         firsts = range(self.world_size)
         return tuple(self.group(rank, *axes) for rank in firsts if not any(self.coordinate(rank, a) for a in axes))
 
     def group_index(self, rank: int, axis: str) -> int:
-        """Which of `groups(axis)` a rank belongs to: what is slower than the axis counts first, then what is faster."""
+        """Return the index of a rank's group in `groups(axis)`."""
         stride = self.stride(axis)
         return rank // (stride * self.degree(axis)) * stride + rank % stride
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
-        """The same of each rank."""
+        """Return `group_index` of every rank."""
         return tuple(self.group_index(rank, axis) for rank in range(self.world_size))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A legal folding: both views over the same ranks, with equal pipeline groups. Made by `fold`."""
+    """Legal folding: both views of the same ranks, with equal pipeline groups. Built by `fold`."""
 
     attention: View
     moe: View
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.attention.world_size
 
     @property
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def as_dict(self) -> dict[str, object]:
-        """The rank groups of both views, in the form that `moefold layout --json` prints."""
+        """Rank groups of both views, in the form that `moefold layout --json` prints."""
         return {
             "world_size": self.world_size,
             "attention": {axis: [list(group) for group in self.attention.groups(axis)] for axis in ATTENTION_AXES},
@@ -157,14 +157,16 @@ def fold(
 
 
 def divisors(n: int) -> list[int]:
-    """All positive divisors of n, ascending."""
-    found, rest, prime = [1], n, 2
-    while rest > 1:
-        if prime * prime > rest:
-            prime = rest
+    """Return all positive divisors of n, ascending."""
+    found = [1]
+    remainder = n
+    prime = 2
+    while remainder > 1:
+        if prime * prime > remainder:
+            prime = remainder
         powers = [1]
-        while rest % prime == 0:
-            rest //= prime
+        while remainder % prime == 0:
+            remainder //= prime
             powers.append(powers[-1] * prime)
         found = [d * power for d in found for power in powers]
         prime += 1
@@ -172,7 +174,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _divide(key: str, value: int, whole: int, name: str, multiple: int) -> int:
-    """`whole / value`, or a ConfigError with the nearest divisors and the nearest world sizes that fit all degrees."""
+    """Return `whole / value`; the ConfigError names the nearest divisors and the world sizes that fit all degrees."""
     if whole % value == 0:
         return whole // value
     legal = divisors(whole)
@@ -196,27 +198,33 @@ def _parse_view(key: str, order: str, degrees: dict[str, int]) -> View:
 
 
 def _check_pipeline_groups(layout: Layout) -> None:
-    """Refuse views whose pipelines differ. A pp group is `first + i * stride`, so equal strides mean equal groups."""
-    attention, moe = layout.attention, layout.moe
-    inside, moe_inside = attention.stride("pp"), moe.stride("pp")
-    if layout.pp == 1 or inside == moe_inside:
+    """Check that both views have equal pp groups.
+
+    A pp group is `first + i * stride`, so equal strides mean equal groups.
+    """
+    attention = layout.attention
+    moe = layout.moe
+    stride = attention.stride("pp")
+    moe_stride = moe.stride("pp")
+    if layout.pp == 1 or stride == moe_stride:
         return
-    order, moe_order = "-".join(attention.axes), "-".join(moe.axes)
-    ways = [f"ep={ep} with etp={etp}" for ep, etp in _compatible_ep_etp(layout)[:3]]
-    ways.append(f"order={DEFAULT_ORDER!r} with moe_order={DEFAULT_MOE_ORDER!r}")
+    order = "-".join(attention.axes)
+    moe_order = "-".join(moe.axes)
+    options = [f"ep={ep} with etp={etp}" for ep, etp in _compatible_ep_etp(layout)[:3]]
+    options.append(f"order={DEFAULT_ORDER!r} with moe_order={DEFAULT_MOE_ORDER!r}")
     raise ConfigError(
         f"parallel.order={order!r} with parallel.moe_order={moe_order!r} give different pp groups: pp has stride "
-        f"{inside} in attention ({_axes_after_pp(attention)}) but {moe_inside} in the MoE view ({_axes_after_pp(moe)}), "
-        f"and a rank has one stage; choose {', or '.join(ways)}"
+        f"{stride} in attention ({_axes_after_pp(attention)}) but {moe_stride} in the MoE view "
+        f"({_axes_after_pp(moe)}), and a rank has one stage; choose {', or '.join(options)}"
     )
 
 
 def _axes_after_pp(view: View) -> str:
-    return "*".join(view.axes[view.axes.index("pp") + 1 :]) or "nothing behind pp"
+    return "*".join(view.axes[view.axes.index("pp") + 1 :]) or "nothing after pp"
 
 
 def _compatible_ep_etp(layout: Layout) -> list[tuple[int, int]]:
-    """The (ep, etp) that fold under the given orders, nearest first."""
+    """Return the (ep, etp) that fold under the given orders, nearest first."""
     stage = layout.world_size // layout.pp
     fitting = []
     for etp in divisors(stage):

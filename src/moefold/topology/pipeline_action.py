@@ -1,25 +1,23 @@
-"""The work of pipeline ranks, piece by piece. Torch-free.
+"""Actions of a pipeline schedule, and their simulated execution to find deadlocks. Torch-free.
 
-Through the rows of a pipeline schedule as far as order and needs allow. Torch-free.
-
-A rank goes through the slots of its row in order. A slot is one action, or a forward and a backward pass that begin
-together, when both have what they need.
+A rank runs the slots of its row in order. A slot is one action, or an overlapped forward and backward pass that start
+together once the inputs of both are available.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ActionResult = tuple[int, str, int]
-"""A result: stage, F, I or W, micro-batch."""
+"""Result of an action: stage, F, I or W, micro-batch."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work of a rank."""
+    """One action of a rank."""
 
     stage: int
     kind: str
-    """F, B, I or W."""
+    """F forward, B whole backward, I input gradients or W weight gradients."""
     micro_batch: int
 
     def __str__(self) -> str:
@@ -27,12 +25,13 @@ class Action:
 
     @property
     def produces(self) -> ActionResult:
-        """What is there once it is done; a backward pass of either kind counts as I."""
+        """Result of the action; a backward pass of either kind counts as I."""
         return self.stage, "I" if self.kind == "B" else self.kind, self.micro_batch
 
     def consumes(self, num_stages: int) -> tuple[ActionResult, ...]:
-        """What must be there before."""
-        s, m = self.stage, self.micro_batch
+        """Return the results that must be available before the action starts."""
+        s = self.stage
+        m = self.micro_batch
         if self.kind == "F":
             return ((s - 1, "F", m),) if s else ()
         if self.kind == "W":
@@ -42,13 +41,13 @@ class Action:
 
 ScheduleRow = tuple[Action, ...]
 Slot = tuple[Action, ...]
-"""What a rank begins together: one action, or a forward and a backward pass of two micro-batches."""
+"""Actions that start together: one, or a forward and a backward pass of two micro-batches."""
 SlotRow = tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """The actions of every pipeline rank, in order, and where the stages stand."""
+    """Actions of every pipeline rank, in order, and the rank of each stage."""
 
     rows: tuple[ScheduleRow, ...]
     stage_to_rank: tuple[int, ...]
@@ -56,36 +55,36 @@ class ScheduleTable:
 
 
 def one_per_slot(row: ScheduleRow) -> SlotRow:
-    """Each action in a slot of its own."""
+    """Return the row with one action per slot."""
     return tuple((action,) for action in row)
 
 
 def execute_order(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
-    """Yield every slot with its rank, each behind all that it needs; end where no rank can go on.
+    """Yield every slot with its rank, each after its dependencies; stop where no rank can continue.
 
-    Nothing but a rank's own row and what others made decides when it can: any order of visits gets as far.
+    The order in which ranks are visited does not change which slots run.
     """
     num_stages = 1 + max((action.stage for row in rows for slot in row for action in slot), default=0)
-    made: set[ActionResult] = set()
-    begun = [0] * len(rows)
-    is_moving = True
-    while is_moving:
-        is_moving = False
+    results: set[ActionResult] = set()
+    num_started = [0] * len(rows)
+    has_progress = True
+    while has_progress:
+        has_progress = False
         for rank, row in enumerate(rows):
-            while begun[rank] < len(row):
-                slot = row[begun[rank]]
-                if not all(need in made for action in slot for need in action.consumes(num_stages)):
+            while num_started[rank] < len(row):
+                slot = row[num_started[rank]]
+                if not all(needed in results for action in slot for needed in action.consumes(num_stages)):
                     break
                 yield rank, slot
-                made.update(action.produces for action in slot)
-                begun[rank] += 1
-                is_moving = True
+                results.update(action.produces for action in slot)
+                num_started[rank] += 1
+                has_progress = True
 
 
 def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
-    """The first rank that cannot end, because what it needs comes later, and the slot before which it waits."""
-    begun = [0] * len(rows)
+    """Return the first deadlocked rank and the slot at which it waits, or None."""
+    num_started = [0] * len(rows)
     for rank, _ in execute_order(rows):
-        begun[rank] += 1
-    stuck = (rank for rank, row in enumerate(rows) if begun[rank] < len(row))
-    return next(((rank, rows[rank][begun[rank]]) for rank in stuck), None)
+        num_started[rank] += 1
+    stuck = (rank for rank, row in enumerate(rows) if num_started[rank] < len(row))
+    return next(((rank, rows[rank][num_started[rank]]) for rank in stuck), None)

@@ -1,12 +1,11 @@
-"""The string that says which part of the model stands on which pipeline stage: `Et*3|(tt|)*2,m|L`. Torch-free.
+"""Parser and formatter of pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage. Torch-free.
 
 The notation is that of Megatron-Core's `--pipeline-model-parallel-layout`:
 
-    E  embedding        t  transformer layer        m  layer of multi-token prediction        L  output head and loss
-    |  next stage       x*n  x, n times, where x is one letter or (a group)                   , and blanks mean nothing
+    E  embedding        t  transformer layer        m  MTP (multi-token prediction) layer     L  output head and loss
+    |  next stage       x*n  x, n times, where x is one letter or (a group)                   , and blanks are ignored
 
-Stages follow each other in the order of the model, the virtual ones included; one without letters hands on what it
-gets.
+Stages follow each other in model order, virtual stages included. A stage without letters passes its input on.
 """
 
 from collections.abc import Iterator
@@ -15,62 +14,62 @@ from dataclasses import dataclass
 LETTERS = "EtmL"
 LETTER_MEANINGS = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
 MAX_SYMBOLS = 100_000
-"""More letters and bars than any model has: what a slip of the finger would make a machine count."""
+"""Upper bound of letters and bars in an expanded layout, far above any model."""
 MAX_DEPTH = 20
-"""Of groups within groups."""
+"""Upper bound of nested groups."""
 
 
 class LayoutSyntaxError(ValueError):
-    """A layout that cannot be read; the message says at which character, counted from 1."""
+    """Syntax error of a layout; the message names the character, counted from 1."""
 
 
 @dataclass(frozen=True)
 class LayoutSymbol:
-    """One letter or bar of a layout that is spelled out."""
+    """One letter or bar of an expanded layout."""
 
     kind: str
     """E, t, m, L or |."""
     position: int
-    """Character of the string that it comes from, counted from 1."""
+    """Index of its character in the string, counted from 1."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage holds, in the order of the model."""
+    """Parts of the model on one stage, in model order."""
 
     has_embedding: bool
     layers: range
     num_mtp_layers: int
-    """Layers of multi-token prediction."""
+    """Number of MTP (multi-token prediction) layers."""
     has_loss: bool
 
     @property
     def is_empty(self) -> bool:
-        """Whether the stage has no weights."""
+        """Return whether the stage has no weights."""
         return not (self.has_embedding or self.layers or self.num_mtp_layers or self.has_loss)
 
 
 def expand_layout(text: str) -> list[LayoutSymbol]:
-    """Expand repetitions and groups.
+    """Expand repetitions and groups of a layout into its symbols.
 
     Raises:
-        LayoutSyntaxError: the string is not of the notation.
+        LayoutSyntaxError: the string does not follow the notation.
     """
     return _LayoutParser(text).read()
 
 
 def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stages: int) -> Iterator[str]:
-    """What is wrong with a layout for a model and a number of stages, one phrase each, with the position."""
+    """Yield the errors of a layout for a model and a number of stages, one phrase each, with the position."""
     try:
-        parts = expand_layout(text)
+        symbols = expand_layout(text)
     except LayoutSyntaxError as error:
         yield str(error)
         return
-    yield from _validate_ends(parts)
-    yield from _validate_count(parts, "t", num_layers, f"model.num_layers={num_layers}")
-    yield from _validate_count(parts, "m", num_mtp_layers, f"model.mtp_layers={num_mtp_layers}")
-    yield from _validate_mtp_order(parts)
-    bars = [part.position for part in parts if part.kind == "|"]
+    yield from _validate_ends(symbols)
+    yield from _validate_count(symbols, "t", num_layers, f"model.num_layers={num_layers}")
+    yield from _validate_count(symbols, "m", num_mtp_layers, f"model.mtp_layers={num_mtp_layers}")
+    yield from _validate_mtp_order(symbols)
+    bars = [part.position for part in symbols if part.kind == "|"]
     if len(bars) + 1 != num_stages:
         where = f"the first | too many is at character {bars[num_stages - 1]}" if len(bars) >= num_stages else ""
         yield (
@@ -80,7 +79,7 @@ def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stag
 
 
 def parse_layout(text: str) -> tuple[StageParts, ...]:
-    """The stages of a layout that has no faults."""
+    """Return the stages of a valid layout."""
     stages: list[StageParts] = []
     next_layer = 0
     for kinds in "".join(part.kind for part in expand_layout(text)).split("|"):
@@ -91,7 +90,7 @@ def parse_layout(text: str) -> tuple[StageParts, ...]:
 
 
 def format_layout(stages: tuple[StageParts, ...]) -> str:
-    """The shortest usual spelling of some stages: runs of a letter with a count."""
+    """Return the shortest spelling of some stages: runs of a letter with a count."""
     return "|".join(
         "E" * stage.has_embedding
         + _repeat_letter("t", len(stage.layers))
@@ -102,7 +101,7 @@ def format_layout(stages: tuple[StageParts, ...]) -> str:
 
 
 def even_stages(num_layers: int, num_mtp_layers: int, num_stages: int) -> tuple[StageParts, ...]:
-    """Consecutive layers, as even as possible; the first stages take what is left over."""
+    """Split consecutive layers as evenly as possible; the first stages take the remainder."""
     base, extra = divmod(num_layers, num_stages)
     bounds = [0]
     for stage in range(num_stages):
@@ -115,7 +114,7 @@ def even_stages(num_layers: int, num_mtp_layers: int, num_stages: int) -> tuple[
 
 
 class _LayoutParser:
-    """Recursive descent over the characters of a layout."""
+    """Recursive-descent parser of a layout."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -129,11 +128,12 @@ class _LayoutParser:
         return parts
 
     def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:
-        """Units up to the end of the string, or of the group that `opened_at` at that character."""
+        """Parse units up to the end of the string, or of the group opened at character `opened_at`."""
         parts: list[LayoutSymbol] = []
         unit: list[LayoutSymbol] | None = None
         while self._cursor < len(self._text):
-            char, position = self._text[self._cursor], self._cursor + 1
+            char = self._text[self._cursor]
+            position = self._cursor + 1
             self._cursor += 1
             if char in ", ":
                 unit = None
@@ -180,14 +180,14 @@ class _LayoutParser:
             self._cursor += 1
         digits = self._text[first : self._cursor]
         if not digits.strip("0"):
-            raise LayoutSyntaxError(f"'*' at character {star} needs a count of at least 1 behind it")
+            raise LayoutSyntaxError(f"'*' at character {star} needs a count of at least 1 after it")
         if len(digits) > len(str(MAX_SYMBOLS)) or int(digits) > MAX_SYMBOLS:
             raise LayoutSyntaxError(f"the count {digits} at character {first + 1} is larger than {MAX_SYMBOLS}")
         return int(digits)
 
 
 def _validate_ends(parts: list[LayoutSymbol]) -> Iterator[str]:
-    """One E, first of all; one L, last of all."""
+    """Check that E occurs once, as the first symbol, and L once, as the last."""
     for kind, index, word in (("E", 0, "first"), ("L", -1, "last")):
         found = [part for part in parts if part.kind == kind]
         if not found:
@@ -195,7 +195,7 @@ def _validate_ends(parts: list[LayoutSymbol]) -> Iterator[str]:
         elif len(found) > 1:
             yield f"a second {kind} at character {found[1].position}; the model has {LETTER_MEANINGS[kind]} once"
         elif parts[index].kind != kind:
-            yield f"{kind} at character {found[0].position} must be the {word} of all"
+            yield f"{kind} at character {found[0].position} must be the {word} letter"
 
 
 def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: str) -> Iterator[str]:
@@ -203,26 +203,26 @@ def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: s
     if len(places) > expected:
         yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[expected]}"
     elif len(places) < expected:
-        where = f"behind character {places[-1]}" if places else "before the L"
+        where = f"after character {places[-1]}" if places else "before the L"
         yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {where} for example"
 
 
 def _validate_mtp_order(parts: list[LayoutSymbol]) -> Iterator[str]:
-    """Layers of multi-token prediction come behind all others, on the stage of the loss, whose head they share."""
-    further = [i for i, part in enumerate(parts) if part.kind == "m"]
-    if not further:
+    """Check that MTP layers come after all others, on the stage of the loss, whose output head they share."""
+    mtp = [i for i, part in enumerate(parts) if part.kind == "m"]
+    if not mtp:
         return
     last_layer = max((i for i, part in enumerate(parts) if part.kind == "t"), default=-1)
     last_bar = max((i for i, part in enumerate(parts) if part.kind == "|"), default=-1)
-    if further[0] < last_layer:
+    if mtp[0] < last_layer:
         yield (
-            f"m at character {parts[further[0]].position} must stand behind every t, and one is at character "
+            f"m at character {parts[mtp[0]].position} must come after every t, and one is at character "
             f"{parts[last_layer].position}"
         )
-    elif further[0] < last_bar:
+    elif mtp[0] < last_bar:
         yield (
-            f"m at character {parts[further[0]].position} must stand on the stage of L, whose output head predicts the "
-            f"further tokens too; move it behind the | at character {parts[last_bar].position}"
+            f"m at character {parts[mtp[0]].position} must be on the stage of L, whose output head it shares; "
+            f"move it after the | at character {parts[last_bar].position}"
         )
 
 

@@ -1,9 +1,9 @@
-"""A pipeline schedule as a CSV file: one row for each pipeline rank, one cell for each action. Torch-free.
+"""Pipeline schedules as CSV files: one row per pipeline rank, one cell per action. Torch-free.
 
-A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or in its place
-`2I0`, the gradients of the input, and later `2W0`, those of the weights. Empty cells mean nothing: a rank does the next
-thing as soon as it has what it needs. It is the compute-only form of `torch.distributed.pipelining`, whose
-`(2F0;1B0)OVERLAP_F_B` stands for its parts in order.
+A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or instead of it
+`2I0`, the input gradients, and later `2W0`, the weight gradients. Empty cells are ignored: a rank starts the next
+action as soon as its inputs are available. It is the compute-only form of `torch.distributed.pipelining`, whose
+`(2F0;1B0)OVERLAP_F_B` is read as its parts in order.
 """
 
 import csv
@@ -22,16 +22,16 @@ EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
 
 
 def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleTable:
-    """Read and prove a schedule.
+    """Read a schedule and check that it is complete and free of deadlocks.
 
     Args:
-        path: of the file.
+        path: path of the file.
         pp: pipeline ranks.
-        virtual_stages: stages of each.
-        num_micro_batches: how many there must be; None takes what the file has.
+        virtual_stages: stages per rank.
+        num_micro_batches: the number that the file must have; None accepts any.
 
     Raises:
-        ConfigError: the file cannot be read, a cell is wrong, work is missing or doubled, or ranks would wait for ever.
+        ConfigError: the file cannot be read, a cell is wrong, an action is missing or doubled, or ranks would deadlock.
     """
     name = f"parallel.schedule_csv={path!r}"
     rows = _read(name, path)
@@ -49,8 +49,7 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
     if stuck := find_deadlock([one_per_slot(row) for row in rows]):
         rank, (waiting,) = stuck
         raise ConfigError(
-            f"{name} never ends: rank {rank} waits for ever before {waiting}, because what it needs comes later; "
-            "reorder the rows"
+            f"{name} deadlocks: rank {rank} waits before {waiting}, because its input comes later; reorder the rows"
         )
     return ScheduleTable(rows, ranks)
 
@@ -70,10 +69,10 @@ def _read(name: str, path: str) -> tuple[ScheduleRow, ...]:
 
 def _parse_cell(name: str, cell: str, rank: int, column: int) -> ScheduleRow:
     overlap = OVERLAP.fullmatch(cell)
-    words = overlap.group(1).split(";") if overlap else [cell] if cell else []
+    parts = overlap.group(1).split(";") if overlap else [cell] if cell else []
     actions = []
-    for word in words:
-        match = CELL.fullmatch(word.strip())
+    for part in parts:
+        match = CELL.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"{name}, row {rank + 1}, cell {column + 1}: {cell!r} is no action; write one {EXAMPLE}")
         actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3))))
@@ -81,35 +80,36 @@ def _parse_cell(name: str, cell: str, rank: int, column: int) -> ScheduleRow:
 
 
 def _stage_ranks(name: str, rows: Sequence[ScheduleRow], pp: int, virtual_stages: int) -> tuple[int, ...]:
-    owner: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            if owner.setdefault(action.stage, rank) != rank:
+            if rank_of_stage.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
-                    f"{name}: stage {action.stage} stands on row {owner[action.stage] + 1} and, with {action}, on row "
-                    f"{rank + 1}; a stage has one rank"
+                    f"{name}: stage {action.stage} is on row {rank_of_stage[action.stage] + 1} and, with {action}, on "
+                    f"row {rank + 1}; a stage has one rank"
                 )
-    if sorted(owner) != list(range(pp * virtual_stages)):
+    if sorted(rank_of_stage) != list(range(pp * virtual_stages)):
         raise ConfigError(
-            f"{name} has the stages {sorted(owner)}, and parallel.pp*parallel.virtual_stages={pp * virtual_stages} "
-            f"makes 0 to {pp * virtual_stages - 1}; set virtual_stages, or mend the file"
+            f"{name} has the stages {sorted(rank_of_stage)}, and "
+            f"parallel.pp*parallel.virtual_stages={pp * virtual_stages} makes 0 to {pp * virtual_stages - 1}; "
+            "set virtual_stages, or correct the file"
         )
-    counts = [list(owner.values()).count(rank) for rank in range(pp)]
+    counts = [list(rank_of_stage.values()).count(rank) for rank in range(pp)]
     if counts != [virtual_stages] * pp:
         raise ConfigError(
             f"{name} gives the ranks {counts} stages; each must have parallel.virtual_stages={virtual_stages}"
         )
-    return tuple(owner[stage] for stage in sorted(owner))
+    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
 
 
 def _check_complete(name: str, rows: Sequence[ScheduleRow], num_stages: int, num_micro_batches: int) -> None:
-    """Every stage does F and either B, or I and W, with every micro-batch, once each."""
+    """Check that every stage has F and either B, or I and W, once for every micro-batch."""
     seen: dict[tuple[int, int], list[str]] = {}
     for row in rows:
         for action in row:
             kinds = seen.setdefault((action.stage, action.micro_batch), [])
             if action.kind in kinds:
-                raise ConfigError(f"{name}: {action} stands there twice; leave one out")
+                raise ConfigError(f"{name}: {action} occurs twice; leave one out")
             kinds.append(action.kind)
     for stage in range(num_stages):
         for micro_batch in range(num_micro_batches):

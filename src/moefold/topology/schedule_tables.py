@@ -1,14 +1,11 @@
-"""The order of work of each pipeline rank under each schedule, as torch.distributed.pipelining runs it. Torch-free.
+"""Pipeline schedules: the actions of each pipeline rank in order, and the rank of each stage. Torch-free.
 
-A test holds these orders to those that torch builds. The memory formulas read off them which micro-batches are in
-flight, so that the planner can ask for thousands of mappings.
+The orders equal those of torch.distributed.pipelining (tested). The memory formulas read the micro-batches in flight
+off them.
 
-Schedules whose steady phase pairs a forward pass with the backward pass of another micro-batch. Torch-free.
-
-A pair is one piece of work: both passes have what they need before it begins, and what they made leaves when it ends.
-So a rank must be one forward pass further ahead than in interleaved 1F1B, which is two for each rank behind it.
-
-What is to be known of a pipeline schedule before any rank starts: its stages, where they stand. Torch-free.
+Overlapped schedules pair a forward pass with the backward pass of another micro-batch in the steady phase. Both passes
+of a pair start when both have their inputs, and send their results when both are done. So a rank must be one forward
+pass further ahead than in interleaved 1F1B: two for each later rank.
 """
 
 from collections import Counter, deque
@@ -23,12 +20,13 @@ from moefold.topology.schedule_csv import read_schedule
 
 
 def build_schedule_table(cfg: Config) -> ScheduleTable:
-    """What each pipeline rank does in a step, in order, without the sending. With pp=1, micro-batch after micro-batch.
+    """Return the actions of each pipeline rank in a step, in order, without sends; pp=1 runs micro-batches in turn.
 
     Raises:
-        ConfigError: the schedule is read from a file, which cannot be read.
+        ConfigError: the schedule file cannot be read.
     """
-    p, count = cfg.parallel, cfg.num_micro_batches
+    p = cfg.parallel
+    count = cfg.num_micro_batches
     if p.pp == 1 and p.schedule != "csv":
         return ScheduleTable((_single_stage_row(count),), (0,))
     if p.schedule == "csv":
@@ -38,10 +36,10 @@ def build_schedule_table(cfg: Config) -> ScheduleTable:
 
 
 def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
-    """The same with what begins together: pairs, where experts' communication is hidden.
+    """Return the slots of each pipeline rank: pairs of passes with `overlap_experts`, else single actions.
 
     Raises:
-        ConfigError: as of `build_schedule_table`.
+        ConfigError: see `build_schedule_table`.
     """
     p = cfg.parallel
     if p.overlap_experts and has_moe_layers(cfg.model):
@@ -51,34 +49,34 @@ def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
 
 @lru_cache(maxsize=4096)
 def rank_row(schedule: str, rank: int, pp: int, chunks: int, count: int) -> ScheduleRow:
-    """The work of one pipeline rank.
+    """Return the actions of one pipeline rank.
 
     Args:
-        schedule: one of SCHEDULES but csv.
-        rank: its pipeline rank.
-        pp: pipeline ranks.
-        chunks: stages of each.
-        count: micro-batches.
+        schedule: one of SCHEDULES except csv.
+        rank: pipeline rank.
+        pp: number of pipeline ranks.
+        chunks: stages per rank.
+        count: number of micro-batches.
     """
     match schedule:
         case "gpipe":
-            work = _RowBuilder()
-            work.add(rank, "F" * count)
-            work.add(rank, "B" * count)
+            builder = _RowBuilder()
+            builder.add(rank, "F" * count)
+            builder.add(rank, "B" * count)
         case "1f1b":
-            work = _RowBuilder()
+            builder = _RowBuilder()
             ahead = min(count, pp - rank)
-            work.add(rank, "F" * ahead + "BF" * (count - ahead) + "B" * ahead)
+            builder.add(rank, "F" * ahead + "BF" * (count - ahead) + "B" * ahead)
         case "interleaved" | "zero-bubble":
-            work = _interleaved(rank, pp, chunks, count, splits_backward=schedule == "zero-bubble")
+            builder = _interleaved(rank, pp, chunks, count, splits_backward=schedule == "zero-bubble")
         case "zbv":
-            work = _zbv(rank, pp, count)
+            builder = _zbv(rank, pp, count)
         case "dualpipev":
-            # Pairs stand one after the other.
-            return tuple(action for work in dualpipev_row(pp, rank, count) for action in to_slot(work))
+            # The passes of a pair run one after the other.
+            return tuple(action for builder in dualpipev_row(pp, rank, count) for action in to_slot(builder))
         case _:
-            raise ValueError(f"no order is known for schedule {schedule!r}")
-    return tuple(action for action in work.row if action.micro_batch < count)
+            raise ValueError(f"unknown schedule {schedule!r}")
+    return tuple(action for action in builder.row if action.micro_batch < count)
 
 
 def _single_stage_row(count: int) -> ScheduleRow:
@@ -86,14 +84,14 @@ def _single_stage_row(count: int) -> ScheduleRow:
 
 
 class _RowBuilder:
-    """A row under construction: each kind of work of a stage takes its micro-batches in order."""
+    """Builder of a schedule row: each kind of action of a stage takes its micro-batches in order."""
 
     def __init__(self) -> None:
         self.row: list[Action] = []
         self._next: Counter[tuple[int, str]] = Counter()
 
     def add(self, stage: int, kinds: str) -> None:
-        """Do the next micro-batch of each of these kinds; B takes those of I and W."""
+        """Append the next micro-batch of each of these kinds; B advances both I and W."""
         for kind in kinds:
             key = (stage, "I" if kind == "B" else kind)
             self.row.append(Action(stage, kind, self._next[key]))
@@ -103,7 +101,7 @@ class _RowBuilder:
 
 
 def _interleaved(rank: int, pp: int, chunks: int, count: int, *, splits_backward: bool) -> _RowBuilder:
-    """Interleaved 1F1B (arXiv:2104.04473), or ZB1P (arXiv:2401.10241) if the backward pass is split."""
+    """Build a row of interleaved 1F1B (arXiv:2104.04473), or of ZB1P (arXiv:2401.10241) if the backward is split."""
     per_round = count // max(1, count // pp)
     total = chunks * count
     ahead = min((chunks - 1) * per_round + (1 if splits_backward else 2) * (pp - 1 - rank), total)
@@ -112,52 +110,55 @@ def _interleaved(rank: int, pp: int, chunks: int, count: int, *, splits_backward
         chunk = step // per_round % chunks
         return (chunks - 1 - chunk if backward else chunk) * pp + rank
 
-    work, waiting = _RowBuilder(), deque[int]()
+    builder = _RowBuilder()
+    pending = deque[int]()
     for step in range(total + ahead):
         if step < total:
-            work.add(stage_of(step, backward=False), "F")
+            builder.add(stage_of(step, backward=False), "F")
         if step < ahead:
             continue
         stage = stage_of(step - ahead, backward=True)
-        work.add(stage, "I" if splits_backward else "B")
-        waiting.append(stage)
+        builder.add(stage, "I" if splits_backward else "B")
+        pending.append(stage)
         if splits_backward and step - ahead >= rank:
-            work.add(waiting.popleft(), "W")
-    while splits_backward and waiting:
-        work.add(waiting.popleft(), "W")
-    return work
+            builder.add(pending.popleft(), "W")
+    while splits_backward and pending:
+        builder.add(pending.popleft(), "W")
+    return builder
 
 
 def _zbv(rank: int, pp: int, count: int) -> _RowBuilder:
-    """The V-shaped schedule without bubbles of arXiv:2401.10241; what lies beyond `count` is dropped by the caller."""
-    first, second = rank, 2 * pp - 1 - rank
+    """Build a row of ZBV (arXiv:2401.10241); the caller drops micro-batches beyond `count`."""
+    first = rank
+    second = 2 * pp - 1 - rank
     count = max(2 * pp - 1, count)
-    work = _RowBuilder()
-    work.add(first, "F" * (2 * (pp - rank) - 1))
+    builder = _RowBuilder()
+    builder.add(first, "F" * (2 * (pp - rank) - 1))
     for _ in range(rank):
-        work.add(second, "F")
-        work.add(first, "F")
-    work.add(second, "FIW" * (pp - rank))
-    started, done = 2 * pp - 1 - rank, pp
+        builder.add(second, "F")
+        builder.add(first, "F")
+    builder.add(second, "FIW" * (pp - rank))
+    started = 2 * pp - 1 - rank
+    done = pp
     while done < started or started < count:
         if started < count:
-            work.add(first, "F")
+            builder.add(first, "F")
             started += 1
-        work.add(first, "IW")
-        work.add(second, "FIW")
+        builder.add(first, "IW")
+        builder.add(second, "FIW")
         done += 1
     for _ in range(rank):
-        work.add(first, "I")
-        work.add(second, "I")
-    work.add(first, "IW" * (pp - rank))
-    work.add(second, "W" * rank)
-    work.add(first, "W" * rank)
-    return work
+        builder.add(first, "I")
+        builder.add(second, "I")
+    builder.add(first, "IW" * (pp - rank))
+    builder.add(second, "W" * rank)
+    builder.add(first, "W" * rank)
+    return builder
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Two passes of a rank at the same time."""
+    """Overlapped forward and backward pass of a rank."""
 
     forward: Action
     backward: Action
@@ -167,40 +168,40 @@ ScheduleItem = Action | ForwardBackward
 ScheduleItemRow = tuple[ScheduleItem, ...]
 
 OVERLAPPED_SCHEDULES = ("1f1b", "interleaved", "dualpipev")
-"""Those with a steady phase of one forward and one backward pass."""
+"""Schedules with a steady phase of one forward and one backward pass."""
 
 
 def overlapped_rows(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[ScheduleItemRow, ...]:
-    """What each pipeline rank does, in order.
+    """Return the actions and pairs of each pipeline rank, in order.
 
     Args:
         schedule: one of `OVERLAPPED_SCHEDULES`.
-        pp: pipeline ranks; 1 with one stage.
-        virtual_stages: stages of each.
-        num_micro_batches: as many as the schedule takes.
+        pp: number of pipeline ranks; 1 with one stage.
+        virtual_stages: stages per rank.
+        num_micro_batches: a number that the schedule accepts.
     """
     return tuple(overlapped_row(schedule, rank, pp, virtual_stages, num_micro_batches) for rank in range(pp))
 
 
 def overlapped_row(schedule: str, rank: int, pp: int, virtual_stages: int, num_micro_batches: int) -> ScheduleItemRow:
-    """What one pipeline rank does, in order; the arguments are those of `overlapped_rows`."""
+    """Return the actions and pairs of one pipeline rank, in order; see `overlapped_rows`."""
     if schedule == "dualpipev" and pp > 1:
         return dualpipev_row(pp, rank, num_micro_batches)
     return tuple(_interleaved_1f1b_row(pp, rank, virtual_stages, num_micro_batches))
 
 
 def to_slot_row(row: ScheduleItemRow) -> SlotRow:
-    """The passes of each piece of work."""
+    """Return the slots of a row."""
     return tuple(map(to_slot, row))
 
 
 def to_slot(item: ScheduleItem) -> Slot:
-    """The passes of a piece of work."""
+    """Return the slot of an item: its one or two passes."""
     return (item.forward, item.backward) if isinstance(item, ForwardBackward) else (item,)
 
 
 def _interleaved_1f1b_row(pp: int, rank: int, chunks: int, count: int) -> Iterator[ScheduleItem]:
-    """Interleaved 1F1B (arXiv:2104.04473), in rounds as torch has them, with pairs."""
+    """Yield interleaved 1F1B (arXiv:2104.04473) with pairs, in the rounds of torch."""
     per_round = count // max(1, count // pp)
     total = chunks * count
     chunk_of = [i // per_round % chunks for i in range(total)] if chunks > 1 else [0] * total
@@ -213,7 +214,7 @@ def _interleaved_1f1b_row(pp: int, rank: int, chunks: int, count: int) -> Iterat
 
 
 def _number_micro_batches(kind: str, stages: Sequence[int]) -> list[Action]:
-    """One action for each stage named, which takes its micro-batches in order."""
+    """Return one action per entry of `stages`, with the micro-batches of each stage in order."""
     seen: dict[int, int] = {}
     found = []
     for stage in stages:
@@ -223,69 +224,70 @@ def _number_micro_batches(kind: str, stages: Sequence[int]) -> list[Action]:
 
 
 class _DualPipeVRowBuilder:
-    """Collects the row of a rank of a V, which has the stages `first` and `second`."""
+    """Builder of a DualPipeV row for a rank with the stages `first` and `second`."""
 
     def __init__(self, pp: int, rank: int) -> None:
-        self.first, self.second = rank, 2 * pp - 1 - rank
+        self.first = rank
+        self.second = 2 * pp - 1 - rank
         self.row: list[ScheduleItem] = []
         self._counts: dict[tuple[int, str], int] = {}
         self._pending_weight_grads: list[Action] = []
 
     def add(self, stage: int, kind: str) -> None:
-        """The next micro-batch of a stage: F, B, or I with its W to come."""
+        """Append the next micro-batch of a stage: F, B, or I, whose W stays pending."""
         action = self._next_action(stage, kind)
         self.row.append(action)
         if kind == "I":
             self._pending_weight_grads.append(Action(stage, "W", action.micro_batch))
 
     def add_pair(self, forward: int, backward: int) -> None:
-        """A forward pass of one stage beside a backward pass of the other."""
+        """Append an overlapped pair: the forward pass of one stage and the backward pass of the other."""
         self.row.append(ForwardBackward(self._next_action(forward, "F"), self._next_action(backward, "B")))
 
     def add_weight_grad(self) -> None:
-        """The oldest gradients of weights that wait, if any do."""
+        """Append the oldest pending W action, if any."""
         self.row += self._pending_weight_grads[:1]
         del self._pending_weight_grads[:1]
 
     def _next_action(self, stage: int, kind: str) -> Action:
-        way = "F" if kind == "F" else "I"
-        number = self._counts.get((stage, way), 0)
-        self._counts[stage, way] = number + 1
+        counted_as = "F" if kind == "F" else "I"
+        number = self._counts.get((stage, counted_as), 0)
+        self._counts[stage, counted_as] = number + 1
         return Action(stage, kind, number)
 
 
 def dualpipev_row(pp: int, rank: int, count: int) -> ScheduleItemRow:
-    """The V of DualPipe (arXiv:2412.19437), in the eight parts of github.com/deepseek-ai/DualPipe and of torch."""
+    """Build a row of DualPipeV (arXiv:2412.19437), in the eight phases of github.com/deepseek-ai/DualPipe and torch."""
     v = _DualPipeVRowBuilder(pp, rank)
-    behind = pp - rank - 1
-    for _ in range(2 * behind):
+    num_later = pp - rank - 1
+    for _ in range(2 * num_later):
         v.add(v.first, "F")
     for _ in range(rank + 1):
         v.add(v.first, "F")
         v.add(v.second, "F")
-    for _ in range(behind):
+    for _ in range(num_later):
         v.add(v.second, "I")
         v.add_weight_grad()
         v.add(v.second, "F")
     for i in range(count - 2 * pp + rank + 1):
-        if i == 0 and behind == 0:
-            # Both stages of the turn of the V are here: apart, the bubble is smaller.
+        if i == 0 and num_later == 0:
+            # This rank has both stages at the bottom of the V: running them one after the other gives a smaller bubble.
             v.add(v.first, "F")
             v.add(v.second, "B")
         else:
             v.add_pair(v.first, v.second)
         v.add_pair(v.second, v.first)
-    for _ in range(behind):
+    for _ in range(num_later):
         v.add(v.second, "B")
         v.add_pair(v.second, v.first)
-    # From the middle of the last backward passes on, the gradients of weights wait and fill what is left.
-    passes = [stage for _ in range(rank + 1) for stage in (v.second, v.first)]
+    # From the middle of the last backward passes on, W actions are deferred to fill the remaining bubble.
+    backward_stages = [stage for _ in range(rank + 1) for stage in (v.second, v.first)]
     splits_from = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
-    for i, stage in enumerate(passes):
+    for i, stage in enumerate(backward_stages):
         v.add(stage, "I" if i >= splits_from else "B")
-    for _ in range(behind):
+    for _ in range(num_later):
         v.add_weight_grad()
-        v.add(v.first, "I" if len(passes) > splits_from else "B")
+        v.add(v.first, "I" if len(backward_stages) > splits_from else "B")
     for _ in range(rank + 1):
         v.add_weight_grad()
     return tuple(v.row)
@@ -296,14 +298,14 @@ Placement = Literal["loop", "v", "file"]
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """The traits of a schedule."""
+    """Properties of a schedule."""
 
     virtual_stage_bounds: tuple[int, int | None]
-    """Fewest and most virtual stages."""
+    """Minimum and maximum number of virtual stages."""
     placement: Placement
-    """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r. file: the CSV file says."""
+    """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r. file: as in the CSV file."""
     splits_backward: bool
-    """Weight gradients are computed apart from, and later than, those of the inputs."""
+    """Weight gradients are computed separately from, and later than, the input gradients."""
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -318,10 +320,10 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 
 def stage_ranks(p: ParallelConfig) -> tuple[int, ...]:
-    """The pipeline rank of each stage, in the order of the model.
+    """Return the pipeline rank of each stage, in model order.
 
     Raises:
-        ConfigError: the schedule is read from a file, which cannot be read.
+        ConfigError: the schedule file cannot be read.
     """
     placement = SCHEDULES[p.schedule].placement
     if p.pp == 1 and placement != "file":

@@ -1,11 +1,9 @@
-"""Everything that can be wrong with a well-typed config, found before any rank starts and without torch.
+"""Validation of a config before any rank starts, without torch.
 
-`check_config` knows the settings alone; `check_machine` looks at the machine that will run them. Each rule is a small
-function that yields one message for each fault: key, value, rule and the nearest legal settings. The rules are in
-`checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel`, `checks_train`,
-`checks_recompute`, `checks_offload` and `checks_overlap` (keys against each other), `checks_data`, `checks_faults`
-(what a run does when it goes wrong), `checks_memory` (whether a step fits), `checks_kernels` (who computes),
-`checks_effect` (settings that nothing would read) and `checks_machine` (files and packages).
+`check_config` uses the settings only; `train/preflight.py` checks the machine that will run them. Each rule is a
+function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
+`ranges.py`, rules between keys in `model.py`, `moe.py`, `parallel.py`, `pipeline.py`, `train.py` and `memory.py`,
+settings without effect in `unused.py`, and the memory of a step in `memory_need.py`.
 """
 
 from moefold.config.schema import Config, ModelConfig
@@ -33,22 +31,22 @@ RULES = (
 
 
 def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
-    """Refuse every setting and combination that cannot run, and return the folding of the ranks.
+    """Check every setting and combination, and return the rank layout.
 
     Args:
         cfg: the settings.
-        is_training: whether the model is to learn; one that only computes may do what no gradient goes through.
+        is_training: whether the model is trained; inference also allows settings without a gradient.
 
     Raises:
-        ConfigError: one line for each fault. Rules between keys are tried only when every key is sound by itself and
-            the degrees fold, because they compute with them.
+        ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
+            degrees fold.
     """
     raise_all(validate_ranges(cfg))
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
-    raise_all(fault for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for fault in rule(cfg))
+    raise_all(message for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))
@@ -56,11 +54,11 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse a model that cannot be, whatever else a recipe says.
+    """Check the [model] section alone.
 
     Raises:
-        ConfigError: one line for each fault.
+        ConfigError: one line for each violation.
     """
     cfg = Config(model=model)
     raise_all(validate_ranges(cfg))
-    raise_all(fault for rule in MODEL_RULES for fault in rule(cfg))
+    raise_all(message for rule in MODEL_RULES for message in rule(cfg))

@@ -1,9 +1,4 @@
-"""Whether a step fits into the memory that a recipe gives a rank.
-
-Rules on what is made again in the backward pass.
-
-Rules on what leaves memory between the passes.
-"""
+"""Rules on recomputation, offloading and the memory budget."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +11,9 @@ from moefold.errors import ConfigError
 
 
 def validate_memory(cfg: Config) -> Iterator[str]:
-    """With train.recompute "auto" some choice fits; for a recipe that all other rules passed.
+    """Check that some choice fits with train.recompute "auto", for a recipe that passed all other rules.
 
-    Asked where the recipe says that it runs on the CPU: `check_memory_device` asks once the device is known.
+    Only for run.device "cpu": otherwise `check_memory_device` checks once the device is known.
     """
     if cfg.run.device == "cpu":
         try:
@@ -28,12 +23,12 @@ def validate_memory(cfg: Config) -> Iterator[str]:
 
 
 def check_memory_device(cfg: Config, device_type: str) -> None:
-    """With train.recompute "auto" there is a budget, and some choice fits; cheap, and before there are ranks.
+    """Check that train.recompute "auto" has a budget and that some choice fits; cheap, before ranks start.
 
-    A budget that is a part of the GPUs' memory is known to them alone: `parallel/recompute.py` asks them.
+    A budget that is a fraction of GPU memory is known only on the GPUs: see `parallel/recompute.py`.
 
     Raises:
-        ConfigError: nobody said how much memory a rank on the CPU may use, or nothing fits.
+        ConfigError: the budget of a CPU rank is missing, or nothing fits.
     """
     if AUTO not in cfg.train.recompute:
         return
@@ -48,23 +43,23 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
 
 @dataclass(frozen=True)
 class PartListKey:
-    """A key that lists parts of the layers, and what its errors say."""
+    """Recipe key that lists parts of the layers, with its error messages."""
 
     key: str
     legal_parts: tuple[str, ...]
     unknown_message: str
-    """Of a word that is none of them."""
+    """Message for an unknown part."""
     containment_message: str
-    """What a part does to those inside it."""
+    """Relation of a part to the parts inside it."""
 
 
 RECOMPUTE_KEY = PartListKey(
-    "train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "makes it again anyway"
+    "train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "recomputes it anyway"
 )
 
 
 def validate_recompute(cfg: Config) -> Iterator[str]:
-    """Every part is one, stands there once, is in the model, and is not inside another."""
+    """Check that recomputed parts are known, unique, in the model, and not inside another."""
     parts = cfg.train.recompute
     if AUTO in parts:
         yield from _validate_auto_recompute(cfg)
@@ -78,23 +73,26 @@ def validate_recompute(cfg: Config) -> Iterator[str]:
 
 
 def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
-    """What is wrong with a list of parts."""
+    """Yield the errors of a list of parts."""
     for part in dict.fromkeys(parts):
         if part not in key.legal_parts:
-            yield f"{key.key} has {part!r}, which {key.unknown_message}; choose from {', '.join(map(repr, key.legal_parts))}"
+            yield (
+                f"{key.key} has {part!r}, which {key.unknown_message}; "
+                f"choose from {', '.join(map(repr, key.legal_parts))}"
+            )
         elif parts.count(part) > 1:
             yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
-        elif lack := missing_reason(part, model):
-            yield f"{key.key} has {part!r}, and {lack}; leave it out"
-        elif whole := containing_part(part, parts):
-            yield f"{key.key} has {part!r} and {whole!r}, which {key.containment_message}; leave one of them out"
+        elif reason := missing_reason(part, model):
+            yield f"{key.key} has {part!r}, and {reason}; leave it out"
+        elif container := containing_part(part, parts):
+            yield f"{key.key} has {part!r} and {container!r}, which {key.containment_message}; leave one of them out"
 
 
 def _validate_auto_recompute(cfg: Config) -> Iterator[str]:
-    """It stands by itself; a CPU has no memory of its own to go by; and something fits."""
+    """Check that "auto" is alone in the list, and has a budget on a CPU and no activation offload."""
     train = cfg.train
     if len(train.recompute) > 1:
-        yield f"train.recompute={list(train.recompute)!r} names parts beside '{AUTO}', which chooses; leave one out"
+        yield f"train.recompute={list(train.recompute)!r} names parts with '{AUTO}', which chooses them; leave one out"
     elif train.memory_budget_gib == 0 and cfg.run.device == "cpu":
         yield (
             f"train.recompute=['{AUTO}'] needs train.memory_budget_gib with run.device='cpu': ranks share the "
@@ -102,7 +100,7 @@ def _validate_auto_recompute(cfg: Config) -> Iterator[str]:
         )
     if train.offload:
         yield (
-            f"train.recompute=['{AUTO}'] goes by formulas, and how much of train.offload is away at the fullest moment "
+            f"train.recompute=['{AUTO}'] uses formulas, and how much of train.offload is offloaded at the peak "
             "depends on the disk; name parts, or leave train.offload out"
         )
 
@@ -111,39 +109,39 @@ RECOMPUTE_RULES = (validate_recompute,)
 
 
 OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part != "mla_up")
-"""What of a layer may be offloaded; the heads that mla_up makes are kept by core_attention."""
-OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "keeps nothing of its own", "includes it")
+"""Parts of a layer that can be offloaded; core_attention saves the heads that mla_up computes."""
+OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "saves nothing of its own", "includes it")
 
 
 def validate_offload(cfg: Config) -> Iterator[str]:
-    """Every part is one, stands there once, is in the model, and keeps something that no other part gives away."""
+    """Check that offloaded parts are known, unique, in the model, and not recomputed or inside another."""
     yield from validate_parts(OFFLOAD_KEY, cfg.train.offload, cfg.model)
     for part in cfg.train.offload:
-        if whole := containing_part(part, cfg.train.recompute):
+        if container := containing_part(part, cfg.train.recompute):
             yield (
-                f"train.offload has {part!r}, of which train.recompute=[{whole!r}] keeps nothing; leave it out, or "
-                f"offload {whole!r}, whose input is kept"
+                f"train.offload has {part!r}, of which train.recompute=[{container!r}] saves nothing; leave it out, or "
+                f"offload {container!r}, whose input is saved"
             )
 
 
 def ssd_offload_keys(train: TrainConfig) -> list[str]:
-    """The keys by which something goes to `train.offload_dir`."""
+    """Return the keys that offload to `train.offload_dir`."""
     activations = ["train.offload_to"] if train.offload and train.offload_to == "ssd" else []
     return activations + (["train.offload_optimizer"] if train.offload_optimizer == "ssd" else [])
 
 
 def validate_offload_dir(cfg: Config) -> Iterator[str]:
-    """What goes to a disk has a folder there."""
+    """Check that SSD offload has a folder."""
     if not cfg.train.offload_dir:
         for key in ssd_offload_keys(cfg.train):
             yield f"{key}='ssd' needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
 
 
 def check_offload_device(cfg: Config, device_type: str) -> None:
-    """The memory of the host is another one than that of the device.
+    """Check that host offload has a device with its own memory.
 
     Raises:
-        ConfigError: it is the same.
+        ConfigError: the ranks run on the CPU.
     """
     train = cfg.train
     ways_out = {"train.offload_to": "train.offload=[]", "train.offload_optimizer": "'none'"}

@@ -1,7 +1,6 @@
-"""Whether a step fits into memory before it is tried: what its ranks need at least, by formula. Torch-free.
+"""Memory check before a run: refuse a step whose minimum memory by formula exceeds the machine's. Torch-free.
 
-States are exact to the byte. Activations are within a quarter of what is measured, so that three quarters of them are
-certain; what is refused for lack of memory does not fit even then.
+States are exact to the byte. Activations are within a quarter of measurements, so three quarters of them are certain.
 """
 
 from collections import Counter
@@ -30,13 +29,13 @@ from moefold.validate.config import check_config
 
 GIB = 2**30
 CERTAIN_FRACTION = 0.75
-"""Part of the formula's activations that is certain to be needed."""
+"""Fraction of the estimated activations that is certainly needed."""
 MIN_PROCESS_BYTES = GIB // 10
-"""Of a CPU rank beside its tensors, at the least: pages that it does not share with others."""
+"""Minimum memory of a CPU rank besides its tensors: pages that it does not share with other processes."""
 MAX_ACTIONS = 50_000
-"""Passes of a schedule that are walked through; of longer ones states alone are counted."""
+"""Maximum number of simulated schedule actions; for longer schedules only states are counted."""
 STEADY_MICRO_BATCHES_PER_STAGE = 4
-"""After so many micro-batches for each stage no more come into flight."""
+"""Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
 DISABLING_SETTING = "run.check_memory=false"
 
@@ -46,108 +45,113 @@ BytesByPart = Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """The ranks of one machine, and the memory that they have."""
+    """Ranks of one machine and its memory."""
 
     device_type: str
-    """"cpu": the ranks share the room. "cuda": each has its own."""
+    """"cpu": the ranks share the memory. "cuda": each rank has its own."""
     pp_ranks: tuple[int, ...]
     """Pipeline rank of each rank of the machine."""
     available: AvailableMemory
-    """Of all ranks together on the CPU; of the smallest GPU."""
+    """Memory of all ranks together on a CPU; of the smallest GPU."""
     process_limit: AvailableMemory | None = None
-    """What one process may take, where that is limited."""
+    """Memory limit of one process, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """More than there is."""
+    """Missing memory: more is needed than available."""
 
     needed: int
     available: AvailableMemory
     parts: BytesByPart
-    """Of what is needed."""
+    """Parts of `needed`."""
     subject: str
 
 
 def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return what a rank of each pipeline stage takes at the least in a training step.
+    """Return the minimum memory of a rank of each pipeline stage in a training step.
 
     Args:
         cfg: a recipe that `check_config` passed.
         device_type: "cpu" or "cuda".
     """
-    short = _with_fewer_micro_batches(cfg)
-    p = short.parallel
-    if p.pp * p.virtual_stages * short.num_micro_batches > MAX_ACTIONS:
-        worst = StateMemory(short).max_by_pp_rank
+    shortened = _with_fewer_micro_batches(cfg)
+    p = shortened.parallel
+    if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:
+        peaks = StateMemory(shortened).max_by_pp_rank
         return tuple(
-            _state_bytes(states, optimizer_offload_memory(short, rank).offloaded) for rank, states in enumerate(worst)
+            _state_bytes(states, optimizer_offload_memory(shortened, rank).offloaded)
+            for rank, states in enumerate(peaks)
         )
-    # "auto" takes at the least what is left where whole layers run again.
-    again = ("layer",) if AUTO in cfg.train.recompute else None
-    memory = compute_rank_memory(short, recompute=again, kernels=KERNEL_PROFILES[device_type])
+    # "auto" needs at least as much as recomputing whole layers.
+    recompute = ("layer",) if AUTO in cfg.train.recompute else None
+    memory = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
     return tuple(_rank_bytes(cfg, rank) for rank in memory)
 
 
 def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
-    """Return the bytes of the weights that a rank of each pipeline stage holds where nothing learns.
+    """Return the weight bytes of a rank of each pipeline stage in inference.
 
     Args:
-        cfg: of evaluation or generation; one that `check_config` passed.
+        cfg: a config of evaluation or generation that `check_config` passed.
     """
     p = cfg.parallel
     sizes = [0] * p.pp
     for stage in plan_stages(cfg).stages:
         for name in unit_names(cfg, stage):
-            cut = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
-            sizes[stage.pp_rank] += compute_dtype_bytes(cfg) * sum(weight.numel for weight in cut)
+            shards = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
+            sizes[stage.pp_rank] += compute_dtype_bytes(cfg) * sum(weight.numel for weight in shards)
     return tuple(BytesByPart(weights=size) for size in sizes)
 
 
 def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shortage | None:
-    """Return what the ranks of a machine take more than it has, or None if they may fit.
+    """Return by how much the ranks of a machine exceed its memory, or None if they may fit.
 
     Args:
-        required: of a rank of each pipeline stage.
+        required: minimum memory of a rank of each pipeline stage.
         host: the machine.
     """
-    fullest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
+    largest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
     count = len(host.pp_ranks)
     if host.device_type == "cuda":
-        found = [Shortage(fullest.total(), host.available, fullest, "the fullest rank needs")]
+        candidates = [Shortage(largest.total(), host.available, largest, "the fullest rank needs")]
     else:
-        together = BytesByPart()
-        for pp_rank, times in Counter(host.pp_ranks).items():
+        total = BytesByPart()
+        for pp_rank, num_ranks in Counter(host.pp_ranks).items():
             for part, size in required[pp_rank].items():
-                together[part] += times * size
-        together["processes"] = count * MIN_PROCESS_BYTES
+                total[part] += num_ranks * size
+        total["processes"] = count * MIN_PROCESS_BYTES
         ranks = f"the {count} ranks of this machine need" if count > 1 else "the rank needs"
-        found = [Shortage(together.total(), host.available, together, ranks)]
+        candidates = [Shortage(total.total(), host.available, total, ranks)]
         if host.process_limit is not None:
-            found.append(Shortage(fullest.total(), host.process_limit, fullest, "one process needs"))
-    return next((short for short in found if short.needed > short.available.size), None)
+            candidates.append(Shortage(largest.total(), host.process_limit, largest, "one process needs"))
+    return next((short for short in candidates if short.needed > short.available.size), None)
 
 
 def check_training_fits(cfg: Config, host: HostCapacity) -> None:
-    """Refuse a training step that the machine has no memory for.
+    """Check that a training step fits into the machine's memory.
 
     Raises:
-        ConfigError: it does not fit; with the parts, what would make it fit and what it takes at the least.
+        ConfigError: it does not fit; the message names the parts and the changes that would help.
     """
     if not cfg.run.check_memory:
         return
     if (short := find_shortage(min_training_memory(cfg, host.device_type), host)) is not None:
         raise ConfigError(
-            f"{_training_shortage_message(cfg, short, host)}; {_suggest_changes(cfg, short, host)}; {DISABLING_SETTING} starts it anyway"
+            f"{_training_shortage_message(cfg, short, host)}; {_suggest_changes(cfg, short, host)}; "
+            f"{DISABLING_SETTING} starts it anyway"
         )
 
 
 def shortage_message(short: Shortage) -> str:
-    """Say what is needed and what there is: "the rank needs at least 752 GiB, and 21.5 GiB are free ..."."""
+    """Format needed and available memory: "the rank needs at least 752 GiB, and 21.5 GiB are free ..."."""
     parts = ", ".join(
         f"{part} {_format_size(size)}" for part, size in short.parts.most_common(MAX_LISTED_PARTS) if size
     )
-    return f"{short.subject} at least {_format_size(short.needed)} ({parts}), and {_format_size(short.available.size)} are {short.available.description}"
+    return (
+        f"{short.subject} at least {_format_size(short.needed)} ({parts}), and "
+        f"{_format_size(short.available.size)} are {short.available.description}"
+    )
 
 
 def _training_shortage_message(cfg: Config, short: Shortage, host: HostCapacity) -> str:
@@ -157,8 +161,8 @@ def _training_shortage_message(cfg: Config, short: Shortage, host: HostCapacity)
 
 
 def _suggest_changes(cfg: Config, short: Shortage, host: HostCapacity) -> str:
-    """What of the cheap changes would make it fit; if none, the least that they leave, and who could hold it."""
-    words: list[str] = []
+    """Suggest cheap changes that make the step fit; if none do, the memory they leave and a way out."""
+    changes: list[str] = []
     for section, key, value in _memory_saving_changes(cfg):
         section_cfg: Any = getattr(cfg, section)
         changed: Config = replace(cfg, **{section: replace(section_cfg, **{key: value})})
@@ -167,18 +171,19 @@ def _suggest_changes(cfg: Config, short: Shortage, host: HostCapacity) -> str:
         except ConfigError:
             continue
         cfg = changed
-        words.append(f"{section}.{key}={value!r}".replace("('layer',)", '["layer"]'))
-        left = find_shortage(min_training_memory(cfg, host.device_type), host)
-        if left is None:
-            return f"it may fit with {' '.join(words)}"
-        short = left
-    with_ = f"with {' '.join(words)} it still needs {_format_size(short.needed)}; " if words else ""
+        changes.append(f"{section}.{key}={value!r}".replace("('layer',)", '["layer"]'))
+        remaining = find_shortage(min_training_memory(cfg, host.device_type), host)
+        if remaining is None:
+            return f"it may fit with {' '.join(changes)}"
+        short = remaining
+    with_ = f"with {' '.join(changes)} it still needs {_format_size(short.needed)}; " if changes else ""
     return f"{with_}{_irreducible_memory_message(cfg, host)}"
 
 
 def _memory_saving_changes(cfg: Config) -> Iterator[tuple[str, str, Any]]:
-    """Changes that save memory and change nothing that is learnt, cheapest in time first."""
-    train, p = cfg.train, cfg.parallel
+    """Yield changes that save memory without changing the training result, cheapest in time first."""
+    train = cfg.train
+    p = cfg.parallel
     if p.zero < 3 and p.world_size > p.pp * p.tp:
         yield "parallel", "zero", 3
     if train.micro_batch_size > 1:
@@ -188,11 +193,16 @@ def _memory_saving_changes(cfg: Config) -> Iterator[tuple[str, str, Any]]:
 
 
 def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
-    """The states of the whole model, which ranks can share and no setting makes smaller, and who could hold them."""
+    """Describe the states of the whole model, which no setting reduces, and the hardware they need."""
     total = count_parameters(cfg.model).total
-    alone = replace(cfg, parallel=type(cfg.parallel)())
-    held = StateMemory(alone).max_by_pp_rank[0]
-    states = held.weights + held.gradients + held.optimizer - optimizer_offload_memory(alone, 0).offloaded
+    single_rank = replace(cfg, parallel=type(cfg.parallel)())
+    state_bytes = StateMemory(single_rank).max_by_pp_rank[0]
+    states = (
+        state_bytes.weights
+        + state_bytes.gradients
+        + state_bytes.optimizer
+        - optimizer_offload_memory(single_rank, 0).offloaded
+    )
     if states < host.available.size:
         train = cfg.train
         return f"lower train.micro_batch_size (now {train.micro_batch_size}) or train.seq_len (now {train.seq_len})"
@@ -206,8 +216,9 @@ def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
 
 
 def _with_fewer_micro_batches(cfg: Config) -> Config:
-    """The recipe with no more micro-batches than it takes to have most of them in flight."""
-    p, train = cfg.parallel, cfg.train
+    """Return the recipe with only as many micro-batches as the peak needs."""
+    p = cfg.parallel
+    train = cfg.train
     count = STEADY_MICRO_BATCHES_PER_STAGE * p.pp * p.virtual_stages
     if p.schedule == "csv" or cfg.num_micro_batches <= count:
         return cfg
@@ -216,7 +227,7 @@ def _with_fewer_micro_batches(cfg: Config) -> Config:
 
 def _rank_bytes(cfg: Config, memory: RankMemory) -> BytesByPart:
     parts = _state_bytes(memory.states, 0)
-    # How much of what is offloaded is away at the fullest moment depends on the disk.
+    # How much is offloaded at the peak depends on the disk.
     active = 0 if cfg.train.offload else memory.activations.total + memory.pipeline
     parts["activations"] = round(CERTAIN_FRACTION * active)
     return parts

@@ -11,13 +11,14 @@ from moefold.topology.layout import divisors
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
-    """The patterns are spelled right and no part of them falls behind the last layer."""
+    """Check the syntax of both layer patterns, and that they are no longer than the model."""
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
-    pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
+    pattern = getattr(cfg.model, key)
+    num_layers = cfg.model.num_layers
     name = f"model.{key}={pattern!r}"
     counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
     if max(counts, default=0) > num_layers:
@@ -36,11 +37,13 @@ def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
 
 
 def validate_heads(cfg: Config) -> Iterator[str]:
-    """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
+    """Check that heads divide the hidden size if head_dim is unset, and that query groups divide the heads."""
     model = cfg.model
     if model.attention == "mla":
         return
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
     if model.head_dim == 0 and hidden % heads:
         yield (
             f"model.num_attention_heads={heads} must divide model.hidden_size={hidden} when model.head_dim is 0; "
@@ -55,12 +58,12 @@ def validate_heads(cfg: Config) -> Iterator[str]:
 
 
 def validate_rope(cfg: Config) -> Iterator[str]:
-    """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
+    """Check that RoPE rotates an even number of dims of each head."""
     model = cfg.model
     if model.attention == "mla":
         if model.qk_rope_head_dim % 2:
             yield (
-                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE turns pairs; "
+                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE rotates pairs; "
                 f"choose {nearest_multiples(model.qk_rope_head_dim, 2)}"
             )
         return
@@ -71,19 +74,20 @@ def validate_rope(cfg: Config) -> Iterator[str]:
             return
         source = f"the head size hidden_size/num_attention_heads={size}"
     if size % 2:
-        yield f"{source} must be even, because RoPE turns pairs; choose {nearest_multiples(size, 2)}"
+        yield f"{source} must be even, because RoPE rotates pairs; choose {nearest_multiples(size, 2)}"
         return
     rotated = size * model.rope_fraction
     if abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
         even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
         yield (
             f"model.rope_fraction={model.rope_fraction} of a head of {size} is {rotated:g} dimensions, which must be a "
-            f"positive even number; choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
+            "positive even number; "
+            f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
         )
 
 
 def validate_rope_scaling(cfg: Config) -> Iterator[str]:
-    """A stretch has a factor above 1, and its band has a width."""
+    """Check that RoPE scaling has a factor above 1 and a non-empty frequency band."""
     model = cfg.model
     if model.rope_scaling == "none":
         return
@@ -102,22 +106,26 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
 
 
 def _validate_yarn(model: ModelConfig) -> Iterator[str]:
-    """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
-    fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
+    """Check YaRN: the lowest frequency is scaled, the blend is within the head, and the factors are consistent."""
+    fast = model.rope_beta_fast
+    slow = model.rope_beta_slow
+    seq_len = model.rope_original_seq_len
     if slow >= fast:
         yield (
             f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
         )
         return
-    least, most = math.floor(2 * math.pi * slow) + 1, math.ceil(2 * math.pi * fast * model.rope_theta) - 1
-    if not least <= seq_len <= most:
+    minimum = math.floor(2 * math.pi * slow) + 1
+    maximum = math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    if not minimum <= seq_len <= maximum:
         yield (
             f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
-            f"2*pi*rope_beta_fast*rope_theta, so that some wave is stretched and some is not; choose {least} to {most}"
+            f"2*pi*rope_beta_fast*rope_theta, so that some frequencies are scaled and some are not; "
+            f"choose {minimum} to {maximum}"
         )
     if model.rope_attention_factor and model.rope_mscale:
         yield (
-            f"model.rope_mscale={model.rope_mscale} has no effect beside model.rope_attention_factor="
+            f"model.rope_mscale={model.rope_mscale} has no effect with model.rope_attention_factor="
             f"{model.rope_attention_factor}, which it would only derive; leave one of them out"
         )
     if model.rope_mscale and not model.rope_mscale_all_dim:
@@ -133,7 +141,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_mla(cfg: Config) -> Iterator[str]:
-    """Latent attention has norms of its own and no biases."""
+    """Check that MLA (multi-head latent attention) has no QK norm, biases or sinks."""
     model = cfg.model
     if model.attention != "mla":
         return
@@ -148,11 +156,11 @@ def validate_mla(cfg: Config) -> Iterator[str]:
 
 
 def validate_sliding_window(cfg: Config) -> Iterator[str]:
-    """Layers of kind W have a window."""
+    """Check that layers of kind W have a sliding window."""
     model = cfg.model
     if "W" in model.attention_pattern and model.sliding_window == 0:
         yield (
-            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which see "
+            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which attend to "
             "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
         )
 

@@ -1,6 +1,6 @@
-"""Rules between the settings of the router, of its balance and of token dropping.
+"""Rules on routing, load balancing and token dropping, and the requirements of DeepEP.
 
-What DeepEP cannot do, as far as it is known without torch: refused where it is named, the reason where it is not.
+DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback. Torch-free.
 """
 
 import importlib.util
@@ -13,11 +13,11 @@ from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
 
 FORCED_CHOICES = ("round_robin", "skewed")
-"""Choices that read no score."""
+"""Choices that ignore the router's scores."""
 
 
 def validate_routing(cfg: Config) -> Iterator[str]:
-    """Everything about routing; a model without MoE layers has none of it."""
+    """Check all routing settings of a model with MoE layers."""
     if not has_moe_layers(cfg.model):
         return
     if cfg.model.top_k > cfg.model.num_experts:
@@ -34,7 +34,7 @@ def validate_routing(cfg: Config) -> Iterator[str]:
 
 
 def _validate_replay(moe: MoEConfig) -> Iterator[str]:
-    """A trace and a balancing rule cannot both choose."""
+    """Check that a replayed trace is not combined with a balancing choice."""
     if moe.replay and moe.choice != "topk":
         yield (
             f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice={moe.choice!r} would choose "
@@ -43,14 +43,16 @@ def _validate_replay(moe: MoEConfig) -> Iterator[str]:
 
 
 def validate_router_gradient(cfg: Config) -> Iterator[str]:
-    """One choice that is divided by its own sum weighs 1, whatever the router thinks: such a model only computes."""
+    """Check that the router gets a gradient: a single normalised choice always has weight 1."""
     model = cfg.model
     if model.top_k > 1 or not has_moe_layers(model):
         return
     if model.router_score == "softmax" and model.router_softmax == "post":
-        key, way_out = 'model.router_softmax="post"', 'model.router_softmax="pre"'
+        key = 'model.router_softmax="post"'
+        way_out = 'model.router_softmax="pre"'
     elif model.router_score != "softmax" and model.router_normalize:
-        key, way_out = "model.router_normalize=true", "model.router_normalize=false"
+        key = "model.router_normalize=true"
+        way_out = "model.router_normalize=false"
     else:
         return
     yield (
@@ -60,8 +62,10 @@ def validate_router_gradient(cfg: Config) -> Iterator[str]:
 
 
 def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
-    """Groups are equal parts of the experts, and the best of them hold enough experts."""
-    groups, top, experts = model.num_groups, model.top_groups, model.num_experts
+    """Check that groups divide the experts and that the top groups have enough of them."""
+    groups = model.num_groups
+    top = model.top_groups
+    experts = model.num_experts
     if groups == 1 and top == 1:
         return
     if experts % groups:
@@ -85,17 +89,17 @@ def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
         )
     if size == 1 and model.router_score != "softmax":
         yield (
-            f"model.router_score={model.router_score!r} judges a group by its two best experts, and model.num_groups="
+            f"model.router_score={model.router_score!r} scores a group by its two best experts, and model.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
         )
 
 
 def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """What balances the choice does not contradict what chooses."""
+    """Check that the settings of the router do not contradict moe.choice."""
     name = f"moe.choice={moe.choice!r}"
     if moe.choice == "quantile" and not model.expert_bias:
         yield (
-            f"{name} leaves its thresholds in the expert bias, which evaluation and generation route with, and "
+            f"{name} stores its thresholds in the expert bias, with which evaluation and generation route, and "
             "model.expert_bias=false; set model.expert_bias=true"
         )
     if moe.choice == "quantile" and model.top_k == model.num_experts:
@@ -104,32 +108,34 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             f"{model.num_experts - 1}, or choice='topk'"
         )
     if moe.choice in ("sinkhorn", *FORCED_CHOICES):
-        why = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
+        reason = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
         if model.expert_bias:
-            yield f"model.expert_bias=true contradicts {name}, which {why}; choose expert_bias=false, or choice='topk'"
+            yield (
+                f"model.expert_bias=true contradicts {name}, which {reason}; choose expert_bias=false, or choice='topk'"
+            )
         if model.num_groups > 1:
             yield (
-                f"model.num_groups={model.num_groups} contradicts {name}, which {why}; "
+                f"model.num_groups={model.num_groups} contradicts {name}, which {reason}; "
                 "leave num_groups and top_groups out, or choose choice='topk'"
             )
     if moe.choice == "skewed" and model.top_k >= model.num_experts:
         yield (
-            f"{name} deals all but expert 0 out to the other tokens, so model.top_k={model.top_k} must be below "
+            f"{name} assigns all other experts to the remaining tokens, so model.top_k={model.top_k} must be below "
             f"model.num_experts={model.num_experts}; choose top_k of at most {model.num_experts - 1}"
             if model.num_experts > 1
-            else f"{name} needs experts beside expert 0, and model.num_experts=1; choose 2 or more"
+            else f"{name} needs more experts than expert 0, and model.num_experts=1; choose 2 or more"
         )
 
 
 def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """A capacity lets every token reach an expert, and can be reached."""
+    """Check that a capacity gives every token an expert and can be exceeded."""
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and factor * model.top_k < 1:
-            least = math.ceil(100 / model.top_k) / 100
+            minimum = math.ceil(100 / model.top_k) / 100
             yield (
-                f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together room for fewer copies "
-                f"than there are tokens, so some would reach no expert; choose {least} or more, or 0.0 (dropless)"
+                f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together a capacity below the "
+                f"number of tokens, so some would reach no expert; choose {minimum} or more, or 0.0 (dropless)"
             )
             continue
         enough = model.num_experts / model.top_k
@@ -141,12 +147,13 @@ def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
 
 
 def _validate_padding(cfg: Config) -> Iterator[str]:
-    """Only a capacity can be padded to, and only one that a rank has to itself."""
-    moe, p = cfg.moe, cfg.parallel
+    """Check that padding has a capacity, and that no other rank shares it."""
+    moe = cfg.moe
+    p = cfg.parallel
     if moe.pad_to_capacity and moe.drop_scope == "full_sequence" and p.cp * p.tp > 1:
         yield (
             f"moe.pad_to_capacity=true with moe.drop_scope='full_sequence' would pad to cp*tp={p.cp * p.tp} times the "
-            "rows: the ranks share one capacity, and each of them must have room for all of it; choose "
+            "rows: the ranks share one capacity, and each would need a buffer for all of it; choose "
             "drop_scope='sub_sequence', or pad_to_capacity=false"
         )
     if moe.pad_to_capacity and moe.capacity_factor == 0:
@@ -158,25 +165,26 @@ def _validate_padding(cfg: Config) -> Iterator[str]:
 
 ROUTING_RULES = (validate_routing,)
 TRAINING_ONLY_RULES = (validate_router_gradient,)
-"""Of training alone."""
+"""Rules for training only."""
 
 
 DEEPEP_PACKAGE = "deep_ep"
 ALIGNMENT_BYTES = 16
-"""DeepEP's kernels move tokens in units of so many bytes."""
+"""Alignment in bytes of a token in DeepEP's kernels."""
 FP8_BLOCK = 128
-"""Values to a scale of rows in 8 bits."""
+"""Values per scale in FP8 dispatch."""
 
 
 def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
-    """Why the settings rule DeepEP out, one phrase each."""
-    p, model = cfg.parallel, cfg.model
+    """Yield the reasons why the settings rule DeepEP out, one phrase each."""
+    p = cfg.parallel
+    model = cfg.model
     if p.etp > 1:
-        yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} cuts the experts"
+        yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
     if cfg.moe.pad_to_capacity:
-        yield "deep_ep sends what there is, and moe.pad_to_capacity=true pads"
+        yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
     if cfg.run.dtype != "bfloat16":
-        yield f"deep_ep carries bfloat16, and run.dtype={cfg.run.dtype!r}"
+        yield f"deep_ep supports only bfloat16, and run.dtype={cfg.run.dtype!r}"
     if model.hidden_size * 2 % ALIGNMENT_BYTES:
         yield (
             f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and model.hidden_size={model.hidden_size} is "
@@ -188,30 +196,30 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
             f"{cfg.moe.dispatch_precision!r} model.hidden_size={model.hidden_size} is no multiple of that"
         )
     if cfg.faults.check_dispatch:
-        yield "deep_ep keeps its row counts to itself, and faults.check_dispatch=true compares them"
+        yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
     if p.overlap_experts:
-        yield "deep_ep waits for its rows where it sends them, and parallel.overlap_experts=true works meanwhile"
+        yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
     if cfg.run.device == "cpu":
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
 
 def validate_deepep(cfg: Config) -> Iterator[str]:
-    """DeepEP, where it is named and has work, can do what the recipe asks."""
+    """Check that DeepEP, if named, supports the recipe."""
     if _requests_deepep(cfg):
-        for obstacle in deepep_unsupported_reasons(cfg):
-            yield f"parallel.dispatcher='deepep' cannot run: {obstacle}; choose 'alltoall', or 'auto'"
+        for reason in deepep_unsupported_reasons(cfg):
+            yield f"parallel.dispatcher='deepep' cannot run: {reason}; choose 'alltoall', or 'auto'"
 
 
 def is_deepep_installed() -> bool:
-    """Whether the package can be imported; it is not."""
+    """Return whether the DeepEP package is installed, without importing it."""
     return importlib.util.find_spec(DEEPEP_PACKAGE) is not None
 
 
 def check_dispatch_package(cfg: Config) -> None:
-    """DeepEP is installed where the recipe names it.
+    """Check that DeepEP is installed if the recipe names it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     if _requests_deepep(cfg) and not is_deepep_installed():
         raise ConfigError(
@@ -221,10 +229,10 @@ def check_dispatch_package(cfg: Config) -> None:
 
 
 def check_dispatch_device(cfg: Config, device_type: str) -> None:
-    """The ranks will run on GPUs where the recipe names DeepEP.
+    """Check that the ranks run on GPUs if the recipe names DeepEP.
 
     Raises:
-        ConfigError: they will not.
+        ConfigError: they do not.
     """
     if _requests_deepep(cfg) and device_type != "cuda":
         raise ConfigError(

@@ -1,9 +1,7 @@
-"""Rules between the degrees and what they cut: heads, widths, experts, layers and the sequence.
+"""Rules on parallel degrees and what they shard: heads, widths, experts, layers, the sequence and the batch.
 
-Each axis has a function of (config, degree) that yields its faults, so that the legal values of that degree, all else
-as it is, are found by trying them.
-
-Rules of `parallel.overlap_experts` and `overlap_tp`: what can hide the exchanges of a layer.
+Each axis has a function of (config, degree) that yields its violations, so that the legal values of a degree are found
+by trying them, with all other settings unchanged. Also the rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from moefold.validate.pipeline import PIPELINE_RULES
 
 
 def _validate_divides(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
-    """A fault when `degree` does not divide the size, with the sizes on both sides that it divides."""
+    """Check that `degree` divides the size; the message names the nearest sizes that it divides."""
     if size % degree:
         yield (
             f"parallel.{name}={degree} must divide {key}={size}; "
@@ -48,14 +46,16 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
         yield from _validate_divides(
             "tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
         )
-    # A smaller vocabulary would not hold the tokenizer's ids; a larger one has rows that are never read.
+    # A smaller vocabulary could lack tokenizer ids; a larger one only has unused rows.
     yield from _validate_divides("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
 
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if cfg.parallel.context != "ulysses" or cp == 1:
         return
-    tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    tp = cfg.parallel.tp
+    heads = cfg.model.num_attention_heads
+    groups = cfg.model.num_key_value_heads
     if heads % tp or (groups % tp and tp % groups):
         return
     if heads // tp % cp:
@@ -82,11 +82,12 @@ def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
 
 
 def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
-    layers, chunks = cfg.model.num_layers, cfg.parallel.virtual_stages
+    layers = cfg.model.num_layers
+    chunks = cfg.parallel.virtual_stages
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
-        times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
+        factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         yield (
-            f"parallel.pp={pp}{times} must be at most model.num_layers={layers}, one layer for each stage; "
+            f"parallel.pp={pp}{factor} must be at most model.num_layers={layers}, one layer for each stage; "
             f"choose model.num_layers={pp * chunks}"
         )
 
@@ -99,7 +100,7 @@ def _missing_moe_layers_message(name: str, degree: int, cfg: Config) -> str:
 
 
 def _divisible_sizes(cfg: Config) -> dict[str, int]:
-    """What each degree must divide so that the ranks still fold, the other degrees as they are."""
+    """Return the size that each degree must divide so that the ranks still fold, other degrees unchanged."""
     p = cfg.parallel
     stage = p.world_size // p.pp
     return {
@@ -121,20 +122,20 @@ DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
 
 
 def validate_degrees(cfg: Config) -> Iterator[str]:
-    """Every degree divides what it cuts; each fault ends with the values of that degree that would do."""
-    for name, cuts in DEGREE_RULES.items():
+    """Check that every degree divides what it shards; messages end with the legal values of the degree."""
+    for name, rule in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
-        faults = list(cuts(cfg, degree))
-        if not faults:
+        messages = list(rule(cfg, degree))
+        if not messages:
             continue
         legal = [other for other in divisors(_divisible_sizes(cfg)[name]) if _fixes_violations(cfg, name, other)]
         way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
-        for fault in faults:
-            yield fault + way_out
+        for message in messages:
+            yield message + way_out
 
 
 def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
-    """Whether another degree of one axis ends the faults of that axis and makes nothing else worse."""
+    """Return whether another degree of one axis removes its violations and adds none elsewhere."""
     before = _count_violations(cfg)
     change: dict[str, Any] = {name: degree}
     after = _count_violations(replace(cfg, parallel=replace(cfg.parallel, **change)))
@@ -142,14 +143,18 @@ def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
 
 
 def _count_violations(cfg: Config) -> dict[str, int]:
-    """Faults of each axis, of the sequence and of the batch: all that depends on degrees."""
-    found = {name: len(list(cuts(cfg, getattr(cfg.parallel, name)))) for name, cuts in DEGREE_RULES.items()}
-    return found | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
+    """Count the violations of each axis, of the sequence and of the batch."""
+    counts = {
+        name: len(list(degree_rule(cfg, getattr(cfg.parallel, name)))) for name, degree_rule in DEGREE_RULES.items()
+    }
+    return counts | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
 
 
 def validate_sequence_length(cfg: Config) -> Iterator[str]:
-    """The sequence cuts into cp parts of tp sequence-parallel parts, and into 2*cp chunks where attention balances."""
-    tp, cp, seq_len = cfg.parallel.tp, cfg.parallel.cp, cfg.train.seq_len
+    """Check that cp*tp divides the sequence, and 2*cp too if attention balances zigzag chunks."""
+    tp = cfg.parallel.tp
+    cp = cfg.parallel.cp
+    seq_len = cfg.train.seq_len
     zigzag = cp > 1 and cfg.parallel.context != "ulysses"
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
@@ -162,7 +167,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
 
 
 def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
-    """The mapping is there: `moefold train` plans it first, other commands are told it."""
+    """Check that the mapping is resolved: only `moefold train` plans it."""
     if cfg.parallel.mapping == "auto":
         yield (
             "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
@@ -171,11 +176,11 @@ def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
 
 
 def validate_dispatcher(cfg: Config) -> Iterator[str]:
-    """The local dispatcher has no communication, and those that are named for theirs have some."""
+    """Check the dispatcher against ep*etp: local needs 1, allgather and deepep need 2 or more."""
     p = cfg.parallel
     if p.dispatcher in ("allgather", "deepep") and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
         yield (
-            f"parallel.dispatcher={p.dispatcher!r} carries copies between the ranks of ep and etp, and parallel.ep=1, "
+            f"parallel.dispatcher={p.dispatcher!r} sends tokens between the ranks of ep and etp, and parallel.ep=1, "
             "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
         )
     if p.dispatcher == "local" and p.ep * p.etp > 1:
@@ -186,13 +191,14 @@ def validate_dispatcher(cfg: Config) -> Iterator[str]:
 
 
 def validate_least_loaded(cfg: Config) -> Iterator[str]:
-    """Least-loaded dispatch has other ranks to turn to, loads that differ, and a rule that can apply."""
-    p, moe = cfg.parallel, cfg.moe
+    """Check least-loaded dispatch: several ep ranks, loads that differ, and thresholds that can apply."""
+    p = cfg.parallel
+    moe = cfg.moe
     if p.dispatcher != "leastloaded" or not has_moe_layers(cfg.model):
         return
     if p.ep == 1:
         yield (
-            "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
+            "parallel.dispatcher='leastloaded' moves routed tokens between the ranks of ep, and parallel.ep=1; "
             "choose 'alltoall', or ep of 2 or more"
         )
         return
@@ -215,14 +221,16 @@ def validate_least_loaded(cfg: Config) -> Iterator[str]:
     largest = min(tokens, ceil(moe.llep_capacity * tokens * cfg.model.top_k / p.ep))
     if moe.llep_min_tokens > largest:
         yield (
-            f"moe.llep_min_tokens={moe.llep_min_tokens} must be at most {largest}, the most copies of one expert that "
-            f"a rank could take over of the {tokens} tokens of ep*etp={p.ep * p.etp} ranks; choose 1 to {largest}"
+            f"moe.llep_min_tokens={moe.llep_min_tokens} must be at most {largest}, the most routed tokens of one "
+            f"expert that a rank could take over of the {tokens} tokens of ep*etp={p.ep * p.etp} ranks; "
+            f"choose 1 to {largest}"
         )
 
 
 def validate_batch_size(cfg: Config) -> Iterator[str]:
-    """The global batch is whole micro-batches on each data-parallel rank, and enough of them for the schedule."""
-    p, batch = cfg.parallel, cfg.train.global_batch_size
+    """Check that the global batch is a multiple of micro_batch_size*dp, and enough for 1F1B."""
+    p = cfg.parallel
+    batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
     if batch % step:
         yield (
@@ -266,20 +274,20 @@ OVERLAP_EXPERTS_SETTING = "parallel.overlap_experts=true"
 
 
 def validate_expert_overlap(cfg: Config) -> Iterator[str]:
-    """There are exchanges to hide, a backward and a forward pass to hide them, and parameters that stay for both."""
+    """Check that `overlap_experts` has expert communication to hide, and a schedule and ZeRO stage that allow it."""
     p = cfg.parallel
     if not p.overlap_experts:
         return
     if not has_moe_layers(cfg.model):
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the exchanges of experts, and no layer of model.layer_pattern is M; choose a pattern with M, "
-            "or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and no layer of model.layer_pattern is M; "
+            "choose a pattern with M, or overlap_experts=false"
         )
         return
     if p.ep * p.etp == 1:
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the exchanges of experts, and with parallel.ep=1 and parallel.etp=1 there are none; "
-            "choose ep=2 or more, or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
+            "there is none; choose ep=2 or more, or overlap_experts=false"
         )
     if p.schedule not in OVERLAPPED_SCHEDULES:
         *others, last = map(repr, OVERLAPPED_SCHEDULES)
@@ -290,52 +298,56 @@ def validate_expert_overlap(cfg: Config) -> Iterator[str]:
         )
     if p.zero == 3:
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} works on a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters for "
-            "one; choose zero=2, or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} runs a layer for two micro-batches at a time, and parallel.zero=3 frees its "
+            "parameters after one; choose zero=2, or overlap_experts=false"
         )
     step = cfg.train.micro_batch_size * p.dp
     if cfg.train.global_batch_size % step == 0 and cfg.num_micro_batches < 2:
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and train.global_batch_size={cfg.train.global_batch_size} gives "
-            f"each data-parallel rank 1; choose global_batch_size={2 * step}, or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and "
+            f"train.global_batch_size={cfg.train.global_batch_size} gives each data-parallel rank 1; "
+            f"choose global_batch_size={2 * step}, or overlap_experts=false"
         )
 
 
 def validate_collective_order(cfg: Config) -> Iterator[str]:
-    """All ranks that share a group begin the exchanges of their experts in one order, and no rank waits for ever.
+    """Check that ranks of a group start expert collectives in the same order, and that none deadlocks.
 
-    For a config that is sound otherwise. Both follow from how rows and pairs are made; a fault here is one of moefold.
+    For a config that passed all other rules. The schedules guarantee both; a violation here is a bug of moefold.
     """
-    p, train = cfg.parallel, cfg.train
+    p = cfg.parallel
+    train = cfg.train
     if not p.overlap_experts or not has_moe_layers(cfg.model):
         return
     if AUTO in train.recompute:
-        # The choice comes later, for the stages as they stand; to the order it matters whether exchanges run again.
+        # The parts are chosen later, for these stages; the order depends only on whether collectives are repeated.
         placed = with_explicit_layout(cfg)
         for chosen in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=chosen)))
         return
     rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
     if found := find_deadlock(list(map(to_slot_row, rows))):
-        yield f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would wait for ever before {found[1][0]}; set it to false"
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
+        )
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     plan = plan_stages(cfg)
-    of_stage = [
+    by_pp_rank = [
         collective_sequence(cfg, {stage.number: stage for stage in plan.of_rank(i)}, row) for i, row in enumerate(rows)
     ]
-    programs = [of_stage[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
-    for fault in order_mismatches(programs, layout):
-        yield f"{OVERLAP_EXPERTS_SETTING}: {fault}, so that they would wait for each other for ever; set it to false"
+    by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
+    for message in order_mismatches(by_rank, layout):
+        yield f"{OVERLAP_EXPERTS_SETTING}: {message}, so that they would deadlock; set it to false"
 
 
 def validate_tp_overlap(cfg: Config) -> Iterator[str]:
-    """A product in parts would make the 8-bit copies of its weight once for each."""
+    """Check that `overlap_tp` has no low-precision GEMMs: each partial GEMM would quantise the weight again."""
     if cfg.parallel.overlap_tp and cfg.train.precision != "dtype":
         yield (
-            f"parallel.overlap_tp=true multiplies the tokens of one tp rank at a time, in the type of run.dtype, and "
-            f"train.precision={cfg.train.precision!r} multiplies all at once; choose precision='dtype', or "
+            f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in run.dtype, and "
+            f"train.precision={cfg.train.precision!r} runs one for all tokens; choose precision='dtype', or "
             "overlap_tp=false"
         )
 

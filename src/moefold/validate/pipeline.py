@@ -1,4 +1,4 @@
-"""Rules of the pipeline: the schedule with its stages and micro-batches, and what stands on which stage."""
+"""Rules on the pipeline: schedule, virtual stages, micro-batches and layout."""
 
 from collections.abc import Iterator
 
@@ -10,25 +10,25 @@ from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
-    """The schedule has as many virtual stages as it works with, and a pipeline if it is made for several."""
+    """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
-    fewest, most = SCHEDULES[p.schedule].virtual_stage_bounds
-    if p.virtual_stages < fewest:
-        others = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
-        needs = f"{fewest}" if most == fewest else f"{fewest} or more"
+    minimum, maximum = SCHEDULES[p.schedule].virtual_stage_bounds
+    if p.virtual_stages < minimum:
+        alternative = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
+        needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
         yield (
             f"parallel.schedule={p.schedule!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
-            f"choose virtual_stages={fewest}, or {others}"
+            f"choose virtual_stages={minimum}, or {alternative}"
         )
-    elif most == 1 and p.virtual_stages > 1:
+    elif maximum == 1 and p.virtual_stages > 1:
         yield (
             f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule='interleaved', and it is "
             f"{p.schedule!r}; choose schedule='interleaved' or 'zero-bubble', or virtual_stages=1"
         )
-    elif most is not None and p.virtual_stages > most:
+    elif maximum is not None and p.virtual_stages > maximum:
         yield (
-            f"parallel.schedule={p.schedule!r} has exactly {most} stages on each rank, and "
-            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={most}, or schedule='zero-bubble'"
+            f"parallel.schedule={p.schedule!r} has exactly {maximum} stages on each rank, and "
+            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or schedule='zero-bubble'"
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
@@ -42,17 +42,18 @@ def validate_schedule(cfg: Config) -> Iterator[str]:
 
 
 def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
-    """The micro-batches of a data-parallel rank are as many as the schedule can order."""
-    p, batch = cfg.parallel, cfg.train.global_batch_size
+    """Check that the schedule supports the number of micro-batches."""
+    p = cfg.parallel
+    batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
     if p.pp == 1 or batch % step:
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    # torch's interleaved schedules work in rounds of equal length, about pp micro-batches each.
+    # torch's interleaved schedules run in equal rounds of about pp micro-batches.
     rounds = max(1, count // p.pp)
     if p.schedule in ("interleaved", "zero-bubble") and count % rounds:
-        # Multiples of pp are legal, so that the nearest legal numbers are no further away.
+        # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
@@ -68,26 +69,28 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
 
 
 def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
-    """The layout can be read, is of this model, and leaves no rank without weights."""
-    p, model = cfg.parallel, cfg.model
-    num_stages, text = p.pp * p.virtual_stages, p.pipeline_layout
+    """Check that the layout parses, fits the model, and gives every rank weights."""
+    p = cfg.parallel
+    model = cfg.model
+    num_stages = p.pp * p.virtual_stages
+    text = p.pipeline_layout
     if text == "":
         return
     if text == "auto":
         if num_stages > model.num_layers + 2:
             yield (
-                f"parallel.pipeline_layout='auto' shares out the embedding, model.num_layers={model.num_layers} layers "
+                f"parallel.pipeline_layout='auto' splits the embedding, model.num_layers={model.num_layers} layers "
                 f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
                 f"model.num_layers={num_stages - 2}, or fewer stages"
             )
         return
-    faults = list(
+    messages = list(
         validate_layout(text, num_layers=model.num_layers, num_mtp_layers=model.mtp_layers, num_stages=num_stages)
     )
-    for fault in faults:
-        yield f"parallel.pipeline_layout={text!r}: {fault}"
+    for message in messages:
+        yield f"parallel.pipeline_layout={text!r}: {message}"
     if (
-        faults
+        messages
         or SCHEDULES[p.schedule].virtual_stage_bounds[0] > p.virtual_stages
         or SCHEDULES[p.schedule].placement == "file"
     ):
@@ -96,10 +99,10 @@ def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
 
 
 def check_schedule_file(cfg: Config) -> None:
-    """The schedule that is read from a file is whole, can end, and leaves no rank without weights.
+    """Check that the schedule file is complete, does not deadlock, and gives every rank weights.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not valid.
     """
     p = cfg.parallel
     if p.schedule != "csv":
@@ -108,19 +111,20 @@ def check_schedule_file(cfg: Config) -> None:
 
     ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).stage_to_rank
     if p.pipeline_layout not in ("", "auto"):
-        for fault in _validate_no_empty_ranks(cfg, ranks):
-            raise ConfigError(fault)
+        for message in _validate_no_empty_ranks(cfg, ranks):
+            raise ConfigError(message)
 
 
 def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[str]:
     text = cfg.parallel.pipeline_layout
     stages = parse_layout(text)
     for rank in range(cfg.parallel.pp):
-        mine = [number for number, owner in enumerate(ranks) if owner == rank]
-        if all(stages[number].is_empty for number in mine):
+        stage_numbers = [number for number, pp_rank in enumerate(ranks) if pp_rank == rank]
+        if all(stages[number].is_empty for number in stage_numbers):
             yield (
                 f"parallel.pipeline_layout={text!r} leaves pipeline rank {rank} without weights (stages "
-                f"{', '.join(map(str, mine))}, counted from 0); give it a layer, or choose a smaller parallel.pp"
+                f"{', '.join(map(str, stage_numbers))}, counted from 0); "
+                "give it a layer, or choose a smaller parallel.pp"
             )
 
 

@@ -1,4 +1,4 @@
-"""The range of each number by itself."""
+"""Rules on single keys: the legal range of each number and string."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from moefold.config.schema import Config
 
 @dataclass(frozen=True)
 class Range:
-    """A rule on the value of each of some keys, all of one section."""
+    """Rule on the value of each of some keys of one section."""
 
     rule: str
     is_legal: Callable[[Any], bool]
@@ -109,7 +109,7 @@ RANGES = (
 
 
 def validate_ranges(cfg: Config) -> Iterator[str]:
-    """One message for each key whose value is out of its range."""
+    """Yield one message for each key whose value is out of its range."""
     for entry in RANGES:
         for key in entry.keys.split():
             value = getattr(getattr(cfg, entry.section), key)

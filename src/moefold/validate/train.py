@@ -1,11 +1,4 @@
-"""Rules between the settings of the optimizer, its schedule, the evaluation and the checkpoints.
-
-Rules between the settings of the data.
-
-Rules on what a run does when something goes wrong.
-
-Rules on kernels and on the precision of matrix products.
-"""
+"""Rules on the optimizer, learning-rate schedule, evaluation, checkpoints, data, failure handling and kernels."""
 
 import importlib.util
 import math
@@ -16,8 +9,9 @@ from moefold.errors import ConfigError
 
 
 def validate_learning_rate(cfg: Config) -> Iterator[str]:
-    """The rate falls, if it does, and the schedule fits into the run."""
-    train, steps = cfg.train, cfg.run.steps
+    """Check that min_lr is at most lr and that the schedule fits into the run."""
+    train = cfg.train
+    steps = cfg.run.steps
     if train.min_lr > train.lr:
         yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}; choose 0.0 to {train.lr}"
     if train.warmup_steps > steps:
@@ -30,12 +24,12 @@ def validate_learning_rate(cfg: Config) -> Iterator[str]:
 
 
 def validate_evaluation(cfg: Config) -> Iterator[str]:
-    """There is held-out text to evaluate on."""
+    """Check that evaluation has held-out text."""
     if cfg.train.eval_every == 0 or has_held_out_data(cfg):
         return
     if cfg.data.streaming:
         yield (
-            f"train.eval_every={cfg.train.eval_every} needs held-out text, and of a stream no part is held out; set "
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and a stream has no held-out part; set "
             "data.validation_split to a split of its own, or eval_every=0"
         )
     else:
@@ -46,7 +40,7 @@ def validate_evaluation(cfg: Config) -> Iterator[str]:
 
 
 def validate_mtp(cfg: Config) -> Iterator[str]:
-    """Some position of a sample has a target at every depth."""
+    """Check that some position of a sample has an MTP target at every depth."""
     if cfg.model.mtp_layers >= cfg.train.seq_len:
         yield (
             f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
@@ -55,8 +49,9 @@ def validate_mtp(cfg: Config) -> Iterator[str]:
 
 
 def validate_document_end(cfg: Config) -> Iterator[str]:
-    """The token that ends documents is one of the vocabulary."""
-    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    """Check that the document-end token is in the vocabulary."""
+    end = cfg.data.document_end
+    vocab_size = cfg.model.vocab_size
     if end >= vocab_size:
         yield (
             f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
@@ -65,14 +60,15 @@ def validate_document_end(cfg: Config) -> Iterator[str]:
 
 
 def validate_resume(cfg: Config) -> Iterator[str]:
-    """An empty resume says neither."""
+    """Check that checkpoint.resume is not empty."""
     if not cfg.checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
 def validate_init_from(cfg: Config) -> Iterator[str]:
-    """A new run starts with one set of weights, and virtual groups of experts are not cut by groups of the router."""
-    start, dense = cfg.checkpoint.init_from, cfg.model.upcycle_from
+    """Check that a new run has one source of weights, and that upcycling has no group-limited routing."""
+    start = cfg.checkpoint.init_from
+    dense = cfg.model.upcycle_from
     if start and dense:
         yield (
             f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
@@ -86,7 +82,7 @@ def validate_init_from(cfg: Config) -> Iterator[str]:
 
 
 def validate_muon(cfg: Config) -> Iterator[str]:
-    """Muon has groups to update, each once, and the model has what is named."""
+    """Check that Muon's groups are known, unique and in the model."""
     groups = cfg.train.muon_groups
     if not groups:
         yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUP_NAMES}, or choose optimizer='adamw'"
@@ -96,18 +92,18 @@ def validate_muon(cfg: Config) -> Iterator[str]:
         elif groups.count(group) > 1:
             yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
     if set(groups) == set(MUON_GROUPS):
-        # All there are, of whatever model.
+        # The default: all groups that the model has.
         return
     for group, lack in _missing_muon_groups(cfg.model).items():
         if group in groups:
             yield (
                 f"train.muon_groups has {group!r}, and the model has no such matrices: {lack}; leave {group!r} out, or "
-                "leave muon_groups out for all that there are"
+                "leave muon_groups out for all groups"
             )
 
 
 def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
-    """Groups of matrices that a model has not, each with the reason."""
+    """Return the groups of matrices that a model lacks, each with the reason."""
     lacking = {}
     if not has_dense_layers(model):
         lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
@@ -121,8 +117,9 @@ def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
 
 
 def validate_loss_chunk(cfg: Config) -> Iterator[str]:
-    """A chunk of the loss is less than all."""
-    train, cp = cfg.train, cfg.parallel.cp
+    """Check that a loss chunk has fewer tokens than a rank."""
+    train = cfg.train
+    cp = cfg.parallel.cp
     tokens = train.seq_len * train.micro_batch_size // cp
     if train.loss_chunk >= tokens:
         yield (
@@ -133,7 +130,7 @@ def validate_loss_chunk(cfg: Config) -> Iterator[str]:
 
 
 def validate_moment_dtype(cfg: Config) -> Iterator[str]:
-    """A moment of 8 bits can hold what a step adds to it."""
+    """Check that a bfloat16 moment is precise enough for its decay."""
     if cfg.train.moment_dtype != "bfloat16":
         return
     for key in ("beta1", "beta2", "muon_momentum"):
@@ -148,7 +145,8 @@ def validate_moment_dtype(cfg: Config) -> Iterator[str]:
 
 
 MAX_BF16_MOMENT_DECAY = 0.98
-"""bfloat16 rounds to 1 part in 2**9: a step that would change a moment by a tenth still adds (1 - 0.98) / 10 of it."""
+"""Maximum decay of a bfloat16 moment: bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
+tenth still adds (1 - 0.98) / 10 of it."""
 _MUON_GROUP_NAMES = ", ".join(map(repr, MUON_GROUPS))
 
 TRAIN_RULES = (
@@ -165,7 +163,7 @@ TRAIN_RULES = (
 
 
 def validate_data_weights(cfg: Config) -> Iterator[str]:
-    """Every path has a share, or none has."""
+    """Check that data.weights has one positive number for each path."""
     data = cfg.data
     if not data.weights:
         return
@@ -176,11 +174,11 @@ def validate_data_weights(cfg: Config) -> Iterator[str]:
             "list as many, or leave weights out to join the paths by their sizes"
         )
     if not all(0 < weight < math.inf for weight in data.weights):
-        yield f"data.weights={list(data.weights)} must be greater than 0; leave out the paths that are to have no share"
+        yield f"data.weights={list(data.weights)} must be greater than 0; leave out the paths without a share"
 
 
 def validate_data_source(cfg: Config) -> Iterator[str]:
-    """A column and a split are named."""
+    """Check the column and the splits of a Hugging Face data set."""
     data = cfg.data
     if not data.column:
         yield "data.column='' must name the column of the text; the default is 'text'"
@@ -194,12 +192,12 @@ def validate_data_source(cfg: Config) -> Iterator[str]:
 
 
 def has_validation_split(cfg: Config) -> bool:
-    """Whether a split of its own is evaluated on."""
+    """Return whether evaluation uses a split of its own."""
     return cfg.data.kind == "huggingface" and bool(cfg.data.validation_split)
 
 
 def has_held_out_data(cfg: Config) -> bool:
-    """Whether the data has samples to evaluate on."""
+    """Return whether the data has held-out samples."""
     return has_validation_split(cfg) or (cfg.data.validation_fraction > 0 and not cfg.data.streaming)
 
 
@@ -207,8 +205,9 @@ DATA_RULES = (validate_data_weights, validate_data_source)
 
 
 def validate_rollback(cfg: Config) -> Iterator[str]:
-    """There is a checkpoint to go back to."""
-    every, steps = cfg.checkpoint.every, cfg.run.steps
+    """Check that a rollback has checkpoints to load."""
+    every = cfg.checkpoint.every
+    steps = cfg.run.steps
     for key in ("nonfinite", "spike"):
         if getattr(cfg.faults, key) == "rollback" and not 0 < every < steps:
             yield (
@@ -222,26 +221,26 @@ FAULT_RULES = (validate_rollback,)
 
 
 def validate_kernels(cfg: Config) -> Iterator[str]:
-    """The kernels know the type."""
+    """Check the kernels against run.dtype and train.precision."""
     name = cfg.run.kernels
     if name not in ("triton", "c"):
         return
     if cfg.run.dtype == "float64":
-        does = "sums" if name == "triton" else "computes"
+        verb = "sums" if name == "triton" else "computes"
         yield (
-            f"run.kernels={name!r} {does} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
+            f"run.kernels={name!r} {verb} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
             "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
         )
     if cfg.train.precision != "dtype":
-        has = "matrix products" if name == "triton" else "gates between its products"
+        own_kernels = "GEMMs" if name == "triton" else "activations between its GEMMs"
         yield (
-            f"train.precision={cfg.train.precision!r} has {has} of its own, which run.kernels={name!r} would "
+            f"train.precision={cfg.train.precision!r} has {own_kernels} of its own, which run.kernels={name!r} would "
             "replace; leave run.kernels out"
         )
 
 
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
-    """Why Triton cannot compute there; empty if it can."""
+    """Return why Triton cannot run on the device; "" if it can."""
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:
@@ -250,18 +249,18 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
         return ""
     import triton
 
-    # On a CPU kernels run in Triton's interpreter alone: to be tested, hundreds of times slower than plain operations.
+    # On a CPU, kernels run only in Triton's interpreter: for tests, hundreds of times slower than plain operations.
     return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for device {device_type!r}"
 
 
 def check_kernel_device(cfg: Config, device_type: str) -> None:
-    """What the recipe names can compute on the ranks' devices.
+    """Check that the recipe's kernels run on the ranks' devices.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: they do not.
     """
-    if cfg.run.kernels == "triton" and (fault := triton_unsupported_reason(cfg.run, device_type)):
-        raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
+    if cfg.run.kernels == "triton" and (reason := triton_unsupported_reason(cfg.run, device_type)):
+        raise ConfigError(f"run.kernels='triton' cannot run: {reason}; set run.kernels to 'auto' or 'plain'")
     if cfg.run.kernels == "c" and device_type != "cpu":
         raise ConfigError(
             f"run.kernels='c' cannot run: it is for CPUs, and the device is {device_type!r}; set run.kernels to 'auto' "

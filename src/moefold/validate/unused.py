@@ -1,7 +1,7 @@
-"""Settings that were asked for and that nothing would read: refused, because a silent setting misleads.
+"""Settings without effect: a key that the recipe sets and that nothing reads is refused.
 
-A key left out, or given as what it is anyway, asks for nothing. How an axis works (`parallel.schedule`, `context`,
-`zero`) is no fault at degree 1, so that one recipe serves several mappings.
+A key that is left out, or set to its default, is no such setting. Options of an axis (`parallel.schedule`, `context`,
+`zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from moefold.validate.train import has_validation_split
 
 @dataclass(frozen=True)
 class UnusedWhen:
-    """Keys that have no effect while a condition holds, why, and what would give them one."""
+    """Keys without effect under a condition, with the reason and the remedy."""
 
     keys: str
     condition: Callable[[Config], bool]
@@ -85,7 +85,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.shared_expert_gate",
         lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
-        "model.shared_expert_ffn_hidden_size=0 makes no shared expert",
+        "model.shared_expert_ffn_hidden_size=0 means no shared expert",
         "set model.shared_expert_ffn_hidden_size",
     ),
     UnusedWhen(
@@ -97,7 +97,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.num_query_groups model.head_dim model.rope_fraction",
         lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' has heads of another make",
+        "model.attention='mla' defines its heads by other keys",
         "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
     ),
     UnusedWhen(
@@ -109,7 +109,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
-        "model.rope_scaling='none' stretches nothing",
+        "model.rope_scaling='none' scales nothing",
         "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
     UnusedWhen(
@@ -158,13 +158,13 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "moe.bias_update_rate",
         lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
-        "no bias goes by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
+        "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
         "set model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedWhen(
         "moe.aux_loss",
         lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
-        "a moe.choice other than 'topk' settles the balance by itself",
+        "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
     UnusedWhen(
@@ -176,7 +176,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "moe.trace_every",
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
-        "the run ends before, after run.steps",
+        "the run ends earlier, after run.steps",
         "choose at most run.steps",
     ),
     UnusedWhen(
@@ -212,7 +212,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "parallel.overlap_tp",
         lambda cfg: cfg.parallel.tp == 1,
-        "parallel.tp=1 exchanges nothing",
+        "parallel.tp=1 communicates nothing",
         "choose tp=2 or more",
     ),
     UnusedWhen(
@@ -224,7 +224,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "train.mtp_loss",
         lambda cfg: cfg.model.mtp_layers == 0,
-        "model.mtp_layers=0 predicts no further tokens",
+        "model.mtp_layers=0 predicts no additional tokens",
         "set model.mtp_layers",
     ),
     UnusedWhen(
@@ -272,7 +272,7 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "data.validation_fraction",
         lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
-        "of a stream no part is held out",
+        "a stream has no held-out part",
         "set data.validation_split",
     ),
     UnusedWhen(
@@ -344,13 +344,13 @@ UNUSED_KEY_RULES = (
     UnusedWhen(
         "faults.replica_check_every",
         lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and not cfg.checkpoint.saves,
-        "the run ends before, after run.steps, and saves nothing, before which it would be checked",
+        "the run ends earlier, after run.steps, and has no save that would trigger a check",
         "choose at most run.steps, or set checkpoint.every",
     ),
     UnusedWhen(
         "faults.spike_window",
         lambda cfg: cfg.faults.spike_window >= cfg.run.steps,
-        "the run ends before so many steps are known",
+        "the run ends before the window is full",
         "choose less than run.steps",
     ),
     UnusedWhen(
@@ -375,23 +375,25 @@ UNUSED_KEY_RULES = (
 
 
 def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
-    """Refuse settings that the recipe gave, that differ from the default, and that have no effect.
+    """Check that no key that the recipe sets to a non-default value is without effect.
 
     Args:
-        explicit_keys: the keys that the recipe and its overrides set, as "section.key"; those of a preset are not among them.
-        cfg: the config that came of them.
+        explicit_keys: keys that the recipe and its overrides set, as "section.key", without those of a preset.
+        cfg: the resulting config.
 
     Raises:
         ConfigError: one line for each such setting.
     """
-    lines: dict[str, str] = {}
-    for idle in UNUSED_KEY_RULES:
-        if not idle.condition(cfg):
+    messages: dict[str, str] = {}
+    for rule in UNUSED_KEY_RULES:
+        if not rule.condition(cfg):
             continue
-        for name in idle.keys.split():
+        for name in rule.keys.split():
             section, key = name.split(".")
             value = getattr(getattr(cfg, section), key)
             if name in explicit_keys and value != default_of(section, key):
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
-                lines.setdefault(name, f"{name}={text} has no effect: {idle.reason}; {idle.remedy}, or leave {key} out")
-    raise_all(lines.values())
+                messages.setdefault(
+                    name, f"{name}={text} has no effect: {rule.reason}; {rule.remedy}, or leave {key} out"
+                )
+    raise_all(messages.values())

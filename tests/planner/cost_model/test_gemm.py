@@ -43,7 +43,7 @@ def test_wide_products_have_their_own_rate_and_bytes(dtype, size, flops):
 
 def test_a_type_without_a_rate_is_refused():
     with pytest.raises(
-        ConfigError, match=r"h100 has no rate of products in float64; give it .* as \[wide_flops\] float64"
+        ConfigError, match=r"h100 has no rate of GEMMs in float64; give it .* as \[wide_flops\] float64"
     ):
         products(dtype="float64")
 

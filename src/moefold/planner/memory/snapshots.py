@@ -303,7 +303,7 @@ class _RankWalker:
             now = self._saved_before(chunk, i + 1)
             now[self.columns.transient + chunk.kinds[i]] += 1
             now[self.columns.recompute_peak + chunk.kinds[i]] += 1
-            now[self.columns.at_snapshot_point("beside") + chunk.kinds[i]] += self.splits_backward
+            now[self.columns.at_snapshot_point("concurrent_wgrad") + chunk.kinds[i]] += self.splits_backward
             yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
 
     def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:

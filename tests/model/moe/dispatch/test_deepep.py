@@ -201,11 +201,11 @@ def _bfloat16(cfg: Config, device: str = "auto") -> Config:
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        (tiny(world_size=2, ep=2, dispatcher="auto"), "deep_ep carries bfloat16, and run.dtype='float64'"),
+        (tiny(world_size=2, ep=2, dispatcher="auto"), "deep_ep supports only bfloat16, and run.dtype='float64'"),
         (_bfloat16(tiny(world_size=2, ep=2, dispatcher="auto")), "deep_ep needs CUDA GPUs, and this run is on the CPU"),
         (
             _bfloat16(tiny(world_size=2, etp=2, dispatcher="auto")),
-            "deep_ep moves whole experts' tokens, and parallel.etp=2 cuts the experts",
+            "deep_ep moves whole experts' tokens, and parallel.etp=2 shards the experts",
         ),
     ],
 )
