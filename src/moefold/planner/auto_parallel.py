@@ -86,7 +86,8 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     best = planner.best()
     planned = replace(planner.config_for(best), run=cfg.run)
     simulated = matrix_unit_unsupported_reason(cfg, PLANNER_NAMES[cfg.train.precision], planner.request.device)
-    notes, priced = [], planner.request.workload.gemm_precision
+    notes = []
+    priced = planner.request.workload.gemm_precision
     if simulated:
         said = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
         notes.append(f"\n  priced in {priced}: {said}, as {simulated}")
@@ -97,7 +98,8 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
 
 def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
     cfg = replace(base, parallel=replace(base.parallel, world_size=num_ranks))
-    train, device = cfg.train, _device_with_memory(machine, num_ranks)
+    train = cfg.train
+    device = _device_with_memory(machine, num_ranks)
     precision = PLANNER_NAMES[train.precision]
     known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_unsupported_reason(cfg, device) else cfg
     return PlanRequest(
@@ -128,7 +130,8 @@ def _device_with_memory(machine: MachineProtocol, num_ranks: int) -> Device:
 
 
 def _describe(planner: Planner, best: PlannedMapping) -> str:
-    q, lines = planner.request, []
+    q = planner.request
+    lines = []
     lines.append(
         f"parallel = auto: {format_mapping(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
         f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.bottleneck}; "

@@ -85,7 +85,8 @@ class FoldingComparison:
         """Return the seconds that folding takes off each part of a step; negative where it adds some."""
         if self.folded is None or self.coupled is None:
             return {}
-        before, after = self.coupled.time.parts, self.folded.time.parts
+        before = self.coupled.time.parts
+        after = self.folded.time.parts
         return {part: before[part] - after[part] for part in before}
 
     @property

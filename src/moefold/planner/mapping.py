@@ -62,7 +62,8 @@ class ParallelMapping:
 
 def mapping_from_config(cfg: Config) -> ParallelMapping:
     """The mapping of a recipe."""
-    p, train = cfg.parallel, cfg.train
+    p = cfg.parallel
+    train = cfg.train
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,

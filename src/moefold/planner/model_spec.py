@@ -138,8 +138,11 @@ def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
         return gqa_mixer(
             model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size, window=window
         )
-    hidden, heads, rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
-    up_q, up_kv = heads * model.head_size, heads * (model.qk_nope_head_dim + model.v_head_dim)
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    rank = model.q_lora_rank
+    up_q = heads * model.head_size
+    up_kv = heads * (model.qk_nope_head_dim + model.v_head_dim)
     down = rank + model.kv_lora_rank + model.qk_rope_head_dim
     up = (rank or hidden) * up_q + model.kv_lora_rank * up_kv
     return TokenMixer(
@@ -236,8 +239,10 @@ def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bo
 
 def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
     """Parameters of one layer outside the routed experts, and those of its routed experts."""
-    layer, hidden = model_spec.kinds[kind], model_spec.hidden_size
-    dense, experts = 2 * hidden, 0
+    layer = model_spec.kinds[kind]
+    hidden = model_spec.hidden_size
+    dense = 2 * hidden
+    experts = 0
     if layer.mixer:
         dense += layer.mixer.num_params
     if layer.feed_forward:

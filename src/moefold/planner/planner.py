@@ -117,7 +117,8 @@ class Planner:
         if not self.space.folds:
             raise ConfigError(self._nothing_legal_message())
         if count > self._num_requested:
-            self._num_requested, self._top_plans = count, self.search.top_plans(count)
+            self._num_requested = count
+            self._top_plans = self.search.top_plans(count)
         return self._top_plans[:count] or self.plans[:count]
 
     @cached_property
@@ -137,7 +138,8 @@ class Planner:
         Raises:
             ConfigError: no mapping is legal.
         """
-        self._num_requested, self._top_plans = len(self.plans), [plan for plan in self.plans if plan.memory.fits]
+        self._num_requested = len(self.plans)
+        self._top_plans = [plan for plan in self.plans if plan.memory.fits]
 
     def best(self) -> PlannedMapping:
         """The fastest mapping that fits.
@@ -176,7 +178,8 @@ class Planner:
         return f"{text}; or choose {', or '.join(ways or ['another batch or number of GPUs'])}"
 
     def _nothing_fits_message(self, closest: PlannedMapping) -> str:
-        q, gib = self.request, 2**30
+        q = self.request
+        gib = 2**30
         least = min(self.plans, key=lambda plan: plan.memory.total)
         text = (
             f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into {q.usable_device.memory_bytes / gib:.0f} GiB of "

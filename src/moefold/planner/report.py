@@ -45,9 +45,11 @@ BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 IMBALANCES = (1.0, 1.2, 1.5, 2.0, 3.0)
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_SHOWN_PLANS = 10
-FIRST_COLOUR, SECOND_COLOUR = "var(--first)", "var(--second)"
+FIRST_COLOUR = "var(--first)"
+SECOND_COLOUR = "var(--second)"
 """Colours of curves, which differ on a dark page."""
-NEAR_LIMIT, OVER_LIMIT = 0.9, 0.95
+NEAR_LIMIT = 0.9
+OVER_LIMIT = 0.95
 """Shares of a GPU's memory from which a total is marked as near its limit, and as too near."""
 MAX_DRAWN_GPUS = 1024
 """More GPUs than so many are drawn in part: the picture repeats itself."""
@@ -244,7 +246,8 @@ def _view_charts(report: PlanReport, mapping: ParallelMapping) -> Iterator[dict[
 
 def _drawn_layout(mapping: ParallelMapping, block_size: int) -> Layout:
     """The layout, with as many replicas as fit into the picture and whole blocks of ranks with all experts."""
-    m, dp = mapping, mapping.dp
+    m = mapping
+    dp = mapping.dp
     while m.tp * m.cp * m.pp * dp > MAX_DRAWN_GPUS and dp % 2 == 0 and (m.tp * m.cp * dp // 2) % block_size == 0:
         dp //= 2
     return fold(world_size=m.tp * m.cp * m.pp * dp, tp=m.tp, cp=m.cp, pp=m.pp, ep=m.ep, etp=m.etp)
@@ -344,7 +347,8 @@ def _scaling(report: PlanReport) -> Iterator[ScalingPoint]:
 
 def _step_with_more_replicas(report: PlanReport, mapping: ParallelMapping, replica_factor: float) -> StepTime | None:
     """A step with so many times the replicas, where batch and experts divide."""
-    dp, edp = mapping.dp * replica_factor, mapping.edp * replica_factor
+    dp = mapping.dp * replica_factor
+    edp = mapping.edp * replica_factor
     if dp % 1 or edp % 1 or report.workload.global_batch_size % (mapping.mbs * int(dp)):
         return None
     changed = replace(mapping, dp=int(dp), edp=int(edp))

@@ -81,7 +81,8 @@ def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> li
     weights = [kinds[kind] for kind in model_spec.layers]
     head = 2.0 * model_spec.hidden_size * model_spec.vocab_size
     end = head + model_spec.mtp_layers * (kinds[model_spec.mtp_layer_kind] + head)
-    low, high = max(max(weights), end), sum(weights) + end
+    low = max(max(weights), end)
+    high = sum(weights) + end
     for _ in range(40):
         middle = (low + high) / 2
         if len(_pack_bounds(weights, end, middle)) - 1 <= num_chunks:
@@ -95,7 +96,8 @@ def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> li
 
 def _pack_bounds(layer_flops: list[float], end_flops: float, max_flops: float) -> list[int]:
     """Bounds of chunks, filled from the last layer to the first, the head's chunk first."""
-    bounds, room = [len(layer_flops)], max_flops - end_flops
+    bounds = [len(layer_flops)]
+    room = max_flops - end_flops
     for i in range(len(layer_flops) - 1, -1, -1):
         if layer_flops[i] > room:
             bounds.append(i + 1)
@@ -122,7 +124,8 @@ class RecipeStageSplitter:
     """
 
     def __init__(self, cfg: Config, model_spec: ModelSpec) -> None:
-        self._cfg, self._model_spec = cfg, model_spec
+        self._cfg = cfg
+        self._model_spec = model_spec
         self._cache: dict[int, tuple[ModelChunk, ...]] = {}
 
     def __call__(self, num_chunks: int) -> tuple[ModelChunk, ...]:

@@ -66,7 +66,9 @@ MEMORY_COLOURS = {
     "pipeline": PALETTE[3],
     "workspace": PALETTE[11],
 }
-INK, FAINT, GRID = "#1c2430", "#6b7685", "#e3e7ec"
+INK = "#1c2430"
+FAINT = "#6b7685"
+GRID = "#e3e7ec"
 PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 PASS_COLOURS = {"F": "#7fa8d9", "B": "#8fbf8f", "I": "#a9d3a0", "W": "#e3b778"}
 STEP_TAIL_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
@@ -185,7 +187,10 @@ def line_chart(
     width, height = size
     xs = sorted({x for curve in curves for x, _ in curve.points})
     ticks = round_ticks(max((y for curve in curves for _, y in curve.points), default=1.0))
-    left, right, head, foot = 58.0, width - 16.0, 46.0 + 17 * len(curves), height - 42.0
+    left = 58.0
+    right = width - 16.0
+    head = 46.0 + 17 * len(curves)
+    foot = height - 42.0
 
     def place(x: float, y: float) -> tuple[float, float]:
         first, here, last = (log2(v) if is_log else v for v in (xs[0], x, xs[-1]))
@@ -228,7 +233,10 @@ def pipeline_chart(timeline: Timeline) -> Markup:
     closing = {event.part for event in shown if event.action is None}
     entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items() if kind in kinds]
     entries += [(STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items() if part in closing]
-    width, lane, left, gap = 1160.0, 26.0, 78.0, 18.0
+    width = 1160.0
+    lane = 26.0
+    left = 78.0
+    gap = 18.0
     each = (width - left - 4 - gap * (len(windows) - 1)) / len(windows)
     pieces = [
         _text(0, rank * lane + lane / 2, f"pp rank {rank}", size=12, kind="ink") for rank in range(timeline.num_ranks)
@@ -251,7 +259,8 @@ def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], 
     told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
 
     def box(span: Span, y: float, height: float) -> tuple[float, float, float, float]:
-        start, end = max(span[0], window[0]), min(span[1], window[1])
+        start = max(span[0], window[0])
+        end = min(span[1], window[1])
         return left + (start - window[0]) * scale, y, max(0.4, (end - start) * scale - 0.3), height
 
     pieces = []
@@ -323,7 +332,9 @@ def format_si(value: float) -> str:
     return f"{value:.3g}"
 
 
-CELL, GAP, HEAD = 24, 2, 15
+CELL = 24
+GAP = 2
+HEAD = 15
 SMALL_NODE_CELLS_PER_ROW = 4
 """Cells in a row of a node of up to twice as many; larger nodes have rows of twice as many."""
 
@@ -370,7 +381,8 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
         drawn: the view.
         gpus_per_node: cells of a node.
     """
-    view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.parts_of_axis}
+    view = drawn.view
+    groups = {axis: drawn.group_indices(axis) for axis in drawn.parts_of_axis}
     in_row = min(
         SMALL_NODE_CELLS_PER_ROW if gpus_per_node <= 2 * SMALL_NODE_CELLS_PER_ROW else 2 * SMALL_NODE_CELLS_PER_ROW,
         gpus_per_node,
@@ -378,13 +390,15 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
     pieces = []
     for node in range(-(-view.world_size // gpus_per_node)):
         ranks = range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))
-        width, height = in_row * (CELL + GAP) - GAP, HEAD + -(-len(ranks) // in_row) * (CELL + GAP)
+        width = in_row * (CELL + GAP) - GAP
+        height = HEAD + -(-len(ranks) // in_row) * (CELL + GAP)
         cells = [Markup('<text x="0" y="10" font-size="10.5" class="faint">node {}</text>').format(node)]
         for place, rank in enumerate(ranks):
             y, x = divmod(place, in_row)
             title = f"rank {rank}: " + ", ".join(f"{a} {drawn.coordinate(rank, a)}" for a in groups)
             marks = Markup(" ").join(Markup('data-{}="{}"').format(axis, groups[axis][rank]) for axis in groups)
-            left, top = x * (CELL + GAP), HEAD + y * (CELL + GAP)
+            left = x * (CELL + GAP)
+            top = HEAD + y * (CELL + GAP)
             form = Markup(
                 '<g class="gpu" {}><title>{}</title><rect x="{}" y="{}" width="{}" height="{}" rx="3"></rect>'
                 '<text x="{}" y="{}" text-anchor="middle" dominant-baseline="central"></text></g>'

@@ -36,7 +36,9 @@ def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig
 
 def _qwen3_next() -> ModelSpec:
     """Qwen/Qwen3-Next-80B-A3B: three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention."""
-    hidden, keys, values = 2048, 16 * 128, 32 * 128
+    hidden = 2048
+    keys = 16 * 128
+    values = 32 * 128
     width = 2 * keys + 2 * values + 2 * 32
     linear = TokenMixer(
         kind="linear",

@@ -141,7 +141,8 @@ def parse_case(row: PublishedRow) -> PublishedCase:
     """
     if "lora" in row.method_and_note:
         raise SkipRowError("LoRA trains other weights than the model's")
-    model, gpu = find_model_name(row["model"]), _device_name(row["gpu"])
+    model = find_model_name(row["model"])
+    gpu = _device_name(row["gpu"])
     if model is None:
         raise SkipRowError(f"model {row['model']!r} is not known")
     if gpu is None:
@@ -228,7 +229,8 @@ def _is_dense(row: PublishedRow) -> bool:
 
 
 def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
-    seq_len, batch = row.positive_int("seq_len"), row.positive_int("gbs")
+    seq_len = row.positive_int("seq_len")
+    batch = row.positive_int("gbs")
     if seq_len is None:
         raise SkipRowError("seq_len not printed")
     if batch is None:
@@ -237,7 +239,8 @@ def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Training
         batch = mapping.mbs * mapping.dp
     if batch % mapping.dp:
         raise SkipRowError(f"a batch of {batch} does not divide over dp={mapping.dp}")
-    is_paper, words = row["source"].startswith(PAPER), row.method_and_note
+    is_paper = row["source"].startswith(PAPER)
+    words = row.method_and_note
     drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
     is_new = gpu in _BLACKWELL and row.release >= (26, 6)
     graphs: CudaGraphs = "partial" if "cuda graph" in words or row.release >= (26, 0) else "none"
@@ -386,7 +389,8 @@ def validate_predictions(path: Path) -> Accuracy:
     Raises:
         ConfigError: the file cannot be read or lacks a column.
     """
-    predictions, skipped = [], Counter[str]()
+    predictions = []
+    skipped = Counter[str]()
     for row in read_rows(path):
         try:
             predictions.append(predict(parse_case(row)))
@@ -401,7 +405,8 @@ def predict(case: PublishedCase) -> Prediction:
     Raises:
         SkipRowError: no choice of what is open divides the batch, or the value is no number.
     """
-    shape, measured = load_model_spec(case.model), _parse_measured(case.row["value"])
+    shape = load_model_spec(case.model)
+    measured = _parse_measured(case.row["value"])
     found = _fastest_fitting(shape, case)
     predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
     mapping, workload = found or (case.mapping, case.workload)
@@ -461,7 +466,8 @@ def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[Parall
 
 
 def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
-    m, batch = case.mapping, case.workload.global_batch_size
+    m = case.mapping
+    batch = case.workload.global_batch_size
     local = batch // m.dp
     sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
     if m.mbs and local % m.mbs:

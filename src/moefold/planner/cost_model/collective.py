@@ -34,7 +34,10 @@ def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     """All-gather to `full_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
     if group.size == 1:
         return 0.0
-    slowest, latency, below, on_cards = 0.0, 0.0, 1, 0.0
+    slowest = 0.0
+    latency = 0.0
+    below = 1
+    on_cards = 0.0
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
@@ -69,14 +72,20 @@ def all_to_all_s(
     """
     if group.size == 1:
         return 0.0
-    slowest, latency, below, on_cards, cards = 0.0, 0.0, 1, 0.0, 1
+    slowest = 0.0
+    latency = 0.0
+    below = 1
+    on_cards = 0.0
+    cards = 1
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
-            units, all_units = inside // below, group.size // below
+            units = inside // below
+            all_units = group.size // below
             if not (link.is_uplink and on_cards):
                 # A token that goes to several units of a pod goes there one by one, over the spine too.
-                on_cards, cards = 0.0, below
+                on_cards = 0.0
+                cards = below
                 sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
             away = sent * (units - 1) / all_units
             on_cards += away
@@ -106,7 +115,8 @@ class GroupLimitedRouting:
 
     def expected_units(self, units: int) -> float:
         """How many of `units` equal parts of the experts a token has copies in, on average."""
-        chosen, groups = self.top_groups, self.num_groups
+        chosen = self.top_groups
+        groups = self.num_groups
         if units < groups and groups % units == 0:
             each = groups // units
             return units * (1.0 - comb(groups - each, chosen) / comb(groups, chosen))

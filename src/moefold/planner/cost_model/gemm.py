@@ -57,7 +57,8 @@ class GemmCost:
 
     def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
         """Products of [rows, inner] and [inner, columns]: whole tiles in waves, or the bytes if they take longer."""
-        device, (rows, columns, inner) = self.device, sizes
+        device = self.device
+        (rows, columns, inner) = sizes
         if min(sizes) <= 0:
             return 0.0
         tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)

@@ -113,7 +113,9 @@ class LayerCostModel:
     """Prices the layers of one model on one device."""
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
-        self.model_spec, self.device, self.workload = model_spec, device, workload
+        self.model_spec = model_spec
+        self.device = device
+        self.workload = workload
         self.gemm = GemmCost(device, workload)
         self._mixers: dict[tuple[int, ...], BlockTime] = {}
         self._feed_forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
@@ -152,12 +154,20 @@ class _MixerCost:
     """Attention of one layer: norm, gather, projections, core, projection, scatter, residual."""
 
     def __init__(self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int) -> None:
-        self.layer_costs, self.mixer, self.tp, self.cp, self.mbs = layer_costs, mixer, tp, cp, mbs
+        self.layer_costs = layer_costs
+        self.mixer = mixer
+        self.tp = tp
+        self.cp = cp
+        self.mbs = mbs
         self.tokens = layer_costs.tokens(cp, mbs)
         self.hidden = layer_costs.model_spec.hidden_size
 
     def block_time(self) -> BlockTime:
-        times, mixer, hidden, tokens, tp = self.layer_costs, self.mixer, self.hidden, self.tokens, self.tp
+        times = self.layer_costs
+        mixer = self.mixer
+        hidden = self.hidden
+        tokens = self.tokens
+        tp = self.tp
         products = times.gemm
         gather = all_gather_s(times.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
         project, project_back, weights = self._projections()
@@ -190,8 +200,13 @@ class _MixerCost:
 
     def _projections(self) -> tuple[float, float, float]:
         """Seconds of the projections forward, of their inputs' gradients and of their weights' gradients."""
-        products, mixer, tokens, tp, hidden = self.layer_costs.gemm, self.mixer, self.tokens, self.tp, self.hidden
-        width, out = mixer.sharded_width // tp, mixer.output_width // tp
+        products = self.layer_costs.gemm
+        mixer = self.mixer
+        tokens = self.tokens
+        tp = self.tp
+        hidden = self.hidden
+        width = mixer.sharded_width // tp
+        out = mixer.output_width // tp
         depth = mixer.latent_rank or hidden
         ahead = products.matmul_s(tokens, width, depth) + products.matmul_s(tokens, hidden, out)
         behind = products.matmul_s(tokens, depth, width) + products.matmul_s(tokens, out, hidden)
@@ -207,7 +222,9 @@ class _MixerCost:
 
     def _core(self) -> tuple[float, float]:
         """Seconds of the attention core, forward and backward."""
-        mixer, device, seq_len = self.mixer, self.layer_costs.device, self.layer_costs.workload.seq_len
+        mixer = self.mixer
+        device = self.layer_costs.device
+        seq_len = self.layer_costs.workload.seq_len
         if not mixer.num_heads:
             seconds = self.layer_costs.gemm.memory_bound_s(
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
@@ -227,7 +244,9 @@ class _MixerCost:
 
     def _ring(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Seconds that the exchange of keys and values is longer than the core, under which it runs."""
-        mixer, device, cp = self.mixer, self.layer_costs.device, self.cp
+        mixer = self.mixer
+        device = self.layer_costs.device
+        cp = self.cp
         if cp == 1 or not mixer.num_heads:
             return 0.0, 0.0
         group = RankGroup(cp, self.tp)
@@ -235,7 +254,8 @@ class _MixerCost:
         piece = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
         piece *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
         step = link.latency_s + piece / (link.bytes_per_s * link.fraction)
-        ahead, behind = (cp - 1) * step, 2 * (cp - 1) * step
+        ahead = (cp - 1) * step
+        behind = 2 * (cp - 1) * step
         launches = cp * RING_KERNELS * device.kernel_gap_s
         # Partial outputs are corrected in float32: read, scaled, added, written.
         merge = cp * self.layer_costs.gemm.memory_bound_s(
@@ -247,7 +267,8 @@ class _MixerCost:
 
 def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
     """A dense feed-forward, with its norm and residual."""
-    products, hidden = layer_costs.gemm, layer_costs.model_spec.hidden_size
+    products = layer_costs.gemm
+    hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
     gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
     ahead, behind, weights = _swiglu(products, tokens, hidden, width // tp, num_matrices)
@@ -300,7 +321,8 @@ class _MoECost:
         attention_sizes: tuple[int, int, int],
         expert_sizes: tuple[int, int, str],
     ) -> None:
-        self.layer_costs, self.layer = layer_costs, layer
+        self.layer_costs = layer_costs
+        self.layer = layer
         self.tp, self.cp, self.mbs = attention_sizes
         self.ep, self.etp, self.dispatcher = expert_sizes
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
@@ -310,7 +332,9 @@ class _MoECost:
         self.routed_tokens = self.local_tokens * layer.top_k * (min(1.0, factor) if factor else 1.0)
 
     def block_time(self) -> BlockTime:
-        times, layer, products = self.layer_costs, self.layer, self.layer_costs.gemm
+        times = self.layer_costs
+        layer = self.layer
+        products = self.layer_costs.gemm
         hidden = times.model_spec.hidden_size
         load = times.workload.effective_imbalance
         rows = self.routed_tokens * load * self.etp
@@ -352,7 +376,8 @@ class _MoECost:
             forward += beside
             backward += beside_back
             weights += beside_weights
-            ahead, behind = ahead + KERNEL_COUNTS["shared_experts"][0], behind + KERNEL_COUNTS["shared_experts"][1]
+            ahead = ahead + KERNEL_COUNTS["shared_experts"][0]
+            behind = behind + KERNEL_COUNTS["shared_experts"][1]
             again.append(("shared_experts", sum(work.seconds for work in beside)))
         again.append(("moe", sum(work.seconds for work in forward)))
         syncs = 0.0 if times.workload.capacity_factor else 1.0
@@ -377,7 +402,8 @@ class _MoECost:
 
     def _router(self) -> float:
         """Logits in float32, scores, top-k and the counts: passes over [T, H] once and over [T, E] several times."""
-        hidden, experts = self.layer_costs.model_spec.hidden_size, self.layer.num_experts
+        hidden = self.layer_costs.model_spec.hidden_size
+        experts = self.layer.num_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(
@@ -412,7 +438,8 @@ class _MoECost:
 
     def _dispatch(self, value_bytes: float) -> float:
         """The exchange of one way over the ep group."""
-        layer, device = self.layer, self.layer_costs.device
+        layer = self.layer
+        device = self.layer_costs.device
         sent = self.routed_tokens * self.expert_hidden_size * value_bytes
         group = RankGroup(self.ep, self.ep_stride)
         if self.dispatcher == "allgather":
@@ -428,7 +455,8 @@ class _MoECost:
         return self.tp * self.cp if self.layer_costs.workload.is_coupled else self.etp
 
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
-        products, hidden = self.layer_costs.gemm, self.layer_costs.model_spec.hidden_size
+        products = self.layer_costs.gemm
+        hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.layer.shared_width // self.tp)
         ahead, behind, weights = _swiglu(products, self.tokens, hidden, width, self.layer.num_matrices)
         gather = CostItem(

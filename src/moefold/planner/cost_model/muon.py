@@ -65,14 +65,13 @@ class MuonCost:
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
         assert model_spec.config is not None
-        self._model_spec, self._model_config, self._device, self._update = (
-            model_spec,
-            model_spec.config,
-            device,
-            workload.update,
-        )
+        self._model_spec = model_spec
+        self._model_config = model_spec.config
+        self._device = device
+        self._update = workload.update
         master = replace(workload, precision="bf16", dtype=MASTER_DTYPES[workload.dtype])
-        self._gemm, self._value_bytes = GemmCost(device, master), master.value_bytes
+        self._gemm = GemmCost(device, master)
+        self._value_bytes = master.value_bytes
         self._newton_schulz_cache: dict[tuple[int, int], float] = {}
 
     def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> MuonRankCost:
@@ -89,12 +88,12 @@ class MuonCost:
         for count, weight in weights:
             if not count:
                 continue
-            cut, matrix_s = (
-                _shard_matrix(weight, mapping, ranks),
-                self._newton_schulz_s(weight.shape[-2], weight.shape[-1]),
-            )
-            held, numbers = held + count * cut.num_local, numbers + count * cut.num_total
-            sent, returned = sent + count * cut.num_sent, returned + count * cut.num_returned
+            cut = _shard_matrix(weight, mapping, ranks)
+            matrix_s = self._newton_schulz_s(weight.shape[-2], weight.shape[-1])
+            held = held + count * cut.num_local
+            numbers = numbers + count * cut.num_total
+            sent = sent + count * cut.num_sent
+            returned = returned + count * cut.num_returned
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
         # A matrix is worked on by one rank, so that a rank has one at least where there are any.
@@ -107,7 +106,8 @@ class MuonCost:
 
     def _newton_schulz_s(self, rows: int, columns: int) -> float:
         """Newton-Schulz: X X^T, its square, and their sum times X."""
-        small, large = min(rows, columns), max(rows, columns)
+        small = min(rows, columns)
+        large = max(rows, columns)
         if (small, large) not in self._newton_schulz_cache:
             product = self._gemm.matmul_s
             step = product(small, small, large) + product(small, small, small) + product(small, large, small)

@@ -171,7 +171,9 @@ class CostModel:
         activation_memory: ActivationMemoryTable | None = None,
         split: StageSplitter | None = None,
     ) -> None:
-        self.model_spec, self.device, self.workload = model_spec, device, workload
+        self.model_spec = model_spec
+        self.device = device
+        self.workload = workload
         self.split = split or make_stage_splitter(model_spec, workload.seq_len)
         self.activation_memory = activation_memory or ActivationMemoryTable(
             model_spec, workload, minimal_config(model_spec, workload), build_columns(model_spec)
@@ -274,11 +276,13 @@ class CostModel:
 
         The products of the experts run at the speed of large ones, and nothing of them travels.
         """
-        mixer, layer = self.layer_costs.mixer(kind, tp, cp, mbs), self.model_spec.kinds[kind].feed_forward
+        mixer = self.layer_costs.mixer(kind, tp, cp, mbs)
+        layer = self.model_spec.kinds[kind].feed_forward
         seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
         if layer is None:
             return seconds
-        products, w = self.layer_costs.gemm, self.workload
+        products = self.layer_costs.gemm
+        w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
         flops = float(shared_parameters(layer, self.model_spec.hidden_size))
         flops += factor * w.effective_imbalance * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
@@ -326,7 +330,8 @@ class CostModel:
         again = behind + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
         waits = self._launch_waits(mixer, feed_forward, (ahead, again))
         away = self._offloaded_bytes(kind, mapping, strategies)
-        forward, backward = np.full(len(strategies), ahead) + waits[0], again + waits[1]
+        forward = np.full(len(strategies), ahead) + waits[0]
+        backward = again + waits[1]
         return forward + self.exposed_offload_s(away, forward), backward + self.exposed_offload_s(away, backward)
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
@@ -365,7 +370,8 @@ class CostModel:
 
     def _launch_waits(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
         """Seconds of a layer, forward and backward, that go between its kernels, or by which the host is late."""
-        graphs, device = self.workload.cuda_graphs, self.device
+        graphs = self.workload.cuda_graphs
+        device = self.device
         if graphs == "full":
             return 0.0, 0.0
         shown = 0.0 if graphs == "partial" else 1.0
@@ -381,7 +387,9 @@ class CostModel:
         """Output head and loss of one micro-batch, forward and backward, on the last stage."""
         key = (tp, cp, mbs)
         if key not in self._head_and_loss:
-            shape, products, tokens = self.model_spec, self.layer_costs.gemm, self.layer_costs.tokens(cp, mbs)
+            shape = self.model_spec
+            products = self.layer_costs.gemm
+            tokens = self.layer_costs.tokens(cp, mbs)
             width = shape.vocab_size // tp
             gather = all_gather_s(self.device, RankGroup(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
             logits = products.memory_bound_s(tokens * width * 4)
@@ -420,7 +428,8 @@ class CostModel:
         """The busiest pipeline rank, and the mean over all of them, of one micro-batch."""
         head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         ranks = self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)
-        slowest, worst = ranks[0], -1.0
+        slowest = ranks[0]
+        worst = -1.0
         total = [0.0, 0.0, 0.0]
         for rank in ranks:
             forward = backward = weight = 0.0
@@ -429,10 +438,13 @@ class CostModel:
                 backward += count * layer.backward_s
                 weight += count * layer.wgrad_s
             if rank[2]:
-                forward, backward = forward + head[0], backward + head[1]
+                forward = forward + head[0]
+                backward = backward + head[1]
             total = [total[0] + forward, total[1] + backward, total[2] + weight]
             if forward + backward > worst:
-                slowest, worst, times = rank, forward + backward, (forward, backward, weight)
+                slowest = rank
+                worst = forward + backward
+                times = (forward, backward, weight)
         parts = [
             sum(c * layer.parts[i] for c, layer in zip(slowest[0], layers, strict=True)) for i in range(len(TIME_PARTS))
         ]
@@ -498,10 +510,8 @@ class CostModel:
 
     def _price_data_parallel(self, mapping: ParallelMapping, dense: float, experts: float) -> DataParallelCost:
         device = self.device
-        dense_group, expert_group = (
-            RankGroup(mapping.dp * mapping.cp, mapping.tp),
-            RankGroup(mapping.edp, mapping.etp * mapping.ep),
-        )
+        dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
+        expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
         value = self.workload.value_bytes
         of_experts = all_gather_s(device, expert_group, experts * value)
         gathers = all_gather_s(device, dense_group, dense * value) + of_experts
@@ -510,7 +520,9 @@ class CostModel:
         gradients = all_gather_s(device, dense_group, dense * size) + all_gather_s(device, expert_group, experts * size)
         owned = dense / dense_group.size + experts / expert_group.size
         if mapping.zero == 0:
-            gathers, of_experts, owned = 0.0, 0.0, dense + experts
+            gathers = 0.0
+            of_experts = 0.0
+            owned = dense + experts
             gradients = all_reduce_s(device, dense_group, dense * wide * GRADIENT_BYTES)
             gradients += all_reduce_s(device, expert_group, experts * wide * GRADIENT_BYTES)
         optimizer = self._update_s(mapping, owned, wide)
@@ -523,11 +535,13 @@ class CostModel:
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Seconds of the update of the fullest rank, where its states are on the device."""
-        update, passes = self.workload.update, self.layer_costs.gemm.memory_bound_s
+        update = self.workload.update
+        passes = self.layer_costs.gemm.memory_bound_s
         adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
         if self._muon_cost is None:
             return passes(num_owned * dtype_factor * adamw)
-        muon, found = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM, 0.0
+        muon = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM
+        found = 0.0
         for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
             share = self._muon_cost.rank_cost(mapping, counts, has_loss)
             moved = (
@@ -574,12 +588,14 @@ class CostModel:
             backward: the same backward.
             num_micro_batches: micro-batches.
         """
-        gathers, gradients = comm.all_gathers_s, comm.gradients_s
+        gathers = comm.all_gathers_s
+        gradients = comm.gradients_s
         if mapping.overlap and not self.workload.is_megatron:
             # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
             forward = 0.0
         if not self.workload.overlaps_dp_comm:
-            forwards, backwards = gathers, (gathers if mapping.zero == 3 else 0.0) + gradients
+            forwards = gathers
+            backwards = (gathers if mapping.zero == 3 else 0.0) + gradients
         else:
             late = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
             forwards = late + _exposed_comm_s(gathers - late, forward)
@@ -620,7 +636,8 @@ def _exposed_comm_s(comm: float, compute: Any) -> Any:
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:
     """Seconds that each of some sets of parts takes to run again, [sets]."""
-    shares, seconds = _recompute_shares(sets), np.zeros(len(sets))
+    shares = _recompute_shares(sets)
+    seconds = np.zeros(len(sets))
     for part, again in (*mixer.recompute, *feed_forward.recompute):
         seconds += again * shares[part]
     return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]

@@ -110,13 +110,13 @@ class StrategyCosts:
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
     ) -> PassTimes:
         """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
-        pricer, times = self.cost_model, self.cost_model.layer_costs
+        pricer = self.cost_model
+        times = self.cost_model.layer_costs
         n = mapping.num_micro_batches(pricer.workload.global_batch_size)
-        ranks, head = (
-            self._rank_contents(mapping.pp, pipelines),
-            pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs),
-        )
-        counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
+        ranks = self._rank_contents(mapping.pp, pipelines)
+        head = pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+        counts = ranks.counts[:, :, :-1]
+        has_loss = ranks.counts[:, :, -1:]
         forward = counts @ layers[:, 0] + has_loss * head[0]
         backward = counts @ layers[:, 1] + has_loss * head[1]
         slowest = _slowest_rank(forward, backward)
@@ -191,7 +191,8 @@ class StrategyCosts:
                 row = (*layers, int(has_loss))
                 found[row] = found.get(row, 0) + 1
             every.append(found)
-        most, width = max(map(len, every)), len(self.cost_model.model_spec.kinds) + 1
+        most = max(map(len, every))
+        width = len(self.cost_model.model_spec.kinds) + 1
         # Rows that are left over have nothing and are no rank's.
         counts: Seconds = np.zeros((len(every), most, width))
         shares: Seconds = np.zeros((len(every), 1, most))
@@ -204,7 +205,9 @@ class StrategyCosts:
 def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
     """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
     # One content after another: contents are few, and argmax over an inner axis is many times slower.
-    ahead, behind, both = forward[:, 0].copy(), backward[:, 0].copy(), forward + backward
+    ahead = forward[:, 0].copy()
+    behind = backward[:, 0].copy()
+    both = forward + backward
     longest = both[:, 0]
     for i in range(1, both.shape[1]):
         is_longer = both[:, i] > longest

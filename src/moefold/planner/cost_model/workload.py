@@ -242,7 +242,8 @@ def bubble_s(
         return 0.0
     both = forward_s + backward_s
     if schedule == "zero-bubble":
-        few, without = min(num_micro_batches, pp), both - wgrad_s
+        few = min(num_micro_batches, pp)
+        without = both - wgrad_s
         in_turn = pp * without + ((few - 1) * without + wgrad_s) / vpp - few * both
         filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - few) * wgrad_s
         return elementwise_max(in_turn, filled)

@@ -100,7 +100,9 @@ class ActivationMemoryTable:
         *,
         on_cpu: bool = False,
     ) -> None:
-        self.model_spec, self.workload, self.columns = model_spec, workload, columns
+        self.model_spec = model_spec
+        self.workload = workload
+        self.columns = columns
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS
@@ -112,7 +114,8 @@ class ActivationMemoryTable:
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Bytes of one of each column under a mapping, [parts, columns]."""
         recompute, offload = memory_strategy(mapping)
-        base, scale = self._recompute_table(mapping, recompute), mapping.mbs / mapping.cp
+        base = self._recompute_table(mapping, recompute)
+        scale = mapping.mbs / mapping.cp
         table = base.table * scale
         if offload:
             away = _offload_mask((offload,)) @ base.label_bytes.T
@@ -140,10 +143,8 @@ class ActivationMemoryTable:
         key = (self.cache_key(mapping), strategies)
         if key not in self._per_sample_cache:
             columns = self.columns
-            bases, which = (
-                [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets],
-                strategies.recompute_set_indices,
-            )
+            bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
+            which = strategies.recompute_set_indices
             totals = np.array([base.column_totals for base in bases])[which]
             masks = _offload_mask(tuple(offload for _, offload in strategies))
             away = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
@@ -237,7 +238,8 @@ class ActivationMemoryTable:
         degrees = self.cache_key(mapping) if letter == "M" else (mapping.tp,)
         key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
         if key not in self._layer_cache:
-            columns, kept = self.columns, formula.layer_saved(letter)
+            columns = self.columns
+            kept = formula.layer_saved(letter)
             found = {
                 columns.at_snapshot_point(moment): group_parts(parts)
                 for moment, parts in layer_snapshots(formula, letter).items()
@@ -264,7 +266,8 @@ class ActivationMemoryTable:
         self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
     ) -> tuple[dict[int, BytesByPart], ByteTable]:
         """Layers that the runtime does not know: widths of what their mixers and experts keep, in the same columns."""
-        tokens, columns = mapping.mbs * self.workload.seq_len / mapping.cp, self.columns
+        tokens = mapping.mbs * self.workload.seq_len / mapping.cp
+        columns = self.columns
         kept = {}
         for kind in range(columns.num_kinds):
             size = _unsupported_layer_bytes(self.model_spec, kind, mapping, self.workload, recompute) * tokens
@@ -287,7 +290,8 @@ class _RecomputeTable:
     """What layers keep with some parts that run again, and nothing offloaded."""
 
     def __init__(self, saved: dict[int, BytesByPart], table: ByteTable) -> None:
-        self.table, self.column_totals = table, table.sum(axis=0)
+        self.table = table
+        self.column_totals = table.sum(axis=0)
         self.label_bytes = np.array(
             [[saved[kind].get(label, 0) for label in OFFLOADABLE_LABELS] for kind in sorted(saved)], dtype=float
         )
@@ -348,7 +352,8 @@ def _unsupported_layer_bytes(
     model_spec: ModelSpec, kind: int, mapping: ParallelMapping, workload: TrainingWorkload, recompute: tuple[str, ...]
 ) -> float:
     """Bytes for each token of the rank's tp group."""
-    layer, h = model_spec.kinds[kind], model_spec.hidden_size
+    layer = model_spec.kinds[kind]
+    h = model_spec.hidden_size
     if "layer" in recompute:
         return h * BF16_BYTES / mapping.tp
     kept = 0.0

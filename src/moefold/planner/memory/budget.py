@@ -95,7 +95,9 @@ class MemoryModel:
         split: StageSplitter | None = None,
     ) -> None:
         cfg = cfg or minimal_config(model_spec, workload)
-        self.model_spec, self.workload, self.device = model_spec, workload, device
+        self.model_spec = model_spec
+        self.workload = workload
+        self.device = device
         self.split = split or make_stage_splitter(model_spec, workload.seq_len)
         self.columns = build_columns(model_spec)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns)
@@ -122,7 +124,8 @@ class MemoryModel:
         these are made in place). FSDP2 copies them together into one buffer of the reduced type (`foreach_reduce`),
         whatever is sharded. Megatron-Core adds and reduces gradients in place, and its rows that were fitted had room.
         """
-        w, found = self.workload, 0.0
+        w = self.workload
+        found = 0.0
         if w.is_megatron:
             return 0.0
         tokens = mapping.mbs * w.seq_len / (mapping.cp * mapping.tp)
@@ -141,10 +144,8 @@ class MemoryModel:
         states = self.state_memory.bytes_by_part(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
         kept = self.activation_memory.bytes_by_part(mapping)
         # At the update activations are gone, and moments that live elsewhere come back.
-        active, back = (
-            moments.activations @ kept.sum(axis=0),
-            self.optimizer_prefetch.extra_bytes(mapping, moments.states),
-        )
+        active = moments.activations @ kept.sum(axis=0)
+        back = self.optimizer_prefetch.extra_bytes(mapping, moments.states)
         at = int(np.argmax(moments.states @ states.sum(axis=0) + np.maximum(active, back)))
         parts = dict(zip(STATE_PARTS, (states @ moments.states[at]).tolist(), strict=True))
         parts |= dict(zip(ACTIVATION_PARTS, (kept @ moments.activations[at]).tolist(), strict=True))
@@ -238,7 +239,10 @@ class MemoryBudget:
         saved: NDArray[np.float64],
         occurs: NDArray[np.bool_] | None = None,
     ) -> None:
-        self._memory_model, self._snapshots, self._saved, self._occurs = memory_model, snapshots, saved, occurs
+        self._memory_model = memory_model
+        self._snapshots = snapshots
+        self._saved = saved
+        self._occurs = occurs
 
     def activations(self, indices: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
         """Bytes of activations at each moment with some of the savers, [moments, savers]; -inf where there is none."""
@@ -254,7 +258,8 @@ class MemoryBudget:
             mapping: the mapping, whatever saves its activations.
             activations: those of some savers, [moments, savers].
         """
-        memory, held = self._memory_model, self._snapshots.states
+        memory = self._memory_model
+        held = self._snapshots.states
         states = held @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
         least: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, held)).max()
         found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=least)

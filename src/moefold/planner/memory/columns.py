@@ -92,9 +92,12 @@ def drop_dominated(rows: Counts) -> Counts:
     """Leave out rows that nowhere have more than another one, [rows, columns]."""
     # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
+    left = rows.T[(rows != rows[0]).any(axis=0)]
+    at = np.arange(len(rows))
+    start = 0
     while start < len(at):
-        block, rest = left[:, start : start + COMPARE_BLOCK_ROWS], left[:, start:]
+        block = left[:, start : start + COMPARE_BLOCK_ROWS]
+        rest = left[:, start:]
         is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
         stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
         left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)

@@ -74,7 +74,8 @@ class ScheduleSpec:
     @property
     def shortest_equivalent(self) -> "ScheduleSpec":
         """With as many micro-batches as have all moments of a step: more only repeat the steady phase, and send."""
-        n, most = self.num_micro_batches, STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        n = self.num_micro_batches
+        most = STEADY_MICRO_BATCHES_PER_RANK * self.pp
         if n <= most or self.schedule == "gpipe" and self.pp > 1:
             return self
         # Rounds of another length than pp would change with their number.
@@ -126,11 +127,13 @@ def find_peak_candidates(
         columns: the same.
     """
     walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    held, found = [], []
+    held = []
+    found = []
     for rank in (0, len(stages_by_rank) - 1):
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
         # Of those with as many layers in flight the one with most beside them.
-        layers, beside = rows[:, : columns.num_kinds].sum(axis=1), rows[:, columns.num_kinds : columns.size].sum(axis=1)
+        layers = rows[:, : columns.num_kinds].sum(axis=1)
+        beside = rows[:, columns.num_kinds : columns.size].sum(axis=1)
         found.append(rows[np.lexsort((beside, layers))[-1]])
         held.append(_state_counts(chunks, stages_by_rank[rank], columns))
     rows = np.array(found)
@@ -181,7 +184,10 @@ class _RankWalker:
         *,
         finds_all: bool,
     ) -> None:
-        self.schedule_spec, self.chunks, self.rank_of, self.columns = schedule_spec, chunks, rank_of, columns
+        self.schedule_spec = schedule_spec
+        self.chunks = chunks
+        self.rank_of = rank_of
+        self.columns = columns
         self.splits_backward = schedule_spec.pp > 1 and SCHEDULES[schedule_spec.schedule].splits_backward
         # Stages that hold the same are counted together.
         known: dict[ModelChunk, int] = {}
@@ -198,7 +204,8 @@ class _RankWalker:
         Returns:
             [moments, `MemoryColumns.size` + 3]: behind the counts `MemorySnapshots.occurs` and `MemorySnapshots.messages` of them.
         """
-        order, columns = self.schedule_spec, self.columns
+        order = self.schedule_spec
+        columns = self.columns
         awaited = self._num_recv_buffers(stages) if order.keeps_sent_messages else 0
         sent = {stage: self._num_sent(stage) for stage in stages}
         states = self._slot_states(row, sent)
@@ -222,7 +229,9 @@ class _RankWalker:
 
         Of each, the most that was sent by then, and whether what is left out of the steady phase was sent before it.
         """
-        flying, left, messages = [0] * len(self._distinct_chunks), [0] * len(self._distinct_chunks), 0
+        flying = [0] * len(self._distinct_chunks)
+        left = [0] * len(self._distinct_chunks)
+        messages = 0
         is_steady = not self.schedule_spec.overlap
         found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
         for slot in row:
@@ -231,7 +240,8 @@ class _RankWalker:
                 # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
                 is_steady = True
             for action in slot:
-                own, kind = self._chunk_class[action.stage], action.kind
+                own = self._chunk_class[action.stage]
+                kind = action.kind
                 if kind == "F":
                     ahead = own
                 elif kind == "W":
@@ -425,7 +435,8 @@ def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chu
     sent = nothing.copy()
     if spec.keeps_sent_messages:
         sent[columns.end_column("hidden")] += (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
-    forward, backward = _forward_intervals(spec, forward_chunk), _backward_intervals(spec, backward_chunk)
+    forward = _forward_intervals(spec, forward_chunk)
+    backward = _backward_intervals(spec, backward_chunk)
     found = [one + other for one, other in interleave(forward, backward, nothing[None], sent[None])]
     return drop_dominated(np.unique(np.concatenate(found), axis=0))
 
@@ -474,8 +485,10 @@ class _UnitRows:
 
 
 def _stage_rows(spec: OverlapSpec, chunk: ModelChunk) -> StageMemory[Counts]:
-    columns, units = spec.columns, _UnitRows(spec.columns)
-    nothing, splits = units.row(), spec.splits_backward
+    columns = spec.columns
+    units = _UnitRows(spec.columns)
+    nothing = units.row()
+    splits = spec.splits_backward
     known = {
         kind: units.layer_rows(kind, units.layer(columns.delayed_wgrad, kind) if splits else nothing)
         for kind in set(chunk.kinds)

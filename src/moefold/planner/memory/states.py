@@ -45,7 +45,10 @@ class StateMemoryTable:
     """
 
     def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, columns: MemoryColumns) -> None:
-        self.model_spec, self.workload, self.cfg, self.columns = model_spec, workload, cfg, columns
+        self.model_spec = model_spec
+        self.workload = workload
+        self.cfg = cfg
+        self.columns = columns
         self._unit_bytes_cache: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
@@ -77,7 +80,8 @@ class StateMemoryTable:
 
     def units(self) -> list[tuple[int, str | int]]:
         """(column, name) of each unit: kinds of layers, both ends, and layers of multi-token prediction."""
-        kinds, columns = range(self.columns.num_kinds), self.columns
+        kinds = range(self.columns.num_kinds)
+        columns = self.columns
         names = ("embedding", "head", *(("further",) if self.model_spec.mtp_layers else ()))
         return [*((kind, kind) for kind in kinds), *((columns.state_column(name), name) for name in names)]
 
@@ -117,7 +121,8 @@ class StateMemoryTable:
     def _build_table(
         self, mapping: ParallelMapping, degrees: tuple[int, int], accumulates_gradients: bool, is_offloaded: bool
     ) -> ByteTable:
-        columns, gathered = self.columns, {}
+        columns = self.columns
+        gathered = {}
         table = np.zeros((len(STATE_PARTS), columns.state_size))
         for column, name in self.units():
             weights, copies, summed, moments, buffers = self._unit_bytes(
@@ -139,7 +144,8 @@ class StateMemoryTable:
 
     def _keep_largest_gathered_layer(self, table: ByteTable, gathered: dict[str | int, int]) -> None:
         """With ZeRO-3 the layers of a stage are there one after another: the largest of them counts."""
-        row, columns = table[STATE_PARTS.index("gathered")], self.columns
+        row = table[STATE_PARTS.index("gathered")]
+        columns = self.columns
         layers = [*range(columns.num_kinds), "further"]
         for kind, name in enumerate(layers):
             row[kind if name != "further" else columns.state_column("further")] = 0
@@ -196,10 +202,8 @@ class StateMemoryTable:
         return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
 
     def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
-        holding, states = (
-            make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients),
-            self.workload.state_bytes,
-        )
+        holding = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
+        states = self.workload.state_bytes
         if states is None:
             return holding
         return replace(holding, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient)

@@ -63,7 +63,8 @@ def _model_parallel_size(values: AxisValues) -> int:
 
 def _samples_per_dispatch(values: AxisValues) -> tuple[int, int]:
     """Samples whose tokens meet in one dispatch, mbs*ep*etp / (cp*tp), as a reduced fraction."""
-    above, below = values["mbs"] * values["ep"] * values["etp"], values["cp"] * values["tp"]
+    above = values["mbs"] * values["ep"] * values["etp"]
+    below = values["cp"] * values["tp"]
     common = gcd(above, below)
     return above // common, below // common
 
@@ -75,7 +76,8 @@ def _crosses_ranks(values: AxisValues) -> bool:
 
 def _samples_per_step(values: AxisValues) -> tuple[int, int]:
     """Samples of a step of all replicas with one micro-batch each, mbs/(tp*cp*pp), as a reduced fraction."""
-    above, below = values["mbs"], _model_parallel_size(values)
+    above = values["mbs"]
+    below = _model_parallel_size(values)
     common = gcd(above, below)
     return above // common, below // common
 

@@ -36,7 +36,8 @@ def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -
 
 def _unsearchable_reason(space: MappingSpace, restriction: Restriction) -> str:
     """What the runtime may allow and no search prices."""
-    fixed, method = restriction.fixed, METHODS[restriction.method]
+    fixed = restriction.fixed
+    method = METHODS[restriction.method]
     zero = fixed.get("zero", method.zero)
     if method.zero not in (None, zero):
         return f"zero={zero} is not of method {restriction.method!r}, which has zero={method.zero}"
@@ -84,7 +85,8 @@ def _drop_axis(restriction: Restriction, axis: str) -> Restriction:
 
 def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
     """Of what stands against the fixed axes alone, the fault that most of the mappings with one more degree have."""
-    values, world = _fixed_axes_only(restriction), constraints.base_config.parallel.world_size
+    values = _fixed_axes_only(restriction)
+    world = constraints.base_config.parallel.world_size
     others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
     found = Counter(fault for degrees in others for fault in _validation_errors(constraints.config_of(degrees)))
     return max(_validation_errors(constraints.config_of(values)), key=lambda fault: found[fault], default="")

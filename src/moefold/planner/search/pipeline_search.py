@@ -19,7 +19,8 @@ from moefold.planner.memory.budget import MemoryBudget, MemoryModel
 from moefold.planner.search.space import HOST, Fold, MappingSpace, PipelineVariant
 
 ByteArray = NDArray[np.float64]
-FIRST_BATCH_SIZE, BATCH_GROWTH = 64, 4
+FIRST_BATCH_SIZE = 64
+BATCH_GROWTH = 4
 """Savers that are looked into at first, and how many times as many after them."""
 TimedMapping = tuple[float, ParallelMapping]
 """Seconds of a step, and what takes them."""
@@ -96,7 +97,9 @@ class FoldCosts:
     """
 
     def __init__(self, space: MappingSpace, strategy_costs: StrategyCosts, memory_model: MemoryModel) -> None:
-        self.space, self.strategy_costs, self.memory_model = space, strategy_costs, memory_model
+        self.space = space
+        self.strategy_costs = strategy_costs
+        self.memory_model = memory_model
         self._persistent: dict[tuple[object, ...], ByteArray] = {}
         self._peak_candidates: dict[tuple[object, ...], tuple[ByteArray, ByteArray]] = {}
         self._min_over_pipelines_cache: dict[tuple[object, ...], tuple[ByteArray, ByteArray]] = {}
@@ -124,24 +127,26 @@ class FoldCosts:
         if len(which) > FIRST_BATCH_SIZE:
             # Of equal ones the first stay first.
             which = which[np.argsort(seconds[which], kind="stable")]
-        found, start, size = [], 0, FIRST_BATCH_SIZE
+        found = []
+        start = 0
+        size = FIRST_BATCH_SIZE
         while start < len(which):
             some = np.sort(which[start : start + size])
             found.append(
                 StrategyBatch(some, seconds[some], float(seconds[which[start]] if start else seconds[some].min()))
             )
-            start, size = start + size, BATCH_GROWTH * size
+            start = start + size
+            size = BATCH_GROWTH * size
         return found
 
     def _lower_bound_fitting(self, fold: Fold, choice: MicroBatchChoice) -> Seconds:
         """Seconds at least of what may fit with each saver, bubbles and sends left out; inf if nothing does."""
-        savers, probe, memory = (
-            self.space.strategies,
-            build_mapping(fold, choice, choice.pipelines[0]),
-            self.memory_model,
-        )
+        savers = self.space.strategies
+        probe = build_mapping(fold, choice, choice.pipelines[0])
+        memory = self.memory_model
         held, active = self._min_over_pipelines(fold, choice, probe)
-        n, ways = self.num_micro_batches(fold, choice), []
+        n = self.num_micro_batches(fold, choice)
+        ways = []
         # A byte more, so that rounding leaves out nothing that fits.
         free = memory.device.memory_bytes + 1 - memory.workspace(probe)
         rooms = free - self.persistent_bytes(fold, choice, self.space.zero_stages) @ held.T
@@ -163,11 +168,9 @@ class FoldCosts:
         Those are bytes, [2, savers]; the same for many degrees of the experts.
         """
         # Neither of the two is a moment of a pair, so the sizes are those without overlap, of which there are fewer.
-        heaviest, kept, probe = (
-            self._peak_candidates_key(fold, choice),
-            self.memory_model.activation_memory,
-            replace(probe, overlap=False),
-        )
+        heaviest = self._peak_candidates_key(fold, choice)
+        kept = self.memory_model.activation_memory
+        probe = replace(probe, overlap=False)
         key = (heaviest, kept.cache_key(probe), choice.mbs, fold.cp)
         if key not in self._min_over_pipelines_cache:
             held, active = (rows.min(axis=0) for rows in self.peak_candidates(fold, choice))
@@ -178,7 +181,8 @@ class FoldCosts:
         self, fold: Fold, choice: MicroBatchChoice, indices: NDArray[np.intp] | None = None
     ) -> PricedChoice:
         """Price all pipelines of a base, which has some, with the savers of some numbers; None: with all."""
-        savers, probe = self.space.strategies, build_mapping(fold, choice, choice.pipelines[0])
+        savers = self.space.strategies
+        probe = build_mapping(fold, choice, choice.pipelines[0])
         indices = np.arange(len(savers)) if indices is None else indices
         passes = self.strategy_costs.pass_times(probe, choice.pipelines, savers, indices)
         kept = self.memory_model.activation_memory.total_bytes(probe, savers)[indices]
@@ -248,27 +252,28 @@ class PipelineChoice:
     """
 
     def __init__(self, fold_costs: FoldCosts, fold: Fold, priced_choice: PricedChoice, index: int) -> None:
-        base, self._pipeline = priced_choice.choice, priced_choice.choice.pipelines[index]
-        self._fold_costs, self._fold, self._choice, self._priced_choice = fold_costs, fold, base, priced_choice
+        base = priced_choice.choice
+        self._pipeline = priced_choice.choice.pipelines[index]
+        self._fold_costs = fold_costs
+        self._fold = fold
+        self._choice = base
+        self._priced_choice = priced_choice
         self._num_micro_batches = fold_costs.num_micro_batches(fold, base)
         self._zero_stages = fold_costs.space.legal_zero_stages(
             fold, base.mbs, self._pipeline.schedule, base.dispatcher, base.overlap
         )
-        self._pass_times, self._may_fit = priced_choice.pass_times.of_pipeline(index), priced_choice.may_fit[index]
-        self._states, self._activations = (
-            fold_costs.peak_candidates(fold, base)[0][index],
-            priced_choice.activations[index],
-        )
+        self._pass_times = priced_choice.pass_times.of_pipeline(index)
+        self._may_fit = priced_choice.may_fit[index]
+        self._states = fold_costs.peak_candidates(fold, base)[0][index]
+        self._activations = priced_choice.activations[index]
         self._sharding_choices: list[_ShardingChoice] = []
 
     @cached_property
     def _memory_budget(self) -> MemoryBudget:
         """Made where it is asked for: the moments of a pipeline take long to find."""
-        opened, prices, mapping = (
-            self._priced_choice,
-            self._fold_costs,
-            build_mapping(self._fold, self._choice, self._pipeline),
-        )
+        opened = self._priced_choice
+        prices = self._fold_costs
+        mapping = build_mapping(self._fold, self._choice, self._pipeline)
         return prices.memory_model.memory_budget(
             mapping, opened.saved, prices.space.strategies.recomputes_comm[opened.indices]
         )
@@ -282,7 +287,8 @@ class PipelineChoice:
         some = np.flatnonzero(self._may_fit & (self._pass_times.seconds + STEP_OVERHEAD_S < limit))
         if not some.size:
             return inf
-        passes, active = self._pass_times.select(some), self._activations[:, some]
+        passes = self._pass_times.select(some)
+        active = self._activations[:, some]
         resting = prices.persistent_bytes(self._fold, self._choice, self._zero_stages) @ self._states.T
         workspace = prices.memory_model.workspace(build_mapping(self._fold, self._choice, self._pipeline))
         fits = prices.fits(resting + workspace, active)
@@ -310,15 +316,18 @@ class PipelineChoice:
 
     def _first_that_fits(self, sharding: "_ShardingChoice", limit: float) -> int | None:
         """Number of the fastest that fits, of those below a limit."""
-        memory, count = self._fold_costs.memory_model, int(np.searchsorted(sharding.seconds, limit))
-        start, size = 0, FIRST_BATCH_SIZE
+        memory = self._fold_costs.memory_model
+        count = int(np.searchsorted(sharding.seconds, limit))
+        start = 0
+        size = FIRST_BATCH_SIZE
         while start < count:
             which = sharding.indices[start : min(start + size, count)]
             totals = self._memory_budget.totals(sharding.mapping, self._memory_budget.activations(which))
             fits = np.flatnonzero(totals <= memory.device.memory_bytes)
             if fits.size:
                 return start + int(fits[0])
-            start, size = start + size, BATCH_GROWTH * size
+            start = start + size
+            size = BATCH_GROWTH * size
         return None
 
     def min_memory(self) -> tuple[float, ParallelMapping]:

@@ -61,7 +61,9 @@ class FoldSearch:
     """
 
     def __init__(self, fold_costs: FoldCosts, fold: Fold, choices: tuple[MicroBatchChoice, ...]) -> None:
-        self._fold_costs, self._fold, self._micro_batch_choices = fold_costs, fold, choices
+        self._fold_costs = fold_costs
+        self._fold = fold
+        self._micro_batch_choices = choices
         self._sends_and_bubble_s: dict[int, float] = {}
         self._strategy_batches: dict[int, list[StrategyBatch]] = {}
         self._priced_choices: dict[tuple[int, int], PricedChoice] = {}
@@ -95,7 +97,8 @@ class FoldSearch:
     def advance(self, limit: float = inf) -> None:
         """Look further into what may be fastest, if it may be below a limit."""
         floor, i, part, which = heappop(self._queue)
-        limit, base = min(limit, self._best_s), self._micro_batch_choices[i]
+        limit = min(limit, self._best_s)
+        base = self._micro_batch_choices[i]
         if part < 0 and i not in self._sends_and_bubble_s:
             least, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
             self._push(least, floor, (i, -1, -1), limit)
@@ -179,7 +182,9 @@ class Search:
     """
 
     def __init__(self, space: MappingSpace, cost_model: CostModel, memory_model: MemoryModel) -> None:
-        self.space, self.cost_model, self.memory_model = space, cost_model, memory_model
+        self.space = space
+        self.cost_model = cost_model
+        self.memory_model = memory_model
         self.fold_costs = FoldCosts(space, StrategyCosts(cost_model), memory_model)
         self._global_batch_size = cost_model.workload.global_batch_size
         self._layer_totals_cache: dict[tuple[object, ...], _LayerTotals] = {}
@@ -255,7 +260,8 @@ class Search:
 
     def _view_lower_bound_s(self, view: AttentionView) -> float:
         """Seconds of a step at least, whatever the degrees of the experts."""
-        pricer, least = self.cost_model, inf
+        pricer = self.cost_model
+        least = inf
         for size, _ in view.pipelines_by_mbs:
             seconds = sum(pricer.head_and_loss_s(view.tp, view.cp, size))
             for kind, count in enumerate(self._kind_counts):

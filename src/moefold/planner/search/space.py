@@ -208,7 +208,8 @@ class MappingSpace:
 
     def count_by_fold(self) -> list[int]:
         """How many legal mappings each of `folds` has."""
-        counts, known = [], {}
+        counts = []
+        known = {}
         for fold, view in self.folds:
             # Of the degrees of attention, rules between levels read tp*cp and dp alone.
             key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.pipelines_by_mbs))
@@ -339,7 +340,8 @@ class MappingSpace:
     @cached_property
     def _max_stages(self) -> int:
         """More stages than this no layout has: a stage has a layer, the embedding or the loss, or is spelled out."""
-        text, layers = self._cfg.parallel.pipeline_layout, self._cfg.model.num_layers
+        text = self._cfg.parallel.pipeline_layout
+        layers = self._cfg.model.num_layers
         if text in ("", "auto"):
             return layers + len(NON_LAYER_STAGE_PARTS)
         try:

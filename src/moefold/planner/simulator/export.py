@@ -37,14 +37,17 @@ PICTURES = (".png", ".svg", ".pdf")
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Lines of a rank in a trace: what pass it is at, and what its streams do."""
 IDLE_COLOUR = "#f1f3f6"
-HIDDEN_COMM, EXPOSED_COMM = "hidden communication", "exposed communication"
+HIDDEN_COMM = "hidden communication"
+EXPOSED_COMM = "exposed communication"
 LEGEND = (
     {kind: (PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()}
     | {EXPOSED_COMM: (EXPOSED_COLOUR, EXPOSED_COMM), HIDDEN_COMM: (FAINT, HIDDEN_COMM)}
     | {part: (STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items()}
 )
 """Colour and name of all that a picture may show."""
-WIDTH, LANE, DPI = 16.0, 0.42, 150
+WIDTH = 16.0
+LANE = 0.42
+DPI = 150
 MIN_LABELLED_FRACTION = 0.012
 """Part of the picture's width that a number of a micro-batch needs."""
 
@@ -147,8 +150,12 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
-    windows, names = choose_windows(timeline), [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
-    left, right, gap, drawn = 0.055, 0.99, 0.012, set()
+    windows = choose_windows(timeline)
+    names = [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
+    left = 0.055
+    right = 0.99
+    gap = 0.012
+    drawn = set()
     width = (right - left - gap * (len(windows) - 1)) / len(windows)
     for i, window in enumerate(windows):
         axes = figure.add_axes((left + i * (width + gap), 0.55 / height, width, 1 - 1.35 / height))

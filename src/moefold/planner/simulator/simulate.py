@@ -113,8 +113,10 @@ class _Simulation:
     """One simulation under way."""
 
     def __init__(self, rows: Sequence[SlotRow], stages: Sequence[StageSegments], overlap: bool, noise: Noise) -> None:
-        self._rows, self._stages = rows, stages
-        self._overlap, self._noise = overlap, noise
+        self._rows = rows
+        self._stages = stages
+        self._overlap = overlap
+        self._noise = noise
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
         self._finished_at: dict[ActionResult, float] = {}
         self._arrived_at: dict[ActionResult, float] = {}

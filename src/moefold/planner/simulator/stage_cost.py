@@ -87,7 +87,8 @@ class _LayerSegments:
         feed_forward = cost_model.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         priced = cost_model.layer_time(kind, m)
         parts = dict(zip(TIME_PARTS, priced.parts, strict=True))
-        ahead, behind = mixer.forward + feed_forward.forward, feed_forward.backward + mixer.backward
+        ahead = mixer.forward + feed_forward.forward
+        behind = feed_forward.backward + mixer.backward
         launches = priced.forward_s - sum(work.seconds for work in ahead)
         self.forward = (*map(_segment, ahead), Segment("launch", launches))
         again = Segment("recompute", parts["recompute"])

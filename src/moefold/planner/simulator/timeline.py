@@ -10,7 +10,9 @@ from itertools import pairwise
 
 from moefold.topology.pipeline_action import Action
 
-COMPUTE, COMMUNICATION, SEND = "compute", "communication", "send"
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+SEND = "send"
 STREAMS = (COMPUTE, COMMUNICATION, SEND)
 
 Span = tuple[float, float]
@@ -138,7 +140,9 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
 
 def intersection_s(left: list[Span], right: list[Span]) -> float:
     """Seconds that lie in both of two unions."""
-    total, i, j = 0.0, 0, 0
+    total = 0.0
+    i = 0
+    j = 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
         if left[i][1] <= right[j][1]:
