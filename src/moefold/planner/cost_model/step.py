@@ -4,24 +4,23 @@
 depends on, so that a search of many thousand mappings adds up numbers it already has.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
-from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, p2p_s
+from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
+from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
-from moefold.planner.cost_model.muon import build_muon_cost
 from moefold.planner.cost_model.workload import TrainingWorkload, bubble_s, elementwise_max
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
 from moefold.planner.memory.columns import build_columns
-from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters, shared_parameters, train_flops
+from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
 from moefold.planner.stages import ModelChunk, StageSplitter, chunks_of_rank, make_stage_splitter
 from moefold.topology.schedule_tables import SCHEDULES
 
@@ -41,35 +40,6 @@ HIDDEN_TP_FRACTION = 0.7
 HIDDEN_P2P_FRACTION = 0.8
 """Part of the sends between stages that interleaved schedules hide under other chunks."""
 
-HIDDEN_DP_FRACTION = 0.9
-"""Part of the gradients' and parameters' collectives that can run under the last backward and the first forward."""
-
-GRADIENT_BYTES = 4
-"""Gradients are summed in float32, or in float64 where that is the compute type."""
-
-ADAMW_BYTES_PER_PARAM = 34
-"""Moved by AdamW for each parameter: gradient 4 twice (norm, update), weight and both moments 4 each read and written,
-and the bfloat16 copy written."""
-
-BF16_MOMENTS_ADAMW_BYTES_PER_PARAM = 118
-"""The same with bfloat16 moments, which no fused kernel updates: each is widened, decayed, added to and rounded (26 and
-6), the spread is made (24) and the weight moved (24), pass by pass (`optim/adamw.py`), beside norm and copy."""
-
-MUON_BYTES_PER_PARAM = 58
-"""Of a rank's own numbers of Muon's matrices: norm 4, decayed weight 8, momentum 20, look-ahead 12, update 12,
-copy 2."""
-
-BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
-"""The same with a bfloat16 momentum, which is widened and rounded."""
-
-MUON_OWNER_BYTES_PER_PARAM = 52
-"""Of the numbers that a rank works on for all: packed, unpacked and normalised there, scaled, and packed again."""
-
-MEGATRON_OFFLOAD_BYTES_PER_PARAM = 6
-"""Over the host's link for each parameter whose optimizer state lives there: gradient down, weight up."""
-
-MOMENT_OFFLOAD_BYTES_PER_PARAM = 8
-"""Each way over the host's link, both at once, for each parameter whose moments live there (docs/memory.md)."""
 
 EXPOSED_OFFLOAD_FRACTION = 0.05
 """Part of carrying activations to the host and back that shows where work is enough to hide it: copies are launched,
@@ -82,8 +52,6 @@ STEP_OVERHEAD_S = 0.01
 
 Seconds = NDArray[np.float64]
 
-RankContent = tuple[tuple[int, ...], bool, bool]
-"""Layers of each kind on a pipeline rank, and whether it embeds and has the loss."""
 
 _RankTime = tuple[float, float, float, tuple[float, ...]]
 """Forward, backward, weights' gradients, and parts."""
@@ -114,18 +82,6 @@ class StageTime:
     backward_ep_s: float
     p2p_s: float
     """To the next chunk, or back."""
-
-
-class DataParallelCost(NamedTuple):
-    """Seconds of data parallelism's collectives, each once, and of the optimizer."""
-
-    all_gathers_s: float
-    """Of all parameters."""
-    gradients_s: float
-    """Of their sums."""
-    optimizer_s: float
-    expert_all_gathers_s: float
-    """Of `all_gathers_s`: the experts'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,12 +135,12 @@ class CostModel:
             model_spec, workload, minimal_config(model_spec, workload), build_columns(model_spec)
         )
         self.layer_costs = LayerCostModel(model_spec, device, workload)
-        self._muon_cost = build_muon_cost(model_spec, device, workload)
+        self.data_parallel = DataParallelCostModel(
+            model_spec, device, workload, self.layer_costs.gemm, self.rank_contents
+        )
         self._layer_times: dict[tuple[object, ...], LayerTime] = {}
         self._head_and_loss: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._plain_layers: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-        self._data_parallel_costs: dict[tuple[float, ...], DataParallelCost] = {}
-        self._max_parameters: dict[tuple[int, ...], tuple[float, float]] = {}
         self._rank_contents: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
 
     @cached_property
@@ -212,7 +168,7 @@ class CostModel:
             schedule=mapping.schedule,
         )
         replicas = self.data_parallel_cost(mapping)
-        dp_comm = self.exposed_data_parallel_s(mapping, replicas, forward, backward, n)
+        dp_comm = self.data_parallel.exposed_s(mapping, replicas, forward, backward, n)
         seconds = dict(zip(TIME_PARTS, (part * n for part in parts), strict=True))
         seconds["pp_comm"] += sends
         seconds["dp_comm"] += dp_comm
@@ -480,138 +436,8 @@ class CostModel:
         return 2 * num_micro_batches * vpp * one * shown, vpp * one
 
     def data_parallel_cost(self, mapping: ParallelMapping) -> DataParallelCost:
-        """What data parallelism and the optimizer take."""
-        return self._cached_data_parallel_cost(mapping, self.max_parameters(mapping))
-
-    def lower_bound_data_parallel_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
-        """The same at least, whatever the pipeline, of ranks that have so many `max_parameters` or more."""
-        found = self._cached_data_parallel_cost(mapping, parameters)
-        # What Muon has to do follows the layers of the stages.
-        return found._replace(optimizer_s=0.0) if self._muon_cost else found
-
-    def _cached_data_parallel_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
-        dense, experts = parameters
-        away = "optimizer" in mapping.offload
-        key: tuple[float, ...] = (
-            dense,
-            experts,
-            mapping.dp * mapping.cp,
-            mapping.tp,
-            mapping.edp,
-            mapping.etp * mapping.ep,
-            mapping.zero,
-            away,
-        )
-        if self._muon_cost:
-            key = (*key, mapping.ep, mapping.pp, mapping.vpp, SCHEDULES[mapping.schedule].placement == "v")
-        if key not in self._data_parallel_costs:
-            self._data_parallel_costs[key] = self._price_data_parallel(mapping, dense, experts)
-        return self._data_parallel_costs[key]
-
-    def _price_data_parallel(self, mapping: ParallelMapping, dense: float, experts: float) -> DataParallelCost:
-        device = self.device
-        dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
-        expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
-        value = self.workload.value_bytes
-        of_experts = all_gather_s(device, expert_group, experts * value)
-        gathers = all_gather_s(device, dense_group, dense * value) + of_experts
-        wide = max(1.0, value / GRADIENT_BYTES)
-        size = wide * (self.workload.reduce_bytes if mapping.zero == 3 else GRADIENT_BYTES)
-        gradients = all_gather_s(device, dense_group, dense * size) + all_gather_s(device, expert_group, experts * size)
-        owned = dense / dense_group.size + experts / expert_group.size
-        if mapping.zero == 0:
-            gathers = 0.0
-            of_experts = 0.0
-            owned = dense + experts
-            gradients = all_reduce_s(device, dense_group, dense * wide * GRADIENT_BYTES)
-            gradients += all_reduce_s(device, expert_group, experts * wide * GRADIENT_BYTES)
-        optimizer = self._update_s(mapping, owned, wide)
-        if "optimizer" in mapping.offload and self.workload.is_megatron:
-            optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
-        elif "optimizer" in mapping.offload:
-            narrow = 0.5 if self.workload.update.has_bf16_moments else 1.0
-            optimizer = max(optimizer, owned * narrow * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
-        return DataParallelCost(gathers, gradients, optimizer, of_experts)
-
-    def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
-        """Seconds of the update of the fullest rank, where its states are on the device."""
-        update = self.workload.update
-        passes = self.layer_costs.gemm.memory_bound_s
-        adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
-        if self._muon_cost is None:
-            return passes(num_owned * dtype_factor * adamw)
-        muon = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM
-        found = 0.0
-        for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
-            share = self._muon_cost.rank_cost(mapping, counts, has_loss)
-            moved = (
-                max(0.0, num_owned - share.num_local) * adamw
-                + share.num_local * muon
-                + share.num_owned * MUON_OWNER_BYTES_PER_PARAM
-            )
-            found = max(found, share.seconds + passes(dtype_factor * moved))
-        return found
-
-    def max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
-        """Parameters of the fullest rank: outside the experts, and of them."""
-        key = (
-            mapping.tp,
-            mapping.ep * mapping.etp,
-            mapping.pp,
-            mapping.vpp,
-            SCHEDULES[mapping.schedule].placement == "v",
-        )
-        if key not in self._max_parameters:
-            self._max_parameters[key] = self._count_max_parameters(mapping)
-        return self._max_parameters[key]
-
-    def _count_max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
-        sizes = [layer_parameters(self.model_spec, kind) for kind in range(len(self.model_spec.kinds))]
-        ends = self.model_spec.vocab_size * self.model_spec.hidden_size
-        fullest = (0.0, 0.0)
-        for counts, has_embedding, has_loss in self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule):
-            dense = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
-            experts = sum(count * size[1] for count, size in zip(counts, sizes, strict=True))
-            dense += ends * (has_embedding + has_loss)
-            fullest = max(fullest, (dense / mapping.tp, experts / (mapping.ep * mapping.etp)), key=sum)
-        return fullest
-
-    def exposed_data_parallel_s(
-        self, mapping: ParallelMapping, comm: DataParallelCost, forward: Any, backward: Any, num_micro_batches: int
-    ) -> Any:
-        """Seconds of a step in which data parallelism's collectives run beside nothing.
-
-        Args:
-            mapping: the mapping.
-            comm: what they take by themselves.
-            forward: seconds of one micro-batch on the rank.
-            backward: the same backward.
-            num_micro_batches: micro-batches.
-        """
-        gathers = comm.all_gathers_s
-        gradients = comm.gradients_s
-        if mapping.overlap and not self.workload.is_megatron:
-            # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
-            forward = 0.0
-        if not self.workload.overlaps_dp_comm:
-            forwards = gathers
-            backwards = (gathers if mapping.zero == 3 else 0.0) + gradients
-        else:
-            late = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
-            forwards = late + _exposed_comm_s(gathers - late, forward)
-            backwards = _exposed_comm_s(gradients + (gathers if mapping.zero == 3 else 0.0), backward)
-        return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
-            num_micro_batches if mapping.zero > 1 else 1
-        ) * backwards
-
-    def _gathers_experts_late(self, mapping: ParallelMapping) -> bool:
-        """Whether the gather of a layer's experts starts when the layer before and attention are over.
-
-        With a pipeline torch's schedules gather the weights of a stage before it runs.
-        """
-        w = self.workload
-        waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
-        return waits and mapping.pp == 1 and not w.prefetches_expert_weights
+        """Return the seconds of the data-parallel collectives and of the optimizer update."""
+        return self.data_parallel.cost(mapping)
 
     def _build_step_time(self, seconds: dict[str, float], num_micro_batches: int, world_size: int) -> StepTime:
         total = sum(seconds.values())
@@ -627,11 +453,6 @@ class CostModel:
             tflops_per_gpu=flops / 1e12,
             mfu=flops / self.device.peak("bf16"),
         )
-
-
-def _exposed_comm_s(comm: float, compute: Any) -> Any:
-    """What of a collective shows beside so much compute, a number or many."""
-    return elementwise_max((1 - HIDDEN_DP_FRACTION) * comm, comm - compute)
 
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:

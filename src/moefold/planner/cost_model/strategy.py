@@ -142,7 +142,7 @@ class StrategyCosts:
             num_micro_batches: micro-batches.
         """
         replicas = self.cost_model.data_parallel_cost(mapping)
-        shown = self.cost_model.exposed_data_parallel_s(
+        shown = self.cost_model.data_parallel.exposed_s(
             mapping, replicas, pass_times.forward, pass_times.backward, num_micro_batches
         )
         seconds: Seconds = pass_times.seconds + shown + replicas.optimizer_s + STEP_OVERHEAD_S
@@ -161,13 +161,14 @@ class StrategyCosts:
         key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
         if key not in self._min_parameters:
             sizes = [
-                self.cost_model.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp)) for p in pipelines
+                self.cost_model.data_parallel.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp))
+                for p in pipelines
             ]
             self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        least = self.cost_model.lower_bound_data_parallel_cost(mapping, self._min_parameters[key])
+        least = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
         # As if there was time without end to hide them.
         return least.optimizer_s + float(
-            self.cost_model.exposed_data_parallel_s(mapping, least, inf, inf, num_micro_batches)
+            self.cost_model.data_parallel.exposed_s(mapping, least, inf, inf, num_micro_batches)
         )
 
     def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
