@@ -13,49 +13,51 @@ from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedule_tables import SCHEDULES
 
 HIDDEN_DP_FRACTION = 0.9
-"""Part of the gradients' and parameters' collectives that can run under the last backward and the first forward."""
+"""Part of the gradient reductions and parameter all-gathers that the last backward and the first forward can hide."""
 
 GRADIENT_BYTES = 4
-"""Gradients are summed in float32, or in float64 where that is the compute type."""
+"""Gradients are reduced in float32, or in float64 where that is the compute type."""
 
 ADAMW_BYTES_PER_PARAM = 34
-"""Moved by AdamW for each parameter: gradient 4 twice (norm, update), weight and both moments 4 each read and written,
-and the bfloat16 copy written."""
+"""Memory traffic of AdamW: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the
+bfloat16 copy written."""
 
 BF16_MOMENTS_ADAMW_BYTES_PER_PARAM = 118
-"""The same with bfloat16 moments, which no fused kernel updates: each is widened, decayed, added to and rounded (26 and
-6), the spread is made (24) and the weight moved (24), pass by pass (`optim/adamw.py`), beside norm and copy."""
+"""The same with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded (26 and
+6),
+the denominator is computed (24) and the weight updated (24), pass by pass (`optim/adamw.py`), in addition to norm and
+copy."""
 
 MUON_BYTES_PER_PARAM = 58
-"""Of a rank's own numbers of Muon's matrices: norm 4, decayed weight 8, momentum 20, look-ahead 12, update 12,
-copy 2."""
+"""Memory traffic of Muon for the local shard of its matrices: norm 4, decayed weight 8, momentum 20, Nesterov 12,
+update 12, copy 2."""
 
 BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
-"""The same with a bfloat16 momentum, which is widened and rounded."""
+"""The same with a bfloat16 momentum, which is upcast and rounded."""
 
 MUON_OWNER_BYTES_PER_PARAM = 52
-"""Of the numbers that a rank works on for all: packed, unpacked and normalised there, scaled, and packed again."""
+"""Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
 
 MEGATRON_OFFLOAD_BYTES_PER_PARAM = 6
-"""Over the host's link for each parameter whose optimizer state lives there: gradient down, weight up."""
+"""Host-link traffic for each parameter whose optimizer state is on the host: gradient down, weight up."""
 
 MOMENT_OFFLOAD_BYTES_PER_PARAM = 8
-"""Each way over the host's link, both at once, for each parameter whose moments live there (docs/memory.md)."""
+"""Host-link traffic in each direction, concurrently, for each parameter with offloaded moments (docs/memory.md)."""
 
 RankContent = tuple[tuple[int, ...], bool, bool]
-"""Layers of each kind on a pipeline rank, and whether it embeds and has the loss."""
+"""Layers of each kind on a pipeline rank, and whether the rank has the embedding and the loss."""
 
 
 class DataParallelCost(NamedTuple):
-    """Seconds of data parallelism's collectives, each once, and of the optimizer."""
+    """Seconds of each data-parallel collective, once, and of the optimizer update."""
 
     all_gathers_s: float
-    """Of all parameters."""
+    """All-gather of all parameters."""
     gradients_s: float
-    """Of their sums."""
+    """Reduction of all gradients."""
     optimizer_s: float
     expert_all_gathers_s: float
-    """Of `all_gathers_s`: the experts'."""
+    """Part of `all_gathers_s`: the experts."""
 
 
 class DataParallelCostModel:
@@ -87,13 +89,13 @@ class DataParallelCostModel:
         self._max_parameters: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def cost(self, mapping: ParallelMapping) -> DataParallelCost:
-        """What data parallelism and the optimizer take."""
+        """Return the seconds of the data-parallel collectives and of the optimizer update."""
         return self._cached_cost(mapping, self.max_parameters(mapping))
 
     def lower_bound_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
-        """The same at least, whatever the pipeline, of ranks that have so many `max_parameters` or more."""
+        """Return a lower bound of the cost over all pipelines, for ranks with at least the given `max_parameters`."""
         found = self._cached_cost(mapping, parameters)
-        # What Muon has to do follows the layers of the stages.
+        # Muon's work depends on the layers of each stage, so its lower bound is 0.
         return found._replace(optimizer_s=0.0) if self._muon_cost else found
 
     def _cached_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
@@ -141,7 +143,7 @@ class DataParallelCostModel:
         return DataParallelCost(gathers, gradients, optimizer, of_experts)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
-        """Seconds of the update of the fullest rank, where its states are on the device."""
+        """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
         update = self.workload.update
         passes = self.gemm.memory_bound_s
         adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
@@ -160,7 +162,7 @@ class DataParallelCostModel:
         return found
 
     def max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
-        """Parameters of the fullest rank: outside the experts, and of them."""
+        """Return the parameters of the fullest rank: outside the experts, and of the experts."""
         key = (
             mapping.tp,
             mapping.ep * mapping.etp,
@@ -186,14 +188,14 @@ class DataParallelCostModel:
     def exposed_s(
         self, mapping: ParallelMapping, comm: DataParallelCost, forward: Any, backward: Any, num_micro_batches: int
     ) -> Any:
-        """Seconds of a step in which data parallelism's collectives run beside nothing.
+        """Return the exposed seconds of the data-parallel collectives in one step.
 
         Args:
             mapping: the mapping.
-            comm: what they take by themselves.
-            forward: seconds of one micro-batch on the rank.
-            backward: the same backward.
-            num_micro_batches: micro-batches.
+            comm: duration of the collectives.
+            forward: seconds of one micro-batch forward on the rank.
+            backward: seconds of one micro-batch backward on the rank.
+            num_micro_batches: micro-batches of the step.
         """
         gathers = comm.all_gathers_s
         gradients = comm.gradients_s
@@ -212,9 +214,9 @@ class DataParallelCostModel:
         ) * backwards
 
     def _gathers_experts_late(self, mapping: ParallelMapping) -> bool:
-        """Whether the gather of a layer's experts starts when the layer before and attention are over.
+        """Return whether the all-gather of a layer's experts starts only after the layer's attention.
 
-        With a pipeline torch's schedules gather the weights of a stage before it runs.
+        With a pipeline, torch's schedules gather the weights of a stage before it runs.
         """
         w = self.workload
         waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
@@ -222,5 +224,5 @@ class DataParallelCostModel:
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:
-    """What of a collective shows beside so much compute, a number or many."""
+    """Return the exposed seconds of a collective that overlaps with `compute` seconds, a number or an array."""
     return elementwise_max((1 - HIDDEN_DP_FRACTION) * comm, comm - compute)

@@ -1,7 +1,7 @@
-"""The time of one optimizer step under a mapping, by part. Torch-free.
+"""Cost model of one optimizer step: seconds by part under a mapping. Torch-free.
 
-`CostModel` is made once for a model, a device and a workload; it prices each part once for the few integers that the part
-depends on, so that a search of many thousand mappings adds up numbers it already has.
+`CostModel` is built once for a model, a device and a workload. It caches each part by the few integers that the part
+depends on, so that a search over thousands of mappings adds up known numbers.
 """
 
 from dataclasses import dataclass
@@ -28,38 +28,38 @@ COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
 COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
 TIME_PARTS = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
-"""Every second of a step belongs to one of them."""
+"""Parts of a step; every second belongs to one of them."""
 
 HIDDEN_ALL_TO_ALL_FRACTION = 0.708
-"""Part of the experts' exchange that overlap can hide, where there is compute enough; the rest starts and ends with
-nothing to run beside it. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
+"""Part of the expert all-to-all that overlap can hide if there is enough compute; the first and last all-to-all have no
+compute to run under. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
 
 HIDDEN_TP_FRACTION = 0.7
-"""Part of tensor parallelism's collectives that overlap in pieces hides (`overlaps_tensor`)."""
+"""Part of the tensor-parallel collectives that chunked overlap hides (`overlaps_tp_comm`)."""
 
 HIDDEN_P2P_FRACTION = 0.8
-"""Part of the sends between stages that interleaved schedules hide under other chunks."""
+"""Part of the p2p sends between stages that interleaved schedules hide under other chunks."""
 
 
 EXPOSED_OFFLOAD_FRACTION = 0.05
-"""Part of carrying activations to the host and back that shows where work is enough to hide it: copies are launched,
-and take bandwidth of the memory that kernels use. 0.2 to 0.3 % of it was measured on a CPU, whose memory was the disk's
-cache (docs/memory.md); on GPUs nothing was."""
+"""Part of activation offload that stays exposed where there is enough compute to hide it: copies are launched, and use
+memory bandwidth that kernels need. 0.2 to 0.3 % of it was measured on a CPU, whose memory was the disk's cache
+(docs/memory.md); on GPUs nothing was."""
 
 STEP_OVERHEAD_S = 0.01
-"""Of each step, whatever its size: gradient norm across ranks, loss, data, host work between steps."""
+"""Constant part of each step: gradient norm across ranks, loss, data, host work between steps."""
 
 
 Seconds = NDArray[np.float64]
 
 
 _RankTime = tuple[float, float, float, tuple[float, ...]]
-"""Forward, backward, weights' gradients, and parts."""
+"""Seconds of a micro-batch on one rank: forward, backward, weight gradients, and by part."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """One layer of one micro-batch, exposed seconds only."""
+    """Exposed seconds of one layer for one micro-batch."""
 
     forward_s: float
     backward_s: float
@@ -67,30 +67,30 @@ class LayerTime:
     forward_ep_s: float
     backward_ep_s: float
     parts: tuple[float, ...]
-    """By the order of PARTS."""
+    """Seconds by part, in the order of TIME_PARTS."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One model chunk of one micro-batch."""
+    """Seconds of one model chunk for one micro-batch."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     forward_ep_s: float
-    """Of `forward_s`: the experts' exchange."""
+    """Part of `forward_s`: the expert all-to-all."""
     backward_ep_s: float
     p2p_s: float
-    """To the next chunk, or back."""
+    """One send to the next chunk, or back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """What a step takes, and where the time goes."""
+    """Predicted time of a step, by part, and the throughput that follows."""
 
     total_s: float
     parts: dict[str, float]
-    """Seconds by part, of the busiest pipeline rank; they add up to `total_s`."""
+    """Seconds by part on the busiest pipeline rank; they add up to `total_s`."""
     num_micro_batches: int
     tokens_per_s_per_gpu: float
     flops_per_token: float
@@ -99,7 +99,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Communication that nothing runs beside."""
+        """Seconds of exposed communication."""
         return sum(self.parts[name] for name in COMM_PARTS)
 
     @property
@@ -109,14 +109,15 @@ class StepTime:
 
 
 class CostModel:
-    """Prices mappings of one model on one device for one workload.
+    """Cost model of the mappings of one model on one device for one workload.
 
     Args:
         model_spec: the model.
-        device: one of its GPUs.
+        device: the GPU.
         workload: the batch, and what the software can do.
-        activation_memory: what layers keep, which is what offloading carries; None: by a recipe with nothing but the model.
-        split: which stage holds what; None: balanced by operations.
+        activation_memory: bytes that layers save for backward, which offload moves; None: of a recipe with the model
+            alone.
+        split: the layers of each stage; None: balanced by FLOPs.
     """
 
     def __init__(
@@ -145,14 +146,14 @@ class CostModel:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Of a training step, in the workload's convention."""
+        """Training FLOPs for each token, in the workload's convention."""
         w = self.workload
         return train_flops(
             self.model_spec, w.seq_len, causal=w.counts_causal_attention, mtp=w.runs_mtp and w.counts_mtp
         )
 
     def step_time(self, mapping: ParallelMapping) -> StepTime:
-        """Price one mapping, which must divide the model and the batch."""
+        """Compute the time of a step under one mapping, which must divide the model and the batch."""
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         layers = tuple(self.layer_time(kind, mapping) for kind in range(len(self.model_spec.kinds)))
         slowest, mean = self._rank_times(mapping, layers)
@@ -177,7 +178,7 @@ class CostModel:
         return self._build_step_time(seconds, n, mapping.world_size)
 
     def layer_time(self, kind: int, mapping: ParallelMapping) -> LayerTime:
-        """One layer of a micro-batch with what recomputation, launches and exposed communication add."""
+        """Compute the time of one layer for a micro-batch, with recomputation, launches and exposed communication."""
         key = (
             kind,
             mapping.tp,
@@ -228,9 +229,9 @@ class CostModel:
         )
 
     def lower_bound_layer_s(self, kind: int, tp: int, cp: int, mbs: int) -> float:
-        """Seconds that a layer takes at least for one micro-batch, forward and backward, however its experts are cut.
+        """Compute a lower bound of a layer's seconds for one micro-batch, over all mappings of its experts.
 
-        The products of the experts run at the speed of large ones, and nothing of them travels.
+        The expert GEMMs run at the speed of large ones, and their communication is free.
         """
         mixer = self.layer_costs.mixer(kind, tp, cp, mbs)
         layer = self.model_spec.kinds[kind].feed_forward
@@ -246,9 +247,9 @@ class CostModel:
         return seconds + 6.0 * flops * self.layer_costs.tokens(cp, mbs) / tp / rate
 
     def plain_layer(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
-        """Seconds of one layer forward and backward, as `layer_time` has them where nothing saves activations."""
+        """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
         layer = self.model_spec.kinds[kind].feed_forward
-        # Without experts nothing of their degrees counts, and a search asks for each of these.
+        # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
         key = (kind, mapping.tp, mapping.cp, mapping.mbs)
         if layer is not None and layer.kind == "moe":
             return self._plain_layer(kind, mapping)
@@ -267,7 +268,7 @@ class CostModel:
         return ahead + waits[0], behind + waits[1]
 
     def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> float:
-        """Seconds of one way through a layer."""
+        """Return the seconds of one direction through a layer, less the hidden communication."""
         compute = cost.compute_s + cost.tp_s * (1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0)
         hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
         return compute + cost.all_to_all_s - hidden
@@ -275,7 +276,10 @@ class CostModel:
     def layers_with_strategies(
         self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies
     ) -> tuple[Seconds, Seconds]:
-        """Seconds of one layer forward and backward with each of some savers, of which `mapping` has none; [savers] each."""
+        """Return the seconds of one layer, forward and backward, under each memory strategy; [strategies] each.
+
+        `mapping` itself neither recomputes nor offloads.
+        """
         mixer = self.layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs)
         feed_forward = self.layer_costs.feed_forward(
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
@@ -291,16 +295,16 @@ class CostModel:
         return forward + self.exposed_offload_s(away, forward), backward + self.exposed_offload_s(away, backward)
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Bytes of one layer that go to the host and back with each of some savers, [savers]."""
+        """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
         if self.workload.is_megatron:
-            # Published steps do not say in which types they offload; theirs are taken to hide it.
+            # Published steps do not give the dtypes that they offload; their offload is assumed hidden.
             return np.zeros(len(strategies))
         return self.activation_memory.offloaded_bytes(mapping, strategies)[:, kind]
 
     def exposed_offload_s(self, offloaded_bytes: Any, busy_s: Any) -> Any:
-        """Seconds of a layer, one way, that activations on their way to or from the host are longer than its work.
+        """Return the exposed seconds of activation offload of a layer in one direction, where `busy_s` hides the rest.
 
-        What they take of memory and of the host's time beside it is a part of their way.
+        Even hidden copies cost memory bandwidth and host time: `EXPOSED_OFFLOAD_FRACTION` of their duration.
         """
         seconds = offloaded_bytes / self.device.host_bytes_per_s
         return elementwise_max(EXPOSED_OFFLOAD_FRACTION * seconds, seconds - busy_s)
@@ -308,7 +312,7 @@ class CostModel:
     def _add_direction(
         self, items: tuple[CostItem, ...], mapping: ParallelMapping, seconds: dict[str, float]
     ) -> tuple[float, float]:
-        """Add the works up by part; returns the time without the experts' exchange, and what of that shows."""
+        """Add the items to `seconds` by part; return the seconds of all but the all-to-all, and its exposed seconds."""
         compute = exchange = 0.0
         shown = 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
         for work in items:
@@ -325,7 +329,7 @@ class CostModel:
         return compute, exchange
 
     def _launch_waits(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Seconds of a layer, forward and backward, that go between its kernels, or by which the host is late."""
+        """Return the launch gaps of a layer, forward and backward: gaps between kernels, or late host launches."""
         graphs = self.workload.cuda_graphs
         device = self.device
         if graphs == "full":
@@ -340,7 +344,7 @@ class CostModel:
         return waits[0] + feed_forward.host_syncs * device.sync_s, waits[1]
 
     def head_and_loss_s(self, tp: int, cp: int, mbs: int) -> tuple[float, float]:
-        """Output head and loss of one micro-batch, forward and backward, on the last stage."""
+        """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
         key = (tp, cp, mbs)
         if key not in self._head_and_loss:
             shape = self.model_spec
@@ -357,7 +361,7 @@ class CostModel:
         return self._head_and_loss[key]
 
     def stage_times(self, mapping: ParallelMapping) -> tuple[StageTime, ...]:
-        """Every chunk of the pipeline, in the order of the model."""
+        """Return the times of every chunk of the pipeline, in the order of the model."""
         layers = tuple(self.layer_time(kind, mapping) for kind in range(len(self.model_spec.kinds)))
         ends = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         p2p = self._p2p_s(mapping) if mapping.pp > 1 else 0.0
@@ -381,7 +385,7 @@ class CostModel:
     def _rank_times(
         self, mapping: ParallelMapping, layers: tuple[LayerTime, ...]
     ) -> tuple[_RankTime, tuple[float, float, float]]:
-        """The busiest pipeline rank, and the mean over all of them, of one micro-batch."""
+        """Return the times of one micro-batch on the busiest pipeline rank, and their mean over all ranks."""
         head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         ranks = self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)
         slowest = ranks[0]
@@ -410,7 +414,7 @@ class CostModel:
         return (*times, tuple(parts)), (total[0] / pp, total[1] / pp, total[2] / pp)
 
     def rank_contents(self, pp: int, vpp: int, schedule: str) -> tuple[RankContent, ...]:
-        """Layers of each kind on each pipeline rank, and whether it embeds and has the loss."""
+        """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
         is_v = pp > 1 and SCHEDULES[schedule].placement == "v"
         key = (pp, vpp, is_v)
         if key not in self._rank_contents:
@@ -428,7 +432,10 @@ class CostModel:
         )
 
     def exposed_p2p_s(self, mapping: ParallelMapping, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:
-        """Seconds of exposed sends of a step, and of one way through a rank's chunks; `vpp` is one number or many."""
+        """Return the exposed p2p seconds of a step, and of one pass through a rank's chunks.
+
+        `vpp` is a number or an array.
+        """
         if mapping.pp == 1:
             return 0.0 * vpp, 0.0 * vpp
         one = self._p2p_s(mapping)
@@ -456,7 +463,7 @@ class CostModel:
 
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:
-    """Seconds that each of some sets of parts takes to run again, [sets]."""
+    """Return the seconds that recomputing each set of parts takes, [sets]."""
     shares = _recompute_shares(sets)
     seconds = np.zeros(len(sets))
     for part, again in (*mixer.recompute, *feed_forward.recompute):
@@ -466,7 +473,7 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[st
 
 @lru_cache(maxsize=256)
 def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
-    """For each part whether each set runs it again by itself, 1 or 0: no larger part of the set contains it."""
+    """Return for each part whether each set recomputes it, 1 or 0; 0 too if a larger part of the set contains it."""
     found = {}
     for part in RECOMPUTE_PARTS:
         larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
