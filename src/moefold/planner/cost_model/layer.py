@@ -1,7 +1,7 @@
-"""Seconds of one layer for one micro-batch, part by part in the order of execution. Torch-free.
+"""Cost model of one layer for one micro-batch, item by item in the order of execution. Torch-free.
 
-Every method remembers its answers by the few integers it depends on, so that a search prices each part of a layer
-once: attention knows nothing of the experts' degrees, the experts know nothing of cp but the tokens of a rank.
+Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
+attention does not depend on the experts' degrees, and the experts depend on cp through the tokens of a rank alone.
 """
 
 from dataclasses import dataclass
@@ -21,83 +21,86 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.model_spec import FeedForward, ModelSpec, TokenMixer
 
 DEDUPLICATING_DISPATCHERS = ("deepep", "hybridep")
-"""Dispatchers that send a token once to each rank instead of once for each of its copies."""
+"""Dispatchers that send a token once to each rank instead of once to each of its experts."""
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
-"""Kernels of a part, forward and backward: counted in a profile's way, as norm, cast, product and element-wise passes
-of a Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
+"""Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
+Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
 
 RECURRENCE_BYTES = 128.0
-"""Moved forward for each token and inner channel of a recurrence: convolution, chunk states, scan and gate, each a
-kernel that is bound by memory."""
+"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
+each
+a memory-bound kernel."""
 
 FULL_SPEED_HEAD_SIZE = 128
-"""Narrower heads are slower by their width: the exponentials are as many (arXiv:2407.08608 fig. 5 and 6)."""
+"""Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
+6)."""
 
 RING_KERNELS = 9.28
-"""Launches of one step of a ring of keys and values, forward: sends, halves, attention, corrections."""
+"""Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
 
 ROUTER_BYTES = 62.7
-"""Moved for each token and expert by scores, top-k, masks and counts in float32, forward."""
+"""Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
 
 EXPERT_KERNELS = (2, 4)
-"""Products of one expert, forward and backward, each a kernel of its own where they do not share one."""
+"""GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
-"""Kernels that cast operands of one expert."""
+"""Kernels that cast the operands of one expert, forward and backward."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
-"""Operations of the attention core's backward pass over those of its forward pass: five products for two."""
+"""FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostItem:
-    """One thing that a layer does."""
+    """One timed operation of a layer."""
 
     part: str
     seconds: float
     comm_axis: str = ""
-    """The axis whose ranks talk; empty for compute."""
+    """The axis whose ranks communicate; empty for compute."""
 
 
 class DirectionCost(NamedTuple):
-    """One way through a layer or a half of it, in sums."""
+    """Seconds of one direction through a layer or one of its blocks, summed by kind."""
 
     compute_s: float
     tp_s: float
-    """Collectives of tensor parallelism."""
+    """Tensor-parallel collectives."""
     all_to_all_s: float
-    """Of the experts."""
+    """Expert all-to-all."""
 
     def __add__(self, other: "DirectionCost") -> "DirectionCost":  # type: ignore[override]
-        # Spelled out, as a search adds up a hundred thousand of them.
+        # Unrolled for speed: a search adds up a hundred thousand of them.
         compute_s, tensor_s, exchange_s = other
         return DirectionCost(self.compute_s + compute_s, self.tp_s + tensor_s, self.all_to_all_s + exchange_s)
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """One half of a layer: mixer or feed-forward, in the order of execution."""
+    """One block of a layer (mixer or feed-forward), in the order of execution."""
 
     forward: tuple[CostItem, ...] = ()
     backward: tuple[CostItem, ...] = ()
     wgrad_s: float = 0.0
-    """Of the backward pass: the weights' gradients, which no other rank waits for."""
+    """Part of the backward pass: weight gradients, on which no other rank waits."""
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
     host_syncs: float = 0.0
-    """How often the host must wait for a number from the device, forward: it launches nothing ahead meanwhile."""
+    """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
-    """Seconds that running a part again adds to the backward pass. Additive over parts that do not contain each other;
-    `expert_sizes` contains expert_activation and shared_experts, `layer` everything."""
+    """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
+    `moe`
+    contains expert_activation and shared_experts, `layer` everything."""
 
     @cached_property
     def forward_cost(self) -> DirectionCost:
-        """The sums of `forward`."""
+        """Sums of `forward`."""
         return _sum_direction(self.forward)
 
     @cached_property
     def backward_cost(self) -> DirectionCost:
-        """The sums of `backward`."""
+        """Sums of `backward`."""
         return _sum_direction(self.backward)
 
 
@@ -110,7 +113,7 @@ def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
 
 
 class LayerCostModel:
-    """Prices the layers of one model on one device."""
+    """Cost model of the layers of one model on one device."""
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
         self.model_spec = model_spec
@@ -121,7 +124,7 @@ class LayerCostModel:
         self._feed_forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
 
     def mixer(self, kind: int, tp: int, cp: int, mbs: int) -> BlockTime:
-        """Attention or a recurrence, of one layer kind."""
+        """Return the time of the token mixer (attention or a recurrence) of one layer kind."""
         key = (kind, tp, cp, mbs)
         if key not in self._mixers:
             mixer = self.model_spec.kinds[kind].mixer
@@ -129,12 +132,12 @@ class LayerCostModel:
         return self._mixers[key]
 
     def feed_forward(self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: str) -> BlockTime:
-        """The dense product or the experts of one layer kind."""
+        """Return the time of the dense MLP or the MoE block of one layer kind."""
         layer = self.model_spec.kinds[kind].feed_forward
         if layer is None:
             return BlockTime()
         is_moe = layer.kind == "moe"
-        # Of cp nothing counts but the tokens of a rank, unless experts' ranks lie behind those of cp.
+        # cp counts only through the tokens of a rank, unless the ranks of cp lie between those of ep.
         inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
         key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
         if key not in self._feed_forwards:
@@ -146,12 +149,12 @@ class LayerCostModel:
         return self._feed_forwards[key]
 
     def tokens(self, cp: int, mbs: int) -> float:
-        """Tokens of a micro-batch on the ranks of one tp group."""
+        """Return the tokens of a micro-batch on the ranks of one tp group."""
         return mbs * self.workload.seq_len / cp
 
 
 class _MixerCost:
-    """Attention of one layer: norm, gather, projections, core, projection, scatter, residual."""
+    """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int) -> None:
         self.layer_costs = layer_costs
@@ -173,7 +176,7 @@ class _MixerCost:
         project, project_back, weights = self._projections()
         heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * products.value_bytes
         thin = tokens / tp * hidden * products.value_bytes
-        # Norm and residual move 5 widths of the stream, rotation and head norms read and write what the heads have.
+        # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = products.memory_bound_s(5 * thin + 2 * heads)
         core, core_back = self._core()
         ring, ring_back = self._ring(core, core_back)
@@ -199,7 +202,7 @@ class _MixerCost:
         return BlockTime(forward, backward, weights, ahead, behind, 0.0, tuple(again))
 
     def _projections(self) -> tuple[float, float, float]:
-        """Seconds of the projections forward, of their inputs' gradients and of their weights' gradients."""
+        """Return the seconds of the projections: forward, input gradients and weight gradients."""
         products = self.layer_costs.gemm
         mixer = self.mixer
         tokens = self.tokens
@@ -221,7 +224,7 @@ class _MixerCost:
         return ahead, behind, weights
 
     def _core(self) -> tuple[float, float]:
-        """Seconds of the attention core, forward and backward."""
+        """Return the seconds of the attention core, forward and backward."""
         mixer = self.mixer
         device = self.layer_costs.device
         seq_len = self.layer_costs.workload.seq_len
@@ -233,7 +236,7 @@ class _MixerCost:
         window = mixer.window
         keys = window - window * window / (2 * seq_len) if 0 < window < seq_len else seq_len / 2
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
-        # A ring works on pairs of half pieces, so that causal ranks have equal work (arXiv:2310.03294).
+        # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
         piece = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         length = max(min(2 * keys, piece), 256.0)
         head = (mixer.head_size + mixer.value_head_size) / 2
@@ -243,7 +246,7 @@ class _MixerCost:
         return flops / ahead, ATTENTION_BACKWARD_FLOP_RATIO * flops / behind
 
     def _ring(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
-        """Seconds that the exchange of keys and values is longer than the core, under which it runs."""
+        """Return the exposed seconds of ring attention's KV sends, forward and backward."""
         mixer = self.mixer
         device = self.layer_costs.device
         cp = self.cp
@@ -266,7 +269,7 @@ class _MixerCost:
 
 
 def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
-    """A dense feed-forward, with its norm and residual."""
+    """Return the time of a dense MLP with its norm and residual."""
     products = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
@@ -293,7 +296,7 @@ def _swiglu(
     groups: int = 0,
     activation_passes: float = 1.0,
 ) -> tuple[float, float, float]:
-    """Seconds of an inner product pair with its activation: forward, inputs' gradients, weights' gradients."""
+    """Return the seconds of an MLP with its activation: forward, input gradients, weight gradients."""
     inner = (num_matrices - 1) * width
     fuses = groups > 0 and activation_passes == 1.0 and num_matrices == 3 and gemm.fuses_grouped_gemm
     n = max(1, groups)
@@ -312,7 +315,7 @@ def _swiglu(
 
 
 class _MoECost:
-    """A MoE layer: norm, router, permutation, dispatch, experts, combine, and the shared expert beside it."""
+    """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert."""
 
     def __init__(
         self,
@@ -367,7 +370,7 @@ class _MoECost:
         again = [("norms", products.memory_bound_s(2 * self.local_tokens * hidden * products.value_bytes))]
         activation = products.memory_bound_s(rows * inner * products.value_bytes)
         if not times.workload.is_megatron:
-            # The two inner projections are not kept either, and run again.
+            # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
             width = (layer.num_matrices - 1) * max(1, layer.width // self.etp)
             activation += products.matmul_s(rows, width, self.expert_hidden_size, groups=local_experts)
         again.append(("expert_activation", activation))
@@ -392,7 +395,10 @@ class _MoECost:
         )
 
     def _kernel_counts(self, local_experts: int) -> tuple[float, float]:
-        """Launches, forward and backward. Products of several experts share a kernel in bfloat16 and where fused."""
+        """Return the kernel launches, forward and backward.
+
+        With bfloat16 or fused experts, all experts share a kernel.
+        """
         ahead, behind = KERNEL_COUNTS["moe"]
         if self._fuses_experts:
             return ahead / 2, behind / 2
@@ -401,7 +407,10 @@ class _MoECost:
         return ahead + local_experts * each[0], behind + local_experts * each[1]
 
     def _router(self) -> float:
-        """Logits in float32, scores, top-k and the counts: passes over [T, H] once and over [T, E] several times."""
+        """Return the seconds of the router: logits in float32, scores, top-k and counts.
+
+        They read [T, H] once and [T, E] several times.
+        """
         hidden = self.layer_costs.model_spec.hidden_size
         experts = self.layer.num_experts
         flops = 2.0 * self.local_tokens * hidden * experts
@@ -411,10 +420,12 @@ class _MoECost:
         )
 
     def _permute(self, routed_tokens: float, local_experts: int) -> float:
-        """One side's copies: read each token and write its copies, and sort what arrived by expert.
+        """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
-        Copies arrive in the order of their senders, and are sorted once the etp group has gathered them: a rank with
-        one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher does the
+        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
+        with
+        one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher does
+        the
         same).
         """
         products = self.layer_costs.gemm
@@ -429,7 +440,7 @@ class _MoECost:
         )
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, CostItem]:
-        """The exchanges of one way, of which the experts get so many rows."""
+        """Return the dispatch collectives of one direction: ep all-to-all, and etp all-gather of `routed_tokens`."""
         dispatch = self._dispatch(value_bytes) * self.layer_costs.workload.effective_imbalance
         gather = all_gather_s(
             self.layer_costs.device, RankGroup(self.etp, 1), routed_tokens * self.expert_hidden_size * value_bytes
@@ -437,7 +448,7 @@ class _MoECost:
         return CostItem("ep_comm", dispatch, "ep"), CostItem("etp_comm", gather, "etp")
 
     def _dispatch(self, value_bytes: float) -> float:
-        """The exchange of one way over the ep group."""
+        """Return the seconds of the all-to-all (or all-gather) of one direction over the ep group."""
         layer = self.layer
         device = self.layer_costs.device
         sent = self.routed_tokens * self.expert_hidden_size * value_bytes
@@ -451,7 +462,7 @@ class _MoECost:
 
     @property
     def ep_stride(self) -> int:
-        """Folded, ep neighbours are etp apart; coupled, the ranks of tp and cp lie between them."""
+        """Distance of ep neighbours: etp if folded; if coupled, the ranks of tp and cp lie between them."""
         return self.tp * self.cp if self.layer_costs.workload.is_coupled else self.etp
 
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:

@@ -1,7 +1,7 @@
-"""What Muon takes beside AdamW: whole matrices on their way to one rank and back, and the products there. Torch-free.
+"""Cost model of Muon: redistribution of matrices to their owners, and Newton-Schulz. Torch-free.
 
-The twin of `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix comes together on one rank of its pipeline
-stage, the ranks have about the same to do, and what a rank holds whole stays there.
+It models `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix is gathered on one rank of its pipeline stage,
+the work is balanced over the ranks, and a rank that holds the full matrix is its owner.
 """
 
 from dataclasses import dataclass, replace
@@ -17,50 +17,50 @@ from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import ModelSpec
 
 MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Of weights, gradients and the products of Muon, by the compute type."""
+"""Dtype of weights, gradients and Newton-Schulz GEMMs, by the compute type."""
 
 NEWTON_SCHULZ_GEMMS = 3
-"""Products of one Newton-Schulz step."""
+"""GEMMs of one Newton-Schulz step."""
 EXTRA_KERNELS_PER_MATRIX = 8
-"""Launches of a matrix beside them: copies, norm, scaling."""
+"""Other kernel launches for a matrix: copies, norm, scaling."""
 
 
 @dataclass(frozen=True, slots=True)
 class MuonRankCost:
-    """Of one rank in one update."""
+    """Cost of one rank in one update."""
 
     num_local: float = 0.0
-    """Numbers of Muon's matrices that it holds."""
+    """Elements of Muon's matrices in the rank's shards."""
     num_owned: float = 0.0
-    """Numbers of those that it works on."""
+    """Elements of the matrices that the rank owns."""
     seconds: float = 0.0
-    """Of the products and the exchanges."""
+    """Seconds of the GEMMs and the all-to-alls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardedMatrix:
-    """How a parameter lies on the ranks of its stage."""
+    """Sharding of a matrix over the ranks of its stage, in elements."""
 
     num_local: float
-    """Numbers of it on each rank."""
+    """Elements on each rank."""
     num_total: float
-    """All of them."""
+    """Elements of the full matrix."""
     num_sent: float
-    """Numbers that go to the ranks that work on them, from all ranks."""
+    """Elements sent to the owners, from all ranks."""
     num_returned: float
-    """Numbers that come back."""
+    """Elements sent back."""
 
 
 class MuonCost:
-    """Prices Muon's update of one model.
+    """Cost model of Muon's update of one model.
 
     Args:
-        model_spec: a model that the runtime knows.
-        device: of whose products in the type of the master weights the rate is known.
-        workload: whose update is Muon's.
+        model_spec: a model that the runtime supports.
+        device: a device with a known rate for GEMMs in the dtype of the master weights.
+        workload: a workload with Muon as its optimizer.
 
     Raises:
-        ConfigError: nobody has said how fast these products are.
+        ConfigError: the rate of these GEMMs is unknown.
     """
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
@@ -75,7 +75,7 @@ class MuonCost:
         self._newton_schulz_cache: dict[tuple[int, int], float] = {}
 
     def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> MuonRankCost:
-        """The share of a rank of a stage with so many layers of each kind."""
+        """Return the cost of a rank whose stages have `counts` layers of each kind."""
         ranks = mapping.world_size // mapping.pp
         weights = [
             (count, weight)
@@ -96,7 +96,7 @@ class MuonCost:
             returned = returned + count * cut.num_returned
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
-        # A matrix is worked on by one rank, so that a rank has one at least where there are any.
+        # A matrix has a single owner, so the longest matrix is a lower bound.
         seconds = max(seconds / ranks, longest)
         for moved in (sent, returned):
             seconds += (
@@ -105,7 +105,7 @@ class MuonCost:
         return MuonRankCost(held, numbers / ranks, seconds)
 
     def _newton_schulz_s(self, rows: int, columns: int) -> float:
-        """Newton-Schulz: X X^T, its square, and their sum times X."""
+        """Return the seconds of Newton-Schulz: X X^T, its square, and their sum times X."""
         small = min(rows, columns)
         large = max(rows, columns)
         if (small, large) not in self._newton_schulz_cache:
@@ -124,13 +124,13 @@ class MuonCost:
 
     @cached_property
     def _mtp_projections(self) -> list[WeightShape]:
-        """The one matrix of a layer of multi-token prediction that other layers have not."""
+        """The projection of an MTP layer, which other layers do not have."""
         further = mtp_layer_weights(self._model_config, 1)
         return [w for w in further if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
 
 
 def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:
-    """What prices Muon, if it is the optimizer."""
+    """Return the cost model of Muon; None if the optimizer is another one."""
     return MuonCost(model_spec, device, workload) if workload.update.muon_groups else None
 
 
@@ -146,6 +146,6 @@ def _shard_matrix(weight: WeightShape, mapping: ParallelMapping, num_ranks: int)
     )
     held = local.numel / degree
     copies = num_ranks * held / weight.numel
-    # What a rank has whole it works on; its copies come from there, as those of others do.
+    # A rank that holds the full matrix is its owner: nothing is sent, and the other replicas receive the update.
     sent, returned = (0.0, copies - 1) if is_whole else (1.0, copies)
     return _ShardedMatrix(held, weight.numel, sent * weight.numel, returned * weight.numel)

@@ -1,8 +1,8 @@
-"""Seconds of a step for many pipelines, and all that saves activations, at once. Torch-free.
+"""Cost model of a step for many pipelines and memory strategies at once (numpy). Torch-free.
 
-What a search asks of one fold with one micro-batch size and dispatcher is the same sum with other numbers for each
-pipeline (schedule and virtual stages) and each saver (parts that run again or leave memory), so it is taken once, over
-arrays of [pipelines, savers]. It says of each what `CostModel.step_time` says of it by itself; a test compares the two.
+A search evaluates one fold with one micro-batch size and dispatcher under many pipelines (schedule and virtual stages)
+and many memory strategies (parts to recompute or offload). This module computes all of them on arrays of
+[pipelines, strategies], with the results of `CostModel.step_time`; a test compares the two.
 """
 
 from collections.abc import Sequence
@@ -21,38 +21,38 @@ from moefold.planner.search.space import PipelineVariant
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What micro-batches take under some pipelines, data parallelism and the optimizer left out."""
+    """Seconds of the micro-batches under some pipelines, without data parallelism and the optimizer."""
 
     seconds: Seconds
-    """Of a step, [pipelines, savers]: the busiest pipeline rank's micro-batches, sends and the bubble."""
+    """Step seconds of the busiest pipeline rank: micro-batches, sends and the bubble, [pipelines, strategies]."""
     forward: Seconds
-    """Of one micro-batch on that rank, [pipelines, savers]."""
+    """Seconds of one micro-batch on that rank, [pipelines, strategies]."""
     backward: Seconds
     sends_and_bubble: Seconds
-    """Of a step, [pipelines, savers]: sends and the bubble alone."""
+    """Step seconds of sends and the bubble alone, [pipelines, strategies]."""
 
     def of_pipeline(self, index: int) -> "PassTimes":
-        """Those of one pipeline, [savers]."""
+        """Return the times of one pipeline, [strategies]."""
         return PassTimes(self.seconds[index], self.forward[index], self.backward[index], self.sends_and_bubble[index])
 
     def select(self, indices: NDArray[np.intp]) -> "PassTimes":
-        """With some of the savers."""
+        """Return the times of some of the strategies."""
         every = (self.seconds, self.forward, self.backward, self.sends_and_bubble)
         return PassTimes(*(seconds[..., indices] for seconds in every))
 
 
 @dataclass(frozen=True, slots=True)
 class _RankContents:
-    """What the ranks of some pipelines have, those that have the same counted together."""
+    """Layers on the ranks of some pipelines; ranks with equal contents are merged."""
 
     counts: Seconds
-    """Layers of each kind and, last, whether there is the loss, [pipelines, contents, kinds + 1]."""
+    """Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1]."""
     shares: Seconds
-    """Of the ranks, that have these contents, [pipelines, 1, contents]."""
+    """Share of the ranks that have these contents, [pipelines, 1, contents]."""
 
 
 class StrategyCosts:
-    """Prices mappings of one `CostModel` with all savers at once."""
+    """Cost of the mappings of one `CostModel` under all memory strategies at once."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self.cost_model = cost_model
@@ -64,14 +64,14 @@ class StrategyCosts:
         self._min_parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
-        """Seconds of one layer forward and backward with each of some savers, of which `mapping` has none; [savers] each."""
+        """Return the cached `CostModel.layers_with_strategies`, [strategies] each."""
         key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
         if key not in self._layer_cache:
             self._layer_cache[key] = self.cost_model.layers_with_strategies(kind, mapping, strategies)
         return self._layer_cache[key]
 
     def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
+        """Return a lower bound of a step's seconds over all pipelines: micro-batches on the busiest rank."""
         pricer = self.cost_model
         seconds = np.full(len(strategies), sum(pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
         for kind, count in enumerate(self._num_layers):
@@ -85,13 +85,13 @@ class StrategyCosts:
         strategies: MemoryStrategies,
         indices: NDArray[np.intp] | None = None,
     ) -> PassTimes:
-        """Price the pipelines.
+        """Compute the times of the pipelines.
 
         Args:
             mapping: the mapping; its schedule and virtual stages do not count.
-            pipelines: that are legal with it.
-            strategies: the same ones for all mappings with or without overlap.
-            which: numbers of those that are priced; None: all.
+            pipelines: pipelines that are legal with it.
+            strategies: the strategies; equal for all mappings with, or without, overlap.
+            indices: indices of the strategies to price; None: all.
         """
         layers = [self.layer_times(kind, mapping, strategies) for kind in range(len(self._num_layers))]
         if indices is not None:
@@ -99,9 +99,9 @@ class StrategyCosts:
         return self._price_passes(mapping, pipelines, np.array(layers))
 
     def plain_pass_times(self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...]) -> PassTimes:
-        """With each of some pipelines where nothing saves activations, [pipelines, 1].
+        """Compute the times of the pipelines without recomputation and offload, [pipelines, 1].
 
-        Whatever does makes passes longer, and no sum of them shorter.
+        They are lower bounds: every memory strategy makes passes longer.
         """
         layers = np.array([self.cost_model.plain_layer(kind, mapping) for kind in range(len(self._num_layers))])
         return self._price_passes(mapping, pipelines, layers[:, :, None])
@@ -109,7 +109,7 @@ class StrategyCosts:
     def _price_passes(
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
     ) -> PassTimes:
-        """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
+        """Compute the times of the pipelines from their layers, forward and backward, [kinds, 2, strategies]."""
         pricer = self.cost_model
         times = self.cost_model.layer_costs
         n = mapping.num_micro_batches(pricer.workload.global_batch_size)
@@ -134,12 +134,12 @@ class StrategyCosts:
         return PassTimes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
 
     def add_data_parallel_s(self, pass_times: PassTimes, mapping: ParallelMapping, num_micro_batches: int) -> Seconds:
-        """Seconds of a step in all, [savers].
+        """Return the total seconds of a step, [strategies].
 
         Args:
-            pass_times: of one pipeline.
-            mapping: a mapping with that pipeline, with what is sharded and the home of its moments.
-            num_micro_batches: micro-batches.
+            pass_times: times of one pipeline.
+            mapping: a mapping with that pipeline, its ZeRO stage and the placement of its moments.
+            num_micro_batches: micro-batches of a step.
         """
         replicas = self.cost_model.data_parallel_cost(mapping)
         shown = self.cost_model.data_parallel.exposed_s(
@@ -151,12 +151,12 @@ class StrategyCosts:
     def lower_bound_data_parallel_s(
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], num_micro_batches: int
     ) -> float:
-        """Seconds of a step at least that data parallelism and the optimizer add to `pass_times`, whatever the pipeline.
+        """Return a lower bound of what data parallelism and the optimizer add to `pass_times`, over all pipelines.
 
         Args:
-            mapping: a mapping with what is sharded and the home of its moments; its pipeline does not count.
-            pipelines: of which it has one.
-            num_micro_batches: micro-batches.
+            mapping: a mapping with a ZeRO stage and a placement of its moments; its pipeline does not count.
+            pipelines: the pipelines.
+            num_micro_batches: micro-batches of a step.
         """
         key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
         if key not in self._min_parameters:
@@ -166,13 +166,13 @@ class StrategyCosts:
             ]
             self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
         least = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
-        # As if there was time without end to hide them.
+        # Infinite compute hides all that can be hidden.
         return least.optimizer_s + float(
             self.cost_model.data_parallel.exposed_s(mapping, least, inf, inf, num_micro_batches)
         )
 
     def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Seconds of a step with each of some savers, of which `mapping` has none: what `step_time` says of each."""
+        """Return the `step_time` of a mapping, which neither recomputes nor offloads, under each strategy."""
         passes = self.pass_times(mapping, (PipelineVariant(mapping.schedule, mapping.vpp),), strategies).of_pipeline(0)
         return self.add_data_parallel_s(
             passes, mapping, mapping.num_micro_batches(self.cost_model.workload.global_batch_size)
@@ -194,7 +194,7 @@ class StrategyCosts:
             every.append(found)
         most = max(map(len, every))
         width = len(self.cost_model.model_spec.kinds) + 1
-        # Rows that are left over have nothing and are no rank's.
+        # Padding: contents that no rank has.
         counts: Seconds = np.zeros((len(every), most, width))
         shares: Seconds = np.zeros((len(every), 1, most))
         for i, contents in enumerate(every):
@@ -204,7 +204,10 @@ class StrategyCosts:
 
 
 def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
-    """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
+    """Return the forward and backward seconds of the slowest rank, the first of equal ones, [pipelines, strategies].
+
+    The inputs are [pipelines, contents, strategies].
+    """
     # One content after another: contents are few, and argmax over an inner axis is many times slower.
     ahead = forward[:, 0].copy()
     behind = backward[:, 0].copy()
@@ -220,7 +223,7 @@ def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds
 def _bubbles(
     mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
 ) -> Seconds:
-    """Idle seconds of a rank in a step, [pipelines, savers]."""
+    """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
     found = np.zeros_like(mean[0])
     for schedule in dict.fromkeys(p.schedule for p in pipelines):
         which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]

@@ -45,7 +45,7 @@ class MemoryEstimate:
     weights: float
     """Master weights: this rank's shards."""
     gathered: float
-    """Weights in the compute type, at most this many at once."""
+    """Weights in the compute type, as many as are gathered at once."""
     gradients: float
     optimizer: float
     """Moments on the device, and the part of prefetched moments that exceeds the activations of the peak."""
@@ -192,9 +192,7 @@ class MemoryModel:
     def _find_cached(
         self, schedule_spec: ScheduleSpec, cache: dict[ScheduleSpec, MemorySnapshots], find: FindSnapshots
     ) -> MemorySnapshots:
-        """Return the snapshots of a schedule, cached for all schedules that differ in the length of the steady phase
-        alone.
-        """
+        """Return the snapshots of a schedule, cached for all lengths of its steady phase."""
         if schedule_spec not in cache:
             shortest = schedule_spec.shortest_equivalent
             if shortest not in cache:

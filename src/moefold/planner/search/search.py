@@ -312,8 +312,9 @@ class Search:
                         yield base
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
-        """Return whether a choice's dispatcher may need less memory: few ranks with many routed tokens, or capacity
-        below 1.
+        """Return whether a choice's dispatcher may need less memory than others.
+
+        Allgather does with few ranks and many routed tokens, or with a capacity factor below 1.
         """
         m = build_mapping(fold, choice, choice.pipelines[0])
         return choice.dispatcher == "allgather" and self.memory_model.activation_memory.allgather_may_need_less(m)
