@@ -141,9 +141,9 @@ def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) 
     if precision not in device.peak_flops:
         return f"{device.name} has matrix units for {', '.join(device.peak_flops)} alone"
     if cfg.run.kernels == "plain":
-        return "run.kernels='plain' leaves the matrix units alone"
+        return "run.kernels='plain' does not use the matrix units"
     if cfg.run.dtype == "float64":
-        return "run.dtype='float64' is beyond the sums of the matrix units"
+        return "run.dtype='float64' is wider than the accumulators of the matrix units"
     return ""
 
 
