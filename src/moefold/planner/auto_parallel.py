@@ -25,7 +25,7 @@ PROCESS_OVERHEAD_GIB = 0.5
 
 
 class MachineProtocol(Protocol):
-    """Ranks of a machine and their device; see `planner.detect_device`."""
+    """Ranks of a machine and their device; see `launch.hardware.DetectedMachine`."""
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:

@@ -1,4 +1,5 @@
-"""Bytes of activations by what is counted of them (`moments.Columns`), by the runtime's formula. Torch-free."""
+"""Activation memory: bytes of each activation column (`columns.MemoryColumns`), by the runtime's formula.
+Torch-free."""
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -20,13 +21,13 @@ from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
 
 ACTIVATION_PARTS = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
-"""Parts of the ledger that are shown by themselves; the others are activations."""
+"""Parts of the memory ledger that are reported separately; the others are activations."""
 
 UNSUPPORTED_LAYER = "foreign"
-"""What a layer keeps that the runtime does not know."""
+"""Label of the saved tensors of a layer that the runtime does not support."""
 
 OFFLOAD_RUNS_IN_TRANSIT = 2
-"""Runs of an offloaded part that are in memory at most: one on its way out or back, and the next (docs/memory.md)."""
+"""Maximum number of offloaded parts in memory: one being copied, and the next (docs/memory.md)."""
 
 OFFLOADED_LABELS = {
     "norms": ("norms", "residual stream"),
@@ -36,7 +37,7 @@ OFFLOADED_LABELS = {
     "shared_experts": ("shared experts",),
     "moe": ("router", "dispatch buffers", "experts", "shared experts"),
 }
-"""What of a layer leaves memory with each part of train.offload, in the ledger's parts; `layer`: everything."""
+"""Labels of the memory ledger that each part of train.offload offloads; `layer` offloads everything."""
 
 OFFLOADABLE_LABELS = (
     *dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels),
@@ -44,30 +45,30 @@ OFFLOADABLE_LABELS = (
 )
 
 PARTS_NOT_IN_KIND = {"D": frozenset({"moe", "expert_activation", "shared_experts"}), "M": frozenset({"dense_mlp"})}
-"""Parts that may run again and that a layer of a kind has not."""
+"""Recomputable parts that a layer of a kind does not have."""
 
 ByteTable = NDArray[np.float64]
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
-"""Parts that run again, and parts whose activations leave memory."""
+"""Parts to recompute, and parts to offload."""
 
 
 class MemoryStrategies(tuple[MemoryStrategy, ...]):
-    """Thousands of savers that a search asks for again and again: what they share is found once, their hash too."""
+    """Thousands of memory strategies of a search, with their derived values and hash cached."""
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
-        """The sets of parts that run again, each once: far fewer than savers."""
+        """The distinct sets of parts to recompute, far fewer than strategies."""
         return tuple(dict.fromkeys(recompute for recompute, _ in self))
 
     @cached_property
     def recompute_set_indices(self) -> NDArray[np.intp]:
-        """Number of each one's set among `recompute_sets`, [savers]."""
+        """Index of each strategy's set in `recompute_sets`, [strategies]."""
         number = {recompute: i for i, recompute in enumerate(self.recompute_sets)}
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
 
     @cached_property
     def recomputes_comm(self) -> NDArray[np.intp]:
-        """1 for each one with which exchanges of experts run again, else 0, [savers]."""
+        """1 for each strategy that recomputes expert all-to-alls, else 0, [strategies]."""
         return np.array([recomputes_comm(recompute) for recompute in self.recompute_sets])[
             self.recompute_set_indices
         ].astype(np.intp)
@@ -81,14 +82,14 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
 
 
 class ActivationMemoryTable:
-    """What the layers of one model keep, under any mapping.
+    """Activation memory of the layers of one model under any mapping.
 
     Args:
         model_spec: the model.
-        workload: the batch and the routing, whose imbalance the dispatch buffers follow.
-        cfg: the recipe; of its mapping nothing counts.
-        columns: for the kinds of the model.
-        on_cpu: whether the kernels are those of a CPU.
+        workload: the batch and the routing, whose imbalance scales the dispatch buffers.
+        cfg: the recipe; its mapping does not count.
+        columns: columns of the model.
+        on_cpu: whether the CPU kernels run.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ActivationMemoryTable:
         self._allgather_may_need_less: dict[tuple[Any, ...], bool] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
-        """Bytes of one of each column under a mapping, [parts, columns]."""
+        """Return the bytes of each activation column under a mapping, [parts, columns]."""
         recompute, offload = memory_strategy(mapping)
         base = self._recompute_table(mapping, recompute)
         scale = mapping.mbs / mapping.cp
@@ -126,20 +127,20 @@ class ActivationMemoryTable:
         return self._with_head_columns(table, mapping, axis=1)
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
-        """The same without parts, for every saver, [savers, columns]."""
+        """Return the sums over parts under every memory strategy, [strategies, columns]."""
         totals = self._per_sample_tables(mapping, strategies)[0] * (mapping.mbs / mapping.cp)
         return self._with_head_columns(totals, mapping, axis=-1)
 
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
-        """Bytes of one micro-batch that leave memory of one layer of each kind, [savers, kinds]."""
-        # It is what rests, whatever runs beside it.
+        """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
+        # Offloaded tensors are saved tensors, which do not depend on overlap.
         away: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
             mapping.mbs / mapping.cp
         )
         return away
 
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
-        """Totals and what leaves, of micro-batches of one sample without cp: all of them are linear in the tokens."""
+        """Return the totals and the offloaded bytes of one sample without cp: both are linear in the tokens."""
         key = (self.cache_key(mapping), strategies)
         if key not in self._per_sample_cache:
             columns = self.columns
@@ -154,9 +155,9 @@ class ActivationMemoryTable:
         return self._per_sample_cache[key]
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """What all of it depends on, beside the tokens of a micro-batch."""
+        """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
         gathers = mapping.dispatcher == "allgather"
-        # Else ep counts as rows travel over it or not, and by how many of them it can pile up on one rank.
+        # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
         ep = mapping.ep if gathers or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
             mapping.tp,
@@ -168,7 +169,7 @@ class ActivationMemoryTable:
         )
 
     def allgather_may_need_less(self, mapping: ParallelMapping) -> bool:
-        """Whether tokens that are gathered may need less memory at some moment than rows that are sent."""
+        """Return whether the allgather dispatcher may need less memory than all-to-all at some snapshot."""
         if self.model_spec.config is None:
             return False
         key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap)
@@ -199,7 +200,7 @@ class ActivationMemoryTable:
         return self._recompute_tables[key]
 
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
-        """The columns of the head for these tokens: chunks of the loss have a size of their own."""
+        """Replace the head columns for these tokens: chunks of the loss have a fixed size."""
         if self.cfg.train.loss_chunk == 0 or self.model_spec.config is None:
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
@@ -231,9 +232,9 @@ class ActivationMemoryTable:
     def _layer_bytes(
         self, formula: ActivationMemory, letter: str, mapping: ParallelMapping
     ) -> tuple[BytesByPart, dict[int, ByteTable]]:
-        """What a layer of kind "D" or "M" keeps, and its bytes by the first of their columns.
+        """Return the saved bytes of a layer of kind "D" or "M", and its bytes by first column.
 
-        Many mappings and sets of parts that run again differ in nothing that this kind has.
+        Cached by the parts of the mapping and of the recomputation that this kind has.
         """
         degrees = self.cache_key(mapping) if letter == "M" else (mapping.tp,)
         key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
@@ -265,7 +266,8 @@ class ActivationMemoryTable:
     def _unsupported_model_table(
         self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
     ) -> tuple[dict[int, BytesByPart], ByteTable]:
-        """Layers that the runtime does not know: widths of what their mixers and experts keep, in the same columns."""
+        """Compute the table of layers that the runtime does not support, from the widths of their mixers and
+        experts."""
         tokens = mapping.mbs * self.workload.seq_len / mapping.cp
         columns = self.columns
         kept = {}
@@ -287,7 +289,7 @@ class ActivationMemoryTable:
 
 
 class _RecomputeTable:
-    """What layers keep with some parts that run again, and nothing offloaded."""
+    """Activation bytes with one set of recomputed parts, and nothing offloaded."""
 
     def __init__(self, saved: dict[int, BytesByPart], table: ByteTable) -> None:
         self.table = table
@@ -299,7 +301,7 @@ class _RecomputeTable:
 
 @lru_cache(maxsize=256)
 def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
-    """Which of LABELS leave with each set of parts, [sets, labels]."""
+    """Return which of `OFFLOADABLE_LABELS` each set of parts offloads, [sets, labels]."""
     found = [
         [
             float("layer" in parts or any(label in OFFLOADED_LABELS[part] for part in parts))
@@ -311,18 +313,18 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
-    """What a mapping does to save activations."""
+    """Return the memory strategy of a mapping."""
     return mapping.recompute, tuple(part for part in mapping.offload if part != "optimizer")
 
 
 def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
-    """A recipe that says nothing but the model and the length of its samples."""
+    """Return a recipe with the model and the sequence length alone."""
     cfg = Config(train=TrainConfig(seq_len=workload.seq_len))
     return replace(cfg, model=model_spec.config) if model_spec.config is not None else cfg
 
 
 def group_parts(parts: BytesByPart) -> ByteTable:
-    """Bytes by `ACTIVATION_PARTS`."""
+    """Return the bytes by `ACTIVATION_PARTS`."""
     found = np.zeros(len(ACTIVATION_PARTS))
     for part, size in parts.items():
         found[ACTIVATION_PARTS.index(PART_GROUPS.get(part, "activations"))] += size
@@ -341,7 +343,7 @@ def _activation_memory(
         pp=1,
         ep=mapping.ep,
         etp=mapping.etp,
-        # What is moved where and when does not change how much of it stays.
+        # Other dispatchers save as many tokens as all-to-all.
         dispatcher="allgather" if mapping.dispatcher == "allgather" else "alltoall",
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
@@ -351,7 +353,7 @@ def _activation_memory(
 def _unsupported_layer_bytes(
     model_spec: ModelSpec, kind: int, mapping: ParallelMapping, workload: TrainingWorkload, recompute: tuple[str, ...]
 ) -> float:
-    """Bytes for each token of the rank's tp group."""
+    """Return the saved bytes of a layer for each token of the rank's tp group."""
     layer = model_spec.kinds[kind]
     h = model_spec.hidden_size
     if "layer" in recompute:
@@ -381,7 +383,7 @@ def _unsupported_experts_bytes(
 
 
 def routed_tokens_per_token(layer: FeedForward | None, workload: TrainingWorkload) -> float:
-    """Copies for each token of a rank that its experts receive."""
+    """Return the routed tokens that a rank's experts receive, for each of its tokens."""
     if layer is None or layer.kind != "moe":
         return 0.0
     factor = workload.capacity_factor
