@@ -1,5 +1,4 @@
-"""Activation memory: bytes of each activation column (`columns.MemoryColumns`), by the runtime's formula.
-Torch-free."""
+"""Activation memory: bytes of each activation column, by the runtime's formula (numpy). Torch-free."""
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -266,8 +265,7 @@ class ActivationMemoryTable:
     def _unsupported_model_table(
         self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
     ) -> tuple[dict[int, BytesByPart], ByteTable]:
-        """Compute the table of layers that the runtime does not support, from the widths of their mixers and
-        experts."""
+        """Compute the table of layers that the runtime does not support, from the widths of their blocks."""
         tokens = mapping.mbs * self.workload.seq_len / mapping.cp
         columns = self.columns
         kept = {}

@@ -277,8 +277,7 @@ class OptimizerPrefetch:
         self._largest: dict[tuple[object, ...], list[int]] = {}
 
     def extra_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of prefetched moments, [snapshots]; 0 if moments are not offloaded, or are updated on the
-        host.
+        """Return the bytes of prefetched moments, [snapshots]; 0 if none are offloaded, or if the host updates them.
 
         Args:
             mapping: the mapping.
