@@ -411,8 +411,7 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
 
 
 def axis_choices(drawn: DrawnView) -> tuple[list[tuple[str, int]], str]:
-    """Return the axes of a view with their degrees, and the axis to show first: ep, or the fastest with several
-    ranks."""
+    """Return the axes of a view with their degrees, and the axis to show first (ep, or the fastest one above 1)."""
     axes = [(axis, drawn.degree(axis)) for axis in drawn.parts_of_axis]
     cutting = [axis for axis, degree in axes if degree > 1]
     return axes, "ep" if "ep" in cutting else (cutting or [axes[-1][0]])[-1]
