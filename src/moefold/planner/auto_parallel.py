@@ -89,10 +89,10 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     notes = []
     priced = planner.request.workload.gemm_precision
     if simulated:
-        said = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
-        notes.append(f"\n  priced in {priced}: {said}, as {simulated}")
-    if lack := dtype_unsupported_reason(cfg, planner.request.device):
-        notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {lack}")
+        setting = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
+        notes.append(f"\n  priced in {priced}: {setting}, as {simulated}")
+    if reason := dtype_unsupported_reason(cfg, planner.request.device):
+        notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {reason}")
     return planned, _describe(planner, best) + "".join(notes)
 
 

@@ -173,9 +173,9 @@ def check_writable(option: str, path: Path) -> None:
     Raises:
         ConfigError: the folder does not exist, or the path is not writable.
     """
-    fault = _write_errno(path)
-    if fault:
-        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
+    code = _write_errno(path)
+    if code:
+        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(code)}")
 
 
 def _write_errno(path: Path) -> int:

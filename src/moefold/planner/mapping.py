@@ -35,7 +35,7 @@ class ParallelMapping:
     recompute: tuple[str, ...] = ()
     """Parts of the layers to recompute in the backward pass."""
     offload: tuple[str, ...] = ()
-    """What is offloaded to host memory: "optimizer", and parts of the layers between the passes."""
+    """Offloaded to host memory: "optimizer", and parts of the layers between the passes."""
     dispatcher: str = "alltoall"
     """Token dispatcher: local, allgather, alltoall, leastloaded, deepep or hybridep."""
     overlap: bool = False

@@ -174,25 +174,25 @@ class Planner:
             for n in _nearby_gpu_counts(q.num_gpus)
             if MappingSpace(MappingConstraints(q.with_num_gpus(n).base_config), q.restriction).folds
         ]
-        ways = [f"{n} GPUs" for n in others[:3]]
-        ways += ["fewer fixed axes"] if fixed else []
-        return f"{text}; or choose {', or '.join(ways or ['another batch or number of GPUs'])}"
+        options = [f"{n} GPUs" for n in others[:3]]
+        options += ["fewer fixed axes"] if fixed else []
+        return f"{text}; or choose {', or '.join(options or ['another batch or number of GPUs'])}"
 
     def _nothing_fits_message(self, closest: PlannedMapping) -> str:
         q = self.request
         gib = 2**30
-        least = min(self.plans, key=lambda plan: plan.memory.total)
+        smallest = min(self.plans, key=lambda plan: plan.memory.total)
         text = (
             f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into "
             f"{q.usable_device.memory_bytes / gib:.0f} GiB of {q.device.name}{_describe_reserve(q)}: the least is "
-            f"{least.memory.total / gib:.0f} GiB with {format_mapping(least)}"
+            f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
         )
-        ways = []
-        enough = self._min_gpus_that_fit()
-        if enough:
-            ways.append(f"{enough} GPUs or more")
-        ways += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(least)]
-        return f"{text}; it would fit with {', or '.join(ways)}" if ways else f"{text}; choose a smaller model"
+        options = []
+        num_gpus = self._min_gpus_that_fit()
+        if num_gpus:
+            options.append(f"{num_gpus} GPUs or more")
+        options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
+        return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
 
     def _min_gpus_that_fit(self) -> int | None:
         """Return the smallest number of GPUs (the request's times a power of two) on which some mapping fits.

@@ -139,8 +139,8 @@ def write_report(report: PlanReport, path: Path) -> None:
 def render_report(report: PlanReport) -> str:
     """Render the page as text."""
     best = report.plans[0]
-    pricer = CostModel(report.model_spec, report.gpu, report.workload)
-    timeline = simulate_mapping(pricer, best.mapping, report.noise)
+    cost_model = CostModel(report.model_spec, report.gpu, report.workload)
+    timeline = simulate_mapping(cost_model, best.mapping, report.noise)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.planner") / "report.html").read_text(encoding="utf-8"))
     shown = report.plans[:MAX_SHOWN_PLANS]
@@ -256,13 +256,13 @@ def _drawn_layout(mapping: ParallelMapping, block_size: int) -> Layout:
 def _simulated_metrics(timeline: Timeline) -> list[tuple[str, str]]:
     ranks = range(timeline.num_ranks)
     exposed = max(timeline.exposed_s(rank) for rank in ranks)
-    held = max(timeline.max_in_flight(rank) for rank in ranks)
+    in_flight = max(timeline.max_in_flight(rank) for rank in ranks)
     return [
         ("simulated step", f"{format_seconds(timeline.total_s)} s"),
         ("bubble over work", f"{timeline.bubble:.1%}"),
         ("pipeline ranks idle", f"{timeline.idle_share:.1%}"),
         ("exposed collectives", f"{format_seconds(exposed)} s"),
-        ("micro-batches in flight", f"{held}"),
+        ("micro-batches in flight", f"{in_flight}"),
     ]
 
 

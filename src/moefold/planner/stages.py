@@ -97,12 +97,12 @@ def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> li
 def _pack_bounds(layer_flops: list[float], end_flops: float, max_flops: float) -> list[int]:
     """Return the bounds of chunks, filled from the last layer to the first, the head's chunk first."""
     bounds = [len(layer_flops)]
-    room = max_flops - end_flops
+    headroom = max_flops - end_flops
     for i in range(len(layer_flops) - 1, -1, -1):
-        if layer_flops[i] > room:
+        if layer_flops[i] > headroom:
             bounds.append(i + 1)
-            room = max_flops
-        room -= layer_flops[i]
+            headroom = max_flops
+        headroom -= layer_flops[i]
     return [*reversed([*bounds, 0])]
 
 

@@ -253,7 +253,7 @@ def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], 
     left, width = extent
     scale = width / (window[1] - window[0])
     halved = timeline.has_overlapping_passes
-    told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
+    has_tooltips = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
 
     def box(span: Span, y: float, height: float) -> tuple[float, float, float, float]:
         start = max(span[0], window[0])
@@ -274,7 +274,7 @@ def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], 
             title = f"{PASS_NAMES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
             title += f": {span[0]:.4f} s to {span[1]:.4f} s"
             drawn = box(span, y + low, high - low)
-            pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if told else "", kind="pass"))
+            pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if has_tooltips else "", kind="pass"))
         for event in timeline.events_of(rank, "compute", "communication"):
             span = event.start_s, event.end_s
             if event.action is None and intersects(span, window):

@@ -458,13 +458,13 @@ def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryMod
 
 def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
     """Return the fastest open choice that fits; None if none does."""
-    pricer = _cost_model(model_spec.name, case.gpu, case.workload)
+    cost_model = _cost_model(model_spec.name, case.gpu, case.workload)
     fitting = [
         found
         for choice in _open_mappings(model_spec, case)
         if (found := _first_fitting(model_spec, case, choice)) is not None
     ]
-    return min(fitting, key=lambda found: pricer.step_time(found[0]).total_s) if fitting else None
+    return min(fitting, key=lambda found: cost_model.step_time(found[0]).total_s) if fitting else None
 
 
 def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
@@ -476,8 +476,10 @@ def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelM
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
     if m.pp * max(1, m.vpp) > len(model_spec.layers) + len(NON_LAYER_STAGE_PARTS):
         raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(model_spec.layers)} layers make")
-    most = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
-    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= most)]
+    max_vpp = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
+    stages = (
+        [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= max_vpp)]
+    )
     return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
 
 
@@ -485,14 +487,14 @@ def _first_fitting(
     model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping
 ) -> tuple[ParallelMapping, TrainingWorkload] | None:
     """Return the mapping with least sharding, least recomputation and the highest optimizer precision that fits."""
-    ways = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
+    recompute_options = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
     if not case.is_fully_specified:
-        ways += [("norms", "moe"), ("layer",)]
+        recompute_options += [("norms", "moe"), ("layer",)]
     if case.recompute is not None:
-        ways.insert(0, case.recompute)
+        recompute_options.insert(0, case.recompute)
     all_states = STATE_BYTES_CANDIDATES[:1] if case.is_fully_specified else STATE_BYTES_CANDIDATES
     zeros = (mapping.zero,) if case.is_fully_specified or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
-    for zero, parts, states in product(zeros, ways, all_states):
+    for zero, parts, states in product(zeros, recompute_options, all_states):
         tried = replace(mapping, recompute=parts, zero=zero)
         workload = replace(case.workload, state_bytes=states)
         if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:

@@ -90,9 +90,9 @@ def all_to_all_s(
                 on_cards = 0.0
                 cards = below
                 sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
-            away = sent * (units - 1) / all_units
-            on_cards += away
-            slowest = max(slowest, _transfer_s(link, away, on_cards))
+            remote_bytes = sent * (units - 1) / all_units
+            on_cards += remote_bytes
+            slowest = max(slowest, _transfer_s(link, remote_bytes, on_cards))
             latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
             below = inside
         if inside == group.size:

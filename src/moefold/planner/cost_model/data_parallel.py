@@ -100,7 +100,7 @@ class DataParallelCostModel:
 
     def _cached_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
         dense, experts = parameters
-        away = "optimizer" in mapping.offload
+        is_offloaded = "optimizer" in mapping.offload
         key: tuple[float, ...] = (
             dense,
             experts,
@@ -109,7 +109,7 @@ class DataParallelCostModel:
             mapping.edp,
             mapping.etp * mapping.ep,
             mapping.zero,
-            away,
+            is_offloaded,
         )
         if self._muon_cost:
             key = (*key, mapping.ep, mapping.pp, mapping.vpp, SCHEDULES[mapping.schedule].placement == "v")
@@ -122,25 +122,25 @@ class DataParallelCostModel:
         dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
         expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
         value = self.workload.value_bytes
-        of_experts = all_gather_s(device, expert_group, experts * value)
-        gathers = all_gather_s(device, dense_group, dense * value) + of_experts
-        wide = max(1.0, value / GRADIENT_BYTES)
-        size = wide * (self.workload.reduce_bytes if mapping.zero == 3 else GRADIENT_BYTES)
+        expert_all_gathers = all_gather_s(device, expert_group, experts * value)
+        all_gathers = all_gather_s(device, dense_group, dense * value) + expert_all_gathers
+        dtype_factor = max(1.0, value / GRADIENT_BYTES)
+        size = dtype_factor * (self.workload.reduce_bytes if mapping.zero == 3 else GRADIENT_BYTES)
         gradients = all_gather_s(device, dense_group, dense * size) + all_gather_s(device, expert_group, experts * size)
         owned = dense / dense_group.size + experts / expert_group.size
         if mapping.zero == 0:
-            gathers = 0.0
-            of_experts = 0.0
+            all_gathers = 0.0
+            expert_all_gathers = 0.0
             owned = dense + experts
-            gradients = all_reduce_s(device, dense_group, dense * wide * GRADIENT_BYTES)
-            gradients += all_reduce_s(device, expert_group, experts * wide * GRADIENT_BYTES)
-        optimizer = self._update_s(mapping, owned, wide)
+            gradients = all_reduce_s(device, dense_group, dense * dtype_factor * GRADIENT_BYTES)
+            gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
+        optimizer = self._update_s(mapping, owned, dtype_factor)
         if "optimizer" in mapping.offload and self.workload.is_megatron:
             optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
         elif "optimizer" in mapping.offload:
-            narrow = 0.5 if self.workload.update.has_bf16_moments else 1.0
-            optimizer = max(optimizer, owned * narrow * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
-        return DataParallelCost(gathers, gradients, optimizer, of_experts)
+            moment_factor = 0.5 if self.workload.update.has_bf16_moments else 1.0
+            optimizer = max(optimizer, owned * moment_factor * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
+        return DataParallelCost(all_gathers, gradients, optimizer, expert_all_gathers)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
@@ -197,18 +197,18 @@ class DataParallelCostModel:
             backward: seconds of one micro-batch backward on the rank.
             num_micro_batches: micro-batches of the step.
         """
-        gathers = comm.all_gathers_s
+        all_gathers = comm.all_gathers_s
         gradients = comm.gradients_s
         if mapping.overlap and not self.workload.is_megatron:
             # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
             forward = 0.0
         if not self.workload.overlaps_dp_comm:
-            forwards = gathers
-            backwards = (gathers if mapping.zero == 3 else 0.0) + gradients
+            forwards = all_gathers
+            backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
         else:
-            late = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
-            forwards = late + _exposed_comm_s(gathers - late, forward)
-            backwards = _exposed_comm_s(gradients + (gathers if mapping.zero == 3 else 0.0), backward)
+            late_gathers = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
+            forwards = late_gathers + _exposed_comm_s(all_gathers - late_gathers, forward)
+            backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward)
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
@@ -219,8 +219,8 @@ class DataParallelCostModel:
         With a pipeline, torch's schedules gather the weights of a stage before it runs.
         """
         w = self.workload
-        waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
-        return waits and mapping.pp == 1 and not w.prefetches_expert_weights
+        host_waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
+        return host_waits and mapping.pp == 1 and not w.prefetches_expert_weights
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:

@@ -114,21 +114,21 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
             f"--precision {BF16} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
             "leave --precision out, or choose run.dtype='bfloat16'"
         )
-    if lack := dtype_unsupported_reason(cfg, device):
+    if dtype_reason := dtype_unsupported_reason(cfg, device):
         raise ConfigError(
-            f"run.dtype={cfg.run.dtype!r} has no price here, as {lack}; choose run.dtype='bfloat16', or a FILE.toml "
-            f"with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
+            f"run.dtype={cfg.run.dtype!r} has no price here, as {dtype_reason}; choose run.dtype='bfloat16', or a "
+            f"FILE.toml with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
         )
-    fault = matrix_unit_unsupported_reason(cfg, precision, device)
-    if fault:
-        said = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
+    precision_reason = matrix_unit_unsupported_reason(cfg, precision, device)
+    if precision_reason:
+        setting = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
         raise ConfigError(
-            f"{said} has no price here, as {fault}: moefold would simulate it, at the speed of float32 at best; "
-            f"choose {format_precision_options(cfg, device)}"
+            f"{setting} has no price here, as {precision_reason}: moefold would simulate it, at the speed of float32 "
+            f"at best; choose {format_precision_options(cfg, device)}"
         )
     # Rules that read the precision see the priced one; `check_recipe_precision` rejects a recipe of fp8.
-    narrow = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
-    return replace(cfg, train=replace(cfg.train, precision=narrow)), precision
+    recipe_precision = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
+    return replace(cfg, train=replace(cfg.train, precision=recipe_precision)), precision
 
 
 def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) -> str:

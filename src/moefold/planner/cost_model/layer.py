@@ -72,8 +72,8 @@ class DirectionCost(NamedTuple):
 
     def __add__(self, other: "DirectionCost") -> "DirectionCost":  # type: ignore[override]
         # Unrolled for speed: a search adds up a hundred thousand of them.
-        compute_s, tensor_s, exchange_s = other
-        return DirectionCost(self.compute_s + compute_s, self.tp_s + tensor_s, self.all_to_all_s + exchange_s)
+        compute_s, tp_s, all_to_all_s = other
+        return DirectionCost(self.compute_s + compute_s, self.tp_s + tp_s, self.all_to_all_s + all_to_all_s)
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class BlockTime:
 
 
 def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
-    exchange = sum(work.seconds for work in items if work.part == "ep_comm")
+    all_to_all = sum(work.seconds for work in items if work.part == "ep_comm")
     tensor = sum(work.seconds for work in items if work.part == "tp_comm")
     return DirectionCost(
-        sum(work.seconds for work in items if work.part not in ("ep_comm", "tp_comm")), tensor, exchange
+        sum(work.seconds for work in items if work.part not in ("ep_comm", "tp_comm")), tensor, all_to_all
     )
 
 
@@ -166,18 +166,18 @@ class _MixerCost:
         self.hidden = layer_costs.model_spec.hidden_size
 
     def block_time(self) -> BlockTime:
-        times = self.layer_costs
+        costs = self.layer_costs
         mixer = self.mixer
         hidden = self.hidden
         tokens = self.tokens
         tp = self.tp
-        products = times.gemm
-        gather = all_gather_s(times.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
+        gemm = costs.gemm
+        gather = all_gather_s(costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
         project, project_back, weights = self._projections()
-        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * products.value_bytes
-        thin = tokens / tp * hidden * products.value_bytes
+        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
+        stream_bytes = tokens / tp * hidden * gemm.value_bytes
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
-        passes = products.memory_bound_s(5 * thin + 2 * heads)
+        passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core()
         ring, ring_back = self._ring(core, core_back)
         part = "attention"
@@ -194,16 +194,16 @@ class _MixerCost:
             CostItem("cp_comm", ring_back, "cp"),
             CostItem("tp_comm", gather, "tp"),
         )
-        ahead, behind = KERNEL_COUNTS["mixer"]
-        again = [("norms", products.memory_bound_s(2 * thin)), ("core_attention", core)]
+        forward_kernels, backward_kernels = KERNEL_COUNTS["mixer"]
+        recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core)]
         if mixer.latent_rank:
-            up = products.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
-            again.append(("mla_up", up + products.memory_bound_s(heads)))
-        return BlockTime(forward, backward, weights, ahead, behind, 0.0, tuple(again))
+            up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
+            recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
+        return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, 0.0, tuple(recompute))
 
     def _projections(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
-        products = self.layer_costs.gemm
+        gemm = self.layer_costs.gemm
         mixer = self.mixer
         tokens = self.tokens
         tp = self.tp
@@ -211,17 +211,17 @@ class _MixerCost:
         width = mixer.sharded_width // tp
         out = mixer.output_width // tp
         depth = mixer.latent_rank or hidden
-        ahead = products.matmul_s(tokens, width, depth) + products.matmul_s(tokens, hidden, out)
-        behind = products.matmul_s(tokens, depth, width) + products.matmul_s(tokens, out, hidden)
-        weights = products.wgrad_s(tokens, width, depth) + products.wgrad_s(tokens, hidden, out)
+        forward_s = gemm.matmul_s(tokens, width, depth) + gemm.matmul_s(tokens, hidden, out)
+        backward_s = gemm.matmul_s(tokens, depth, width) + gemm.matmul_s(tokens, out, hidden)
+        weights = gemm.wgrad_s(tokens, width, depth) + gemm.wgrad_s(tokens, hidden, out)
         if mixer.latent_width:
             local = tokens / tp
-            ahead += products.matmul_s(local, mixer.latent_width, hidden)
-            behind += products.matmul_s(local, hidden, mixer.latent_width)
-            weights += products.wgrad_s(local, mixer.latent_width, hidden)
-        ahead += products.quantize_s(tokens * (depth + out))
-        behind += products.quantize_s(tokens * (width + hidden / tp))
-        return ahead, behind, weights
+            forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
+            backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
+            weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+        forward_s += gemm.quantize_s(tokens * (depth + out))
+        backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
+        return forward_s, backward_s, weights
 
     def _core(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
@@ -237,13 +237,15 @@ class _MixerCost:
         keys = window - window * window / (2 * seq_len) if 0 < window < seq_len else seq_len / 2
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
-        piece = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
-        length = max(min(2 * keys, piece), 256.0)
+        chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
+        length = max(min(2 * keys, chunk), 256.0)
         head = (mixer.head_size + mixer.value_head_size) / 2
-        narrow = min(1.0, head / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(self.layer_costs.workload.dtype)
-        ahead = narrow * device.attention_forward_flops * length / (length + device.attention_forward_half)
-        behind = narrow * device.attention_backward_flops * length / (length + device.attention_backward_half)
-        return flops / ahead, ATTENTION_BACKWARD_FLOP_RATIO * flops / behind
+        speed = min(1.0, head / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(self.layer_costs.workload.dtype)
+        forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
+        backward_flops_per_s = (
+            speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
+        )
+        return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
     def _ring(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
@@ -254,36 +256,38 @@ class _MixerCost:
             return 0.0, 0.0
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
-        piece = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        piece *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
-        step = link.latency_s + piece / (link.bytes_per_s * link.fraction)
-        ahead = (cp - 1) * step
-        behind = 2 * (cp - 1) * step
+        kv_bytes = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        kv_bytes *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
+        step = link.latency_s + kv_bytes / (link.bytes_per_s * link.fraction)
+        forward_s = (cp - 1) * step
+        backward_s = 2 * (cp - 1) * step
         launches = cp * RING_KERNELS * device.kernel_gap_s
         # Partial outputs are corrected in float32: read, scaled, added, written.
         merge = cp * self.layer_costs.gemm.memory_bound_s(
             12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
         )
         hidden = core_forward_s * (cp - 1) / cp, core_backward_s * (cp - 1) / cp
-        return max(step, ahead - hidden[0]) + launches + merge, max(step, behind - hidden[1]) + 2 * (launches + merge)
+        return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
+            launches + merge
+        )
 
 
 def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
     """Return the time of a dense MLP with its norm and residual."""
-    products = layer_costs.gemm
+    gemm = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
-    gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
-    ahead, behind, weights = _swiglu(products, tokens, hidden, width // tp, num_matrices)
-    passes = products.memory_bound_s(5 * tokens / tp * hidden * products.value_bytes)
+    gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
+    forward_s, backward_s, weights = _swiglu(gemm, tokens, hidden, width // tp, num_matrices)
+    passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
     comm = CostItem("tp_comm", gather, "tp")
-    forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", ahead), comm)
-    backward = (comm, CostItem("dense_mlp", behind + weights + 1.6 * passes), comm)
-    again = (
-        ("norms", products.memory_bound_s(2 * tokens / tp * hidden * products.value_bytes)),
-        ("dense_mlp", ahead + 2 * gather),
+    forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
+    backward = (comm, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), comm)
+    recompute = (
+        ("norms", gemm.memory_bound_s(2 * tokens / tp * hidden * gemm.value_bytes)),
+        ("dense_mlp", forward_s + 2 * gather),
     )
-    return BlockTime(forward, backward, weights, *KERNEL_COUNTS["dense"], 0.0, again)
+    return BlockTime(forward, backward, weights, *KERNEL_COUNTS["dense"], 0.0, recompute)
 
 
 @lru_cache(maxsize=16384)
@@ -300,18 +304,18 @@ def _swiglu(
     inner = (num_matrices - 1) * width
     fuses = groups > 0 and activation_passes == 1.0 and num_matrices == 3 and gemm.fuses_grouped_gemm
     n = max(1, groups)
-    ahead = gemm.matmul_s(num_tokens, inner, hidden, groups=n, fused=fuses)
-    ahead += gemm.matmul_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    behind = gemm.matmul_s(num_tokens, hidden, inner, groups=n, fused=fuses)
-    behind += gemm.matmul_s(num_tokens, width, hidden, groups=n, fused=fuses)
+    forward_s = gemm.matmul_s(num_tokens, inner, hidden, groups=n, fused=fuses)
+    forward_s += gemm.matmul_s(num_tokens, hidden, width, groups=n, fused=fuses)
+    backward_s = gemm.matmul_s(num_tokens, hidden, inner, groups=n, fused=fuses)
+    backward_s += gemm.matmul_s(num_tokens, width, hidden, groups=n, fused=fuses)
     weights = gemm.wgrad_s(num_tokens, inner, hidden, groups=n, fused=fuses)
     weights += gemm.wgrad_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    ahead += gemm.quantize_s(num_tokens * (hidden + width), fused=fuses)
-    behind += gemm.quantize_s(num_tokens * (hidden + inner), fused=fuses)
+    forward_s += gemm.quantize_s(num_tokens * (hidden + width), fused=fuses)
+    backward_s += gemm.quantize_s(num_tokens * (hidden + inner), fused=fuses)
     if not fuses:
-        ahead += activation_passes * gemm.memory_bound_s(num_tokens * (inner + width) * gemm.value_bytes)
-        behind += activation_passes * gemm.memory_bound_s(num_tokens * (2 * inner + width) * gemm.value_bytes)
-    return ahead, behind, weights
+        forward_s += activation_passes * gemm.memory_bound_s(num_tokens * (inner + width) * gemm.value_bytes)
+        backward_s += activation_passes * gemm.memory_bound_s(num_tokens * (2 * inner + width) * gemm.value_bytes)
+    return forward_s, backward_s, weights
 
 
 class _MoECost:
@@ -335,56 +339,58 @@ class _MoECost:
         self.routed_tokens = self.local_tokens * layer.top_k * (min(1.0, factor) if factor else 1.0)
 
     def block_time(self) -> BlockTime:
-        times = self.layer_costs
+        costs = self.layer_costs
         layer = self.layer
-        products = self.layer_costs.gemm
-        hidden = times.model_spec.hidden_size
-        load = times.workload.effective_imbalance
-        rows = self.routed_tokens * load * self.etp
+        gemm = self.layer_costs.gemm
+        hidden = costs.model_spec.hidden_size
+        load = costs.workload.effective_imbalance
+        routed_tokens = self.routed_tokens * load * self.etp
         local_experts = max(1, layer.num_experts // self.ep)
         experts, experts_back, weights = _swiglu(
-            products,
-            rows,
+            gemm,
+            routed_tokens,
             self.expert_hidden_size,
             max(1, layer.width // self.etp),
             layer.num_matrices,
             local_experts,
             layer.activation_passes,
         )
-        there = self._ep_comm(rows, times.workload.dispatch_bytes)
-        talk = self._ep_comm(rows, products.value_bytes)
+        dispatch = self._ep_comm(routed_tokens, costs.workload.dispatch_bytes)
+        comm = self._ep_comm(routed_tokens, gemm.value_bytes)
         router = self._router()
-        permute = self._permute(rows, local_experts)
-        passes = products.memory_bound_s(5 * self.local_tokens * hidden * products.value_bytes)
+        permute = self._permute(routed_tokens, local_experts)
+        passes = gemm.memory_bound_s(5 * self.local_tokens * hidden * gemm.value_bytes)
         forward = [
             CostItem("router", router + passes),
             CostItem("permute", permute),
-            *there,
+            *dispatch,
             CostItem("experts", experts),
         ]
-        forward += [*reversed(talk), CostItem("permute", permute)]
-        backward = [CostItem("permute", permute), *talk, CostItem("experts", experts_back + weights), *reversed(talk)]
+        forward += [*reversed(comm), CostItem("permute", permute)]
+        backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
         backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
-        ahead, behind = self._kernel_counts(local_experts)
+        forward_kernels, backward_kernels = self._kernel_counts(local_experts)
         inner = layer.num_matrices * max(1, layer.width // self.etp)
-        again = [("norms", products.memory_bound_s(2 * self.local_tokens * hidden * products.value_bytes))]
-        activation = products.memory_bound_s(rows * inner * products.value_bytes)
-        if not times.workload.is_megatron:
+        recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
+        activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
+        if not costs.workload.is_megatron:
             # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
             width = (layer.num_matrices - 1) * max(1, layer.width // self.etp)
-            activation += products.matmul_s(rows, width, self.expert_hidden_size, groups=local_experts)
-        again.append(("expert_activation", activation))
+            activation += gemm.matmul_s(routed_tokens, width, self.expert_hidden_size, groups=local_experts)
+        recompute.append(("expert_activation", activation))
         if layer.shared_width:
-            beside, beside_back, beside_weights = self._shared_expert()
-            forward += beside
-            backward += beside_back
-            weights += beside_weights
-            ahead = ahead + KERNEL_COUNTS["shared_experts"][0]
-            behind = behind + KERNEL_COUNTS["shared_experts"][1]
-            again.append(("shared_experts", sum(work.seconds for work in beside)))
-        again.append(("moe", sum(work.seconds for work in forward)))
-        syncs = 0.0 if times.workload.capacity_factor else 1.0
-        return BlockTime(tuple(forward), tuple(backward), weights, ahead, behind, syncs, tuple(again))
+            shared_forward, shared_backward, shared_weights = self._shared_expert()
+            forward += shared_forward
+            backward += shared_backward
+            weights += shared_weights
+            forward_kernels = forward_kernels + KERNEL_COUNTS["shared_experts"][0]
+            backward_kernels = backward_kernels + KERNEL_COUNTS["shared_experts"][1]
+            recompute.append(("shared_experts", sum(work.seconds for work in shared_forward)))
+        recompute.append(("moe", sum(work.seconds for work in forward)))
+        syncs = 0.0 if costs.workload.capacity_factor else 1.0
+        return BlockTime(
+            tuple(forward), tuple(backward), weights, forward_kernels, backward_kernels, syncs, tuple(recompute)
+        )
 
     @property
     def _fuses_experts(self) -> bool:
@@ -399,12 +405,14 @@ class _MoECost:
 
         With bfloat16 or fused experts, all experts share a kernel.
         """
-        ahead, behind = KERNEL_COUNTS["moe"]
+        forward_kernels, backward_kernels = KERNEL_COUNTS["moe"]
         if self._fuses_experts:
-            return ahead / 2, behind / 2
+            return forward_kernels / 2, backward_kernels / 2
         cast = self.layer_costs.gemm.quantize_bytes > 0
-        each = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
-        return ahead + local_experts * each[0], behind + local_experts * each[1]
+        kernels_per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
+        return forward_kernels + local_experts * kernels_per_expert[
+            0
+        ], backward_kernels + local_experts * kernels_per_expert[1]
 
     def _router(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.
@@ -428,15 +436,15 @@ class _MoECost:
         the
         same).
         """
-        products = self.layer_costs.gemm
+        gemm = self.layer_costs.gemm
         if self._fuses_experts:
-            return products.memory_bound_s(
-                (self.local_tokens + routed_tokens / self.etp) * self.expert_hidden_size * products.value_bytes
+            return gemm.memory_bound_s(
+                (self.local_tokens + routed_tokens / self.etp) * self.expert_hidden_size * gemm.value_bytes
             )
         is_sorted = local_experts == 1 or self.ep * self.etp == 1
         sorting = 0.0 if is_sorted else 2 * routed_tokens
-        return products.memory_bound_s(
-            (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * products.value_bytes
+        return gemm.memory_bound_s(
+            (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * gemm.value_bytes
         )
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, CostItem]:
@@ -466,14 +474,18 @@ class _MoECost:
         return self.tp * self.cp if self.layer_costs.workload.is_coupled else self.etp
 
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
-        products = self.layer_costs.gemm
+        gemm = self.layer_costs.gemm
         hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.layer.shared_width // self.tp)
-        ahead, behind, weights = _swiglu(products, self.tokens, hidden, width, self.layer.num_matrices)
+        forward_s, backward_s, weights = _swiglu(gemm, self.tokens, hidden, width, self.layer.num_matrices)
         gather = CostItem(
             "tp_comm",
-            all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * products.value_bytes),
+            all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),
             "tp",
         )
         part = "shared_experts"
-        return [gather, CostItem(part, ahead), gather], [gather, CostItem(part, behind + weights), gather], weights
+        return (
+            [gather, CostItem(part, forward_s), gather],
+            [gather, CostItem(part, backward_s + weights), gather],
+            weights,
+        )

@@ -84,16 +84,16 @@ class MuonCost:
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
-        held = numbers = sent = returned = seconds = longest = 0.0
+        num_local = num_total = sent = returned = seconds = longest = 0.0
         for count, weight in weights:
             if not count:
                 continue
-            cut = _shard_matrix(weight, mapping, ranks)
+            sharded = _shard_matrix(weight, mapping, ranks)
             matrix_s = self._newton_schulz_s(weight.shape[-2], weight.shape[-1])
-            held = held + count * cut.num_local
-            numbers = numbers + count * cut.num_total
-            sent = sent + count * cut.num_sent
-            returned = returned + count * cut.num_returned
+            num_local = num_local + count * sharded.num_local
+            num_total = num_total + count * sharded.num_total
+            sent = sent + count * sharded.num_sent
+            returned = returned + count * sharded.num_returned
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
         # A matrix has a single owner, so the longest matrix is a lower bound.
@@ -102,7 +102,7 @@ class MuonCost:
             seconds += (
                 all_to_all_s(self._device, RankGroup(ranks, 1), moved * self._value_bytes / ranks) if moved else 0.0
             )
-        return MuonRankCost(held, numbers / ranks, seconds)
+        return MuonRankCost(num_local, num_total / ranks, seconds)
 
     def _newton_schulz_s(self, rows: int, columns: int) -> float:
         """Return the seconds of Newton-Schulz: X X^T, its square, and their sum times X."""
@@ -125,8 +125,8 @@ class MuonCost:
     @cached_property
     def _mtp_projections(self) -> list[WeightShape]:
         """The projection of an MTP layer, which other layers do not have."""
-        further = mtp_layer_weights(self._model_config, 1)
-        return [w for w in further if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
+        mtp_weights = mtp_layer_weights(self._model_config, 1)
+        return [w for w in mtp_weights if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
 
 
 def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:
@@ -144,8 +144,8 @@ def _shard_matrix(weight: WeightShape, mapping: ParallelMapping, num_ranks: int)
     is_whole = local.shape[-2:] == weight.shape[-2:] and (
         degree == 1 or (weight.is_expert and local.dp_shards(degree).total_rows == local.shape[0])
     )
-    held = local.numel / degree
-    copies = num_ranks * held / weight.numel
+    num_local = local.numel / degree
+    replicas = num_ranks * num_local / weight.numel
     # A rank that holds the full matrix is its owner: nothing is sent, and the other replicas receive the update.
-    sent, returned = (0.0, copies - 1) if is_whole else (1.0, copies)
-    return _ShardedMatrix(held, weight.numel, sent * weight.numel, returned * weight.numel)
+    sent, returned = (0.0, replicas - 1) if is_whole else (1.0, replicas)
+    return _ShardedMatrix(num_local, weight.numel, sent * weight.numel, returned * weight.numel)

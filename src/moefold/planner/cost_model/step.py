@@ -168,13 +168,13 @@ class CostModel:
             num_micro_batches=n,
             schedule=mapping.schedule,
         )
-        replicas = self.data_parallel_cost(mapping)
-        dp_comm = self.data_parallel.exposed_s(mapping, replicas, forward, backward, n)
+        data_parallel = self.data_parallel_cost(mapping)
+        dp_comm = self.data_parallel.exposed_s(mapping, data_parallel, forward, backward, n)
         seconds = dict(zip(TIME_PARTS, (part * n for part in parts), strict=True))
         seconds["pp_comm"] += sends
         seconds["dp_comm"] += dp_comm
         seconds["bubble"] += bubble
-        seconds["optimizer"] += replicas.optimizer_s + STEP_OVERHEAD_S
+        seconds["optimizer"] += data_parallel.optimizer_s + STEP_OVERHEAD_S
         return self._build_step_time(seconds, n, mapping.world_size)
 
     def layer_time(self, kind: int, mapping: ParallelMapping) -> LayerTime:
@@ -196,35 +196,35 @@ class CostModel:
             feed_forward = self.layer_costs.feed_forward(
                 kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
             )
-            away = (
+            offloaded = (
                 float(self._offloaded_bytes(kind, mapping, MemoryStrategies((memory_strategy(mapping),)))[0])
                 if mapping.offload
                 else 0.0
             )
-            self._layer_times[key] = self._sum_layer(mixer, feed_forward, mapping, away)
+            self._layer_times[key] = self._sum_layer(mixer, feed_forward, mapping, offloaded)
         return self._layer_times[key]
 
     def _sum_layer(
         self, mixer: BlockTime, feed_forward: BlockTime, mapping: ParallelMapping, offloaded_bytes: float
     ) -> LayerTime:
         seconds = dict.fromkeys(TIME_PARTS, 0.0)
-        ahead = self._add_direction(mixer.forward + feed_forward.forward, mapping, seconds)
-        behind = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds)
-        again = float(_recompute_s(mixer, feed_forward, (mapping.recompute,))[0])
-        seconds["recompute"] += again
-        waits = self._launch_waits(mixer, feed_forward, (sum(ahead), sum(behind) + again))
-        seconds["launch"] += sum(waits)
-        carried = [
+        forward_s = self._add_direction(mixer.forward + feed_forward.forward, mapping, seconds)
+        backward_s = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds)
+        recompute_s = float(_recompute_s(mixer, feed_forward, (mapping.recompute,))[0])
+        seconds["recompute"] += recompute_s
+        launch_s = self._launch_waits(mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s))
+        seconds["launch"] += sum(launch_s)
+        offload_s = [
             self.exposed_offload_s(offloaded_bytes, busy)
-            for busy in (sum(ahead) + waits[0], sum(behind) + again + waits[1])
+            for busy in (sum(forward_s) + launch_s[0], sum(backward_s) + recompute_s + launch_s[1])
         ]
-        seconds["offload"] += sum(carried)
+        seconds["offload"] += sum(offload_s)
         return LayerTime(
-            forward_s=sum(ahead) + waits[0] + carried[0],
-            backward_s=sum(behind) + again + waits[1] + carried[1],
+            forward_s=sum(forward_s) + launch_s[0] + offload_s[0],
+            backward_s=sum(backward_s) + recompute_s + launch_s[1] + offload_s[1],
             wgrad_s=mixer.wgrad_s + feed_forward.wgrad_s,
-            forward_ep_s=ahead[1],
-            backward_ep_s=behind[1],
+            forward_ep_s=forward_s[1],
+            backward_ep_s=backward_s[1],
             parts=tuple(seconds.values()),
         )
 
@@ -238,12 +238,12 @@ class CostModel:
         seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
         if layer is None:
             return seconds
-        products = self.layer_costs.gemm
+        gemm = self.layer_costs.gemm
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
         flops = float(shared_parameters(layer, self.model_spec.hidden_size))
         flops += factor * w.effective_imbalance * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
-        rate = products.flops_per_s * max(1.0, self.device.grouped_fraction)
+        rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.layer_costs.tokens(cp, mbs) / tp / rate
 
     def plain_layer(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
@@ -262,10 +262,10 @@ class CostModel:
         feed_forward = self.layer_costs.feed_forward(
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
         )
-        ahead = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
-        behind = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
-        waits = self._launch_waits(mixer, feed_forward, (ahead, behind))
-        return ahead + waits[0], behind + waits[1]
+        forward_s = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
+        backward_s = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
+        launch_s = self._launch_waits(mixer, feed_forward, (forward_s, backward_s))
+        return forward_s + launch_s[0], backward_s + launch_s[1]
 
     def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> float:
         """Return the seconds of one direction through a layer, less the hidden communication."""
@@ -285,14 +285,18 @@ class CostModel:
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
         )
         parts = dict.fromkeys(TIME_PARTS, 0.0)
-        ahead = sum(self._add_direction(mixer.forward + feed_forward.forward, mapping, parts))
-        behind = sum(self._add_direction(feed_forward.backward + mixer.backward, mapping, parts))
-        again = behind + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
-        waits = self._launch_waits(mixer, feed_forward, (ahead, again))
-        away = self._offloaded_bytes(kind, mapping, strategies)
-        forward = np.full(len(strategies), ahead) + waits[0]
-        backward = again + waits[1]
-        return forward + self.exposed_offload_s(away, forward), backward + self.exposed_offload_s(away, backward)
+        forward_s = sum(self._add_direction(mixer.forward + feed_forward.forward, mapping, parts))
+        backward_s = sum(self._add_direction(feed_forward.backward + mixer.backward, mapping, parts))
+        busy_backward_s = (
+            backward_s + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
+        )
+        launch_s = self._launch_waits(mixer, feed_forward, (forward_s, busy_backward_s))
+        offloaded = self._offloaded_bytes(kind, mapping, strategies)
+        forward = np.full(len(strategies), forward_s) + launch_s[0]
+        backward = busy_backward_s + launch_s[1]
+        return forward + self.exposed_offload_s(offloaded, forward), backward + self.exposed_offload_s(
+            offloaded, backward
+        )
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
@@ -313,20 +317,20 @@ class CostModel:
         self, items: tuple[CostItem, ...], mapping: ParallelMapping, seconds: dict[str, float]
     ) -> tuple[float, float]:
         """Add the items to `seconds` by part; return the seconds of all but the all-to-all, and its exposed seconds."""
-        compute = exchange = 0.0
-        shown = 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
+        compute = all_to_all = 0.0
+        exposed_fraction = 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
         for work in items:
             if work.part == "ep_comm":
-                exchange += work.seconds
+                all_to_all += work.seconds
                 continue
-            spent = shown * work.seconds if work.part == "tp_comm" else work.seconds
+            spent = exposed_fraction * work.seconds if work.part == "tp_comm" else work.seconds
             compute += spent
             seconds[work.part] += spent
         if mapping.overlap:
-            hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * exchange, compute)
-            exchange -= hidden
-        seconds["ep_comm"] += exchange
-        return compute, exchange
+            hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * all_to_all, compute)
+            all_to_all -= hidden
+        seconds["ep_comm"] += all_to_all
+        return compute, all_to_all
 
     def _launch_waits(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the launch gaps of a layer, forward and backward: gaps between kernels, or late host launches."""
@@ -334,12 +338,12 @@ class CostModel:
         device = self.device
         if graphs == "full":
             return 0.0, 0.0
-        shown = 0.0 if graphs == "partial" else 1.0
-        ahead = shown * mixer.forward_kernels + feed_forward.forward_kernels
-        behind = shown * mixer.backward_kernels + feed_forward.backward_kernels
+        mixer_fraction = 0.0 if graphs == "partial" else 1.0
+        forward_kernels = mixer_fraction * mixer.forward_kernels + feed_forward.forward_kernels
+        backward_kernels = mixer_fraction * mixer.backward_kernels + feed_forward.backward_kernels
         waits = [
             elementwise_max(launched * device.kernel_gap_s, launched * device.host_launch_s - seconds)
-            for launched, seconds in zip((ahead, behind), busy, strict=True)
+            for launched, seconds in zip((forward_kernels, backward_kernels), busy, strict=True)
         ]
         return waits[0] + feed_forward.host_syncs * device.sync_s, waits[1]
 
@@ -348,16 +352,16 @@ class CostModel:
         key = (tp, cp, mbs)
         if key not in self._head_and_loss:
             shape = self.model_spec
-            products = self.layer_costs.gemm
+            gemm = self.layer_costs.gemm
             tokens = self.layer_costs.tokens(cp, mbs)
             width = shape.vocab_size // tp
             gather = all_gather_s(self.device, RankGroup(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
-            logits = products.memory_bound_s(tokens * width * 4)
-            ahead = products.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
-            behind = products.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
-            behind += products.wgrad_s(tokens, width, shape.hidden_size)
-            times = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
-            self._head_and_loss[key] = (times * ahead, times * behind)
+            logits = gemm.memory_bound_s(tokens * width * 4)
+            forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
+            backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
+            backward_s += gemm.wgrad_s(tokens, width, shape.hidden_size)
+            repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
+            self._head_and_loss[key] = (repeats * forward_s, repeats * backward_s)
         return self._head_and_loss[key]
 
     def stage_times(self, mapping: ParallelMapping) -> tuple[StageTime, ...]:
@@ -367,16 +371,16 @@ class CostModel:
         p2p = self._p2p_s(mapping) if mapping.pp > 1 else 0.0
         stages = []
         for chunk in self.split(mapping.pp * mapping.vpp):
-            held = list(zip(chunk.kind_counts, layers, strict=True))
-            weight = sum(count * layer.wgrad_s for count, layer in held)
+            kind_layers = list(zip(chunk.kind_counts, layers, strict=True))
+            weight = sum(count * layer.wgrad_s for count, layer in kind_layers)
             stages.append(
                 StageTime(
-                    forward_s=sum(count * layer.forward_s for count, layer in held) + chunk.has_loss * ends[0],
-                    backward_input_s=sum(count * (layer.backward_s - layer.wgrad_s) for count, layer in held)
+                    forward_s=sum(count * layer.forward_s for count, layer in kind_layers) + chunk.has_loss * ends[0],
+                    backward_input_s=sum(count * (layer.backward_s - layer.wgrad_s) for count, layer in kind_layers)
                     + chunk.has_loss * ends[1],
                     backward_weight_s=weight,
-                    forward_ep_s=sum(count * layer.forward_ep_s for count, layer in held),
-                    backward_ep_s=sum(count * layer.backward_ep_s for count, layer in held),
+                    forward_ep_s=sum(count * layer.forward_ep_s for count, layer in kind_layers),
+                    backward_ep_s=sum(count * layer.backward_ep_s for count, layer in kind_layers),
                     p2p_s=p2p,
                 )
             )
@@ -438,9 +442,9 @@ class CostModel:
         """
         if mapping.pp == 1:
             return 0.0 * vpp, 0.0 * vpp
-        one = self._p2p_s(mapping)
-        shown = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
-        return 2 * num_micro_batches * vpp * one * shown, vpp * one
+        send_s = self._p2p_s(mapping)
+        exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
+        return 2 * num_micro_batches * vpp * send_s * exposed_fraction, vpp * send_s
 
     def data_parallel_cost(self, mapping: ParallelMapping) -> DataParallelCost:
         """Return the seconds of the data-parallel collectives and of the optimizer update."""
@@ -466,8 +470,8 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[st
     """Return the seconds that recomputing each set of parts takes, [sets]."""
     shares = _recompute_shares(sets)
     seconds = np.zeros(len(sets))
-    for part, again in (*mixer.recompute, *feed_forward.recompute):
-        seconds += again * shares[part]
+    for part, part_s in (*mixer.recompute, *feed_forward.recompute):
+        seconds += part_s * shares[part]
     return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
 
 

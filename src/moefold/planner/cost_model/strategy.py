@@ -72,11 +72,11 @@ class StrategyCosts:
 
     def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return a lower bound of a step's seconds over all pipelines: micro-batches on the busiest rank."""
-        pricer = self.cost_model
-        seconds = np.full(len(strategies), sum(pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
+        cost_model = self.cost_model
+        seconds = np.full(len(strategies), sum(cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
         for kind, count in enumerate(self._num_layers):
             seconds += count * sum(self.layer_times(kind, mapping, strategies))
-        return mapping.num_micro_batches(pricer.workload.global_batch_size) / mapping.pp * seconds
+        return mapping.num_micro_batches(cost_model.workload.global_batch_size) / mapping.pp * seconds
 
     def pass_times(
         self,
@@ -95,7 +95,7 @@ class StrategyCosts:
         """
         layers = [self.layer_times(kind, mapping, strategies) for kind in range(len(self._num_layers))]
         if indices is not None:
-            layers = [(ahead[indices], behind[indices]) for ahead, behind in layers]
+            layers = [(forward[indices], backward[indices]) for forward, backward in layers]
         return self._price_passes(mapping, pipelines, np.array(layers))
 
     def plain_pass_times(self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...]) -> PassTimes:
@@ -110,28 +110,30 @@ class StrategyCosts:
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
     ) -> PassTimes:
         """Compute the times of the pipelines from their layers, forward and backward, [kinds, 2, strategies]."""
-        pricer = self.cost_model
-        times = self.cost_model.layer_costs
-        n = mapping.num_micro_batches(pricer.workload.global_batch_size)
+        cost_model = self.cost_model
+        layer_costs = self.cost_model.layer_costs
+        n = mapping.num_micro_batches(cost_model.workload.global_batch_size)
         ranks = self._rank_contents(mapping.pp, pipelines)
-        head = pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+        head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         counts = ranks.counts[:, :, :-1]
         has_loss = ranks.counts[:, :, -1:]
         forward = counts @ layers[:, 0] + has_loss * head[0]
         backward = counts @ layers[:, 1] + has_loss * head[1]
         slowest = _slowest_rank(forward, backward)
         weights = [
-            times.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
-            + times.feed_forward(
+            layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
+            + layer_costs.feed_forward(
                 kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
             ).wgrad_s
             for kind in range(len(layers))
         ]
         weight = (ranks.shares @ (counts @ np.array(weights))[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
-        sends, send_back = pricer.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
-        return PassTimes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
+        sends, send_back = cost_model.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
+        sends_and_bubble = sends + _bubbles(
+            (mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines
+        )
+        return PassTimes(n * (slowest[0] + slowest[1]) + sends_and_bubble, slowest[0], slowest[1], sends_and_bubble)
 
     def add_data_parallel_s(self, pass_times: PassTimes, mapping: ParallelMapping, num_micro_batches: int) -> Seconds:
         """Return the total seconds of a step, [strategies].
@@ -141,11 +143,11 @@ class StrategyCosts:
             mapping: a mapping with that pipeline, its ZeRO stage and the placement of its moments.
             num_micro_batches: micro-batches of a step.
         """
-        replicas = self.cost_model.data_parallel_cost(mapping)
-        shown = self.cost_model.data_parallel.exposed_s(
-            mapping, replicas, pass_times.forward, pass_times.backward, num_micro_batches
+        data_parallel = self.cost_model.data_parallel_cost(mapping)
+        exposed_s = self.cost_model.data_parallel.exposed_s(
+            mapping, data_parallel, pass_times.forward, pass_times.backward, num_micro_batches
         )
-        seconds: Seconds = pass_times.seconds + shown + replicas.optimizer_s + STEP_OVERHEAD_S
+        seconds: Seconds = pass_times.seconds + exposed_s + data_parallel.optimizer_s + STEP_OVERHEAD_S
         return seconds
 
     def lower_bound_data_parallel_s(
@@ -165,10 +167,10 @@ class StrategyCosts:
                 for p in pipelines
             ]
             self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        least = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
+        lower_bound = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
         # Infinite compute hides all that can be hidden.
-        return least.optimizer_s + float(
-            self.cost_model.data_parallel.exposed_s(mapping, least, inf, inf, num_micro_batches)
+        return lower_bound.optimizer_s + float(
+            self.cost_model.data_parallel.exposed_s(mapping, lower_bound, inf, inf, num_micro_batches)
         )
 
     def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
@@ -185,19 +187,19 @@ class StrategyCosts:
         return self._rank_contents_cache[key]
 
     def _count_rank_contents(self, pp: int, pipelines: Sequence[PipelineVariant]) -> _RankContents:
-        every: list[dict[tuple[int, ...], int]] = []
+        all_contents: list[dict[tuple[int, ...], int]] = []
         for pipeline in pipelines:
             found: dict[tuple[int, ...], int] = {}
             for layers, _, has_loss in self.cost_model.rank_contents(pp, pipeline.vpp, pipeline.schedule):
                 row = (*layers, int(has_loss))
                 found[row] = found.get(row, 0) + 1
-            every.append(found)
-        most = max(map(len, every))
+            all_contents.append(found)
+        max_contents = max(map(len, all_contents))
         width = len(self.cost_model.model_spec.kinds) + 1
         # Padding: contents that no rank has.
-        counts: Seconds = np.zeros((len(every), most, width))
-        shares: Seconds = np.zeros((len(every), 1, most))
-        for i, contents in enumerate(every):
+        counts: Seconds = np.zeros((len(all_contents), max_contents, width))
+        shares: Seconds = np.zeros((len(all_contents), 1, max_contents))
+        for i, contents in enumerate(all_contents):
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
         return _RankContents(counts, shares)
@@ -209,15 +211,15 @@ def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds
     The inputs are [pipelines, contents, strategies].
     """
     # One content after another: contents are few, and argmax over an inner axis is many times slower.
-    ahead = forward[:, 0].copy()
-    behind = backward[:, 0].copy()
+    slowest_forward = forward[:, 0].copy()
+    slowest_backward = backward[:, 0].copy()
     both = forward + backward
     longest = both[:, 0]
     for i in range(1, both.shape[1]):
         is_longer = both[:, i] > longest
-        for found, seconds in ((ahead, forward), (behind, backward), (longest, both)):
+        for found, seconds in ((slowest_forward, forward), (slowest_backward, backward), (longest, both)):
             np.copyto(found, seconds[:, i], where=is_longer)
-    return ahead, behind
+    return slowest_forward, slowest_backward
 
 
 def _bubbles(

@@ -219,9 +219,9 @@ class RecordedRouting:
         ratios = []
         for choices in self._trace.step(step):
             for first in range(0, shape.global_batch_size - samples + 1, samples):
-                some = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
-                copies = np.bincount(some.ravel(), minlength=shape.num_experts)
-                loads = copies.reshape(ep, -1).sum(1)
+                expert_indices = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
+                routed_tokens = np.bincount(expert_indices.ravel(), minlength=shape.num_experts)
+                loads = routed_tokens.reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())
         return float(np.mean(ratios))
 
@@ -254,16 +254,16 @@ def bubble_s(
         return 0.0
     both = forward_s + backward_s
     if schedule == "zero-bubble":
-        few = min(num_micro_batches, pp)
-        without = both - wgrad_s
-        in_turn = pp * without + ((few - 1) * without + wgrad_s) / vpp - few * both
-        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - few) * wgrad_s
-        return elementwise_max(in_turn, filled)
+        num_active = min(num_micro_batches, pp)
+        without_wgrad = both - wgrad_s
+        sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / vpp - num_active * both
+        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - num_active) * wgrad_s
+        return elementwise_max(sequential, filled)
     if schedule == "zbv":
-        alone = (pp - 1) * (both - wgrad_s)
-        filled = elementwise_max(alone - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
+        unfilled = (pp - 1) * (both - wgrad_s)
+        filled = elementwise_max(unfilled - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
         share = min(1.0, (num_micro_batches - 1) / (2 * pp - 2))
-        return (1 - share) * alone + share * filled / 2
+        return (1 - share) * unfilled + share * filled / 2
     if schedule == "dualpipev":
         return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2
     if schedule == "gpipe" or num_micro_batches >= pp:

@@ -118,11 +118,11 @@ class ActivationMemoryTable:
         scale = mapping.mbs / mapping.cp
         table = base.table * scale
         if offload:
-            away = _offload_mask((offload,)) @ base.label_bytes.T
-            for kind, leaving in enumerate(away[0] * scale):
+            offloaded = _offload_mask((offload,)) @ base.label_bytes.T
+            for kind, leaving in enumerate(offloaded[0] * scale):
                 column = table[:, self.columns.saved + kind]
                 column *= 1 - leaving / column.sum() if leaving else 1.0
-            table[0, self.columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * away.max() * scale
+            table[0, self.columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max() * scale
         return self._with_head_columns(table, mapping, axis=1)
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
@@ -133,10 +133,10 @@ class ActivationMemoryTable:
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
         # Offloaded tensors are saved tensors, which do not depend on overlap.
-        away: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
+        offloaded: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
             mapping.mbs / mapping.cp
         )
-        return away
+        return offloaded
 
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
         """Return the totals and the offloaded bytes of one sample without cp: both are linear in the tokens."""
@@ -147,23 +147,23 @@ class ActivationMemoryTable:
             which = strategies.recompute_set_indices
             totals = np.array([base.column_totals for base in bases])[which]
             masks = _offload_mask(tuple(offload for _, offload in strategies))
-            away = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
-            totals[:, columns.saved : columns.saved + columns.num_kinds] -= away
-            totals[:, columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * away.max(axis=1, initial=0.0)
-            self._per_sample_cache[key] = totals, away
+            offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
+            totals[:, columns.saved : columns.saved + columns.num_kinds] -= offloaded
+            totals[:, columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
+            self._per_sample_cache[key] = totals, offloaded
         return self._per_sample_cache[key]
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
-        gathers = mapping.dispatcher == "allgather"
+        is_allgather = mapping.dispatcher == "allgather"
         # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
-        ep = mapping.ep if gathers or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
+        ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
             mapping.tp,
             mapping.etp,
             ep,
             min(self.workload.effective_imbalance, mapping.ep),
-            gathers,
+            is_allgather,
             mapping.overlap,
         )
 
@@ -219,14 +219,14 @@ class ActivationMemoryTable:
         formula = _activation_memory(
             self.cfg, mapping, recompute, self.kernel_profile, self.workload.effective_imbalance
         )
-        kept: dict[int, BytesByPart] = {}
+        saved: dict[int, BytesByPart] = {}
         for kind in range(columns.num_kinds):
-            kept[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
+            saved[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
         for name, parts in self._end_parts(formula).items():
             table[:, columns.end_column(name)] = group_parts(parts)
-        return kept, table
+        return saved, table
 
     def _layer_bytes(
         self, formula: ActivationMemory, letter: str, mapping: ParallelMapping
@@ -239,16 +239,16 @@ class ActivationMemoryTable:
         key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
         if key not in self._layer_cache:
             columns = self.columns
-            kept = formula.layer_saved(letter)
+            saved = formula.layer_saved(letter)
             found = {
-                columns.at_snapshot_point(moment): group_parts(parts)
-                for moment, parts in layer_snapshots(formula, letter).items()
+                columns.at_snapshot_point(point): group_parts(parts)
+                for point, parts in layer_snapshots(formula, letter).items()
             }
-            found[columns.saved] = group_parts(kept)
+            found[columns.saved] = group_parts(saved)
             found[columns.transient] = group_parts(formula.transient[letter])
             found[columns.recompute_peak] = group_parts(formula.recompute_peak[letter])
             found[columns.delayed_wgrad] = group_parts(formula.delayed_wgrad_layer(letter))
-            self._layer_cache[key] = kept, found
+            self._layer_cache[key] = saved, found
         return self._layer_cache[key]
 
     def _end_parts(self, formula: ActivationMemory) -> dict[str, BytesByPart]:
@@ -268,22 +268,22 @@ class ActivationMemoryTable:
         """Compute the table of layers that the runtime does not support, from the widths of their blocks."""
         tokens = mapping.mbs * self.workload.seq_len / mapping.cp
         columns = self.columns
-        kept = {}
+        saved = {}
         for kind in range(columns.num_kinds):
             size = _unsupported_layer_bytes(self.model_spec, kind, mapping, self.workload, recompute) * tokens
-            kept[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
-            table[0, columns.saved + kind] = kept[kind].total()
-        copies = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
-        dispatch = 2 * tokens / mapping.tp * copies * self.model_spec.hidden_size * BF16_BYTES
+            saved[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
+            table[0, columns.saved + kind] = saved[kind].total()
+        routed_tokens = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
+        dispatch = 2 * tokens / mapping.tp * routed_tokens * self.model_spec.hidden_size * BF16_BYTES
         for kind in range(columns.num_kinds):
             table[1, columns.transient + kind] = dispatch
-            for moment in SNAPSHOT_POINTS:
-                if moment not in SPLIT_BACKWARD_POINTS:
-                    table[0, columns.at_snapshot_point(moment) + kind] = table[0, columns.saved + kind]
-                    table[1, columns.at_snapshot_point(moment) + kind] = dispatch
+            for point in SNAPSHOT_POINTS:
+                if point not in SPLIT_BACKWARD_POINTS:
+                    table[0, columns.at_snapshot_point(point) + kind] = table[0, columns.saved + kind]
+                    table[1, columns.at_snapshot_point(point) + kind] = dispatch
         table[2, columns.end_column("head")] = tokens * self.model_spec.vocab_size / mapping.tp * 4
         table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
-        return kept, table
+        return saved, table
 
 
 class _RecomputeTable:
@@ -356,15 +356,15 @@ def _unsupported_layer_bytes(
     h = model_spec.hidden_size
     if "layer" in recompute:
         return h * BF16_BYTES / mapping.tp
-    kept = 0.0
+    saved = 0.0
     norm = 0 if "norms" in recompute else h * BF16_BYTES
     if layer.mixer:
         core = 0 if "core_attention" in recompute else layer.mixer.output_width
-        kept += (h * BF16_BYTES + norm) / mapping.tp + (layer.mixer.sharded_width + core) * BF16_BYTES / mapping.tp
+        saved += (h * BF16_BYTES + norm) / mapping.tp + (layer.mixer.sharded_width + core) * BF16_BYTES / mapping.tp
     if layer.feed_forward:
-        kept += (h * BF16_BYTES + norm) / mapping.tp
-        kept += _unsupported_experts_bytes(layer.feed_forward, h, mapping, workload, recompute)
-    return kept
+        saved += (h * BF16_BYTES + norm) / mapping.tp
+        saved += _unsupported_experts_bytes(layer.feed_forward, h, mapping, workload, recompute)
+    return saved
 
 
 def _unsupported_experts_bytes(
@@ -375,9 +375,9 @@ def _unsupported_experts_bytes(
     shared = 0 if "shared_experts" in recompute else layer.num_matrices * layer.shared_width
     if "moe" in recompute:
         return shared * BF16_BYTES / mapping.tp
-    rows = routed_tokens_per_token(layer, workload) * mapping.etp
+    routed_tokens = routed_tokens_per_token(layer, workload) * mapping.etp
     inner = (layer.num_matrices - ("expert_activation" in recompute)) * layer.width / mapping.etp
-    return (shared + rows * (inner + (layer.expert_hidden_size or h))) * BF16_BYTES / mapping.tp
+    return (shared + routed_tokens * (inner + (layer.expert_hidden_size or h))) * BF16_BYTES / mapping.tp
 
 
 def routed_tokens_per_token(layer: FeedForward | None, workload: TrainingWorkload) -> float:

@@ -132,24 +132,24 @@ class MemoryModel:
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
         for kind, layer in enumerate(self.model_spec.kinds):
             dense, experts = layer_parameters(self.model_spec, kind)
-            copies = routed_tokens_per_token(layer.feed_forward, w)
-            rows = tokens * copies * layer.feed_forward.width if layer.feed_forward else 0.0
+            routed_tokens = routed_tokens_per_token(layer.feed_forward, w)
+            rows = tokens * routed_tokens * layer.feed_forward.width if layer.feed_forward else 0.0
             for size, work in ((dense / mapping.tp, 0.0), (experts / (mapping.ep * mapping.etp), rows * working)):
                 found = max(found, size * w.value_bytes + max(size * max(w.reduce_bytes, w.value_bytes), work))
         return found
 
     def estimate(self, mapping: ParallelMapping) -> MemoryEstimate:
         """Return the bytes of the fullest rank, by part."""
-        moments = self.snapshots(mapping)
+        snapshots = self.snapshots(mapping)
         states = self.state_memory.bytes_by_part(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
-        kept = self.activation_memory.bytes_by_part(mapping)
+        saved = self.activation_memory.bytes_by_part(mapping)
         # During the update there are no activations, and offloaded moments are prefetched.
-        active = moments.activations @ kept.sum(axis=0)
-        back = self.optimizer_prefetch.extra_bytes(mapping, moments.states)
-        at = int(np.argmax(moments.states @ states.sum(axis=0) + np.maximum(active, back)))
-        parts = dict(zip(STATE_PARTS, (states @ moments.states[at]).tolist(), strict=True))
-        parts |= dict(zip(ACTIVATION_PARTS, (kept @ moments.activations[at]).tolist(), strict=True))
-        parts["optimizer"] += max(0.0, float(back[at] - active[at]))
+        activations = snapshots.activations @ saved.sum(axis=0)
+        prefetched = self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)
+        at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
+        parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
+        parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
+        parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
 
     def memory_budget(
@@ -162,9 +162,9 @@ class MemoryModel:
             saved: `ActivationMemoryTable.total_bytes` of the memory strategies.
             recomputes_comm: `MemoryStrategies.recomputes_comm` of them.
         """
-        moments = self._all_snapshots(mapping)
+        snapshots = self._all_snapshots(mapping)
         return MemoryBudget(
-            self, moments, saved, moments.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
+            self, snapshots, saved, snapshots.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
         )
 
     def persistent_bytes(self, mapping: ParallelMapping) -> NDArray[np.float64]:
@@ -173,12 +173,15 @@ class MemoryModel:
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of a step that may be the memory peak."""
-        moments = self._all_snapshots(mapping)
+        snapshots = self._all_snapshots(mapping)
         if not mapping.overlap:
-            return moments
-        at = moments.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
+            return snapshots
+        at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
         return MemorySnapshots(
-            moments.states[at], moments.activations[at], moments.occurrence[at], moments.messages_per_micro_batch[at]
+            snapshots.states[at],
+            snapshots.activations[at],
+            snapshots.occurrence[at],
+            snapshots.messages_per_micro_batch[at],
         )
 
     def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
@@ -197,9 +200,9 @@ class MemoryModel:
             shortest = schedule_spec.shortest_equivalent
             if shortest not in cache:
                 cache[shortest] = find(shortest, *self._stage_chunks(schedule_spec), self.columns)
-            further = schedule_spec.num_micro_batches - shortest.num_micro_batches
+            extra = schedule_spec.num_micro_batches - shortest.num_micro_batches
             cache[schedule_spec] = (
-                cache[shortest].with_more_micro_batches(further, self.columns) if further else cache[shortest]
+                cache[shortest].with_more_micro_batches(extra, self.columns) if extra else cache[shortest]
             )
         return cache[schedule_spec]
 
@@ -259,10 +262,10 @@ class MemoryBudget:
             activations: activation bytes under the strategies, [snapshots, strategies].
         """
         memory = self._memory_model
-        held = self._snapshots.states
-        states = held @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
-        least: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, held)).max()
-        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=least)
+        state_counts = self._snapshots.states
+        states = state_counts @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
+        min_total: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, state_counts)).max()
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=min_total)
         return found
 
 

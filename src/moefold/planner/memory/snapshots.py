@@ -50,9 +50,9 @@ class MemorySnapshots:
 
     def with_more_micro_batches(self, count: int, columns: MemoryColumns) -> "MemorySnapshots":
         """Return the snapshots with `count` more micro-batches in the steady phase."""
-        active = self.activations.copy()
-        active[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
-        return replace(self, activations=active)
+        activations = self.activations.copy()
+        activations[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
+        return replace(self, activations=activations)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class ScheduleSpec:
         More micro-batches only repeat the steady phase.
         """
         n = self.num_micro_batches
-        most = STEADY_MICRO_BATCHES_PER_RANK * self.pp
-        if n <= most or self.schedule == "gpipe" and self.pp > 1:
+        limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        if n <= limit or self.schedule == "gpipe" and self.pp > 1:
             return self
         # Rounds that are not pp long change with the number of micro-batches.
         per_round = n // max(1, n // self.pp)
         repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
-        return replace(self, num_micro_batches=most) if repeats else self
+        return replace(self, num_micro_batches=limit) if repeats else self
 
 
 def find_snapshots(
@@ -102,10 +102,10 @@ def find_snapshots(
     for rank, stages in enumerate(stages_by_rank):
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
         found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
-    active = columns.state_size + columns.size
+    activations = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
     return MemorySnapshots(
-        rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1]
+        rows[:, : columns.state_size], rows[:, columns.state_size : activations], rows[:, activations:-1], rows[:, -1]
     )
 
 
@@ -132,8 +132,8 @@ def find_peak_candidates(
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
         # Most layers in flight; among these the most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)
-        beside = rows[:, columns.num_kinds : columns.size].sum(axis=1)
-        found.append(rows[np.lexsort((beside, layers))[-1]])
+        others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
+        found.append(rows[np.lexsort((others, layers))[-1]])
         held.append(_state_counts(chunks, stages_by_rank[rank], columns))
     rows = np.array(found)
     return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
@@ -209,10 +209,10 @@ class _RankWalker:
         awaited = self._num_recv_buffers(stages) if order.keeps_sent_messages else 0
         sent = {stage: self._num_sent(stage) for stage in stages}
         states = self._slot_states(row, sent)
-        flying, left, running = zip(*states, strict=True)
+        in_flight, delayed, running = zip(*states, strict=True)
         base = np.zeros((len(states), columns.size + 3))
         base[:, : columns.size] = (
-            np.array(flying) @ self._saved_by_class + np.array(left) @ self._delayed_wgrad_by_class
+            np.array(in_flight) @ self._saved_by_class + np.array(delayed) @ self._delayed_wgrad_by_class
         )
         messages, is_steady = np.array(list(states.values())).T
         base[:, columns.end_column("hidden")] += messages + awaited * order.num_micro_batches
@@ -229,13 +229,13 @@ class _RankWalker:
 
         The values are the most messages sent by then, and whether each steady-phase micro-batch adds to them.
         """
-        flying = [0] * len(self._distinct_chunks)
-        left = [0] * len(self._distinct_chunks)
+        in_flight = [0] * len(self._distinct_chunks)
+        delayed = [0] * len(self._distinct_chunks)
         messages = 0
         is_steady = not self.schedule_spec.overlap
         found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
         for slot in row:
-            ahead = behind = -1
+            forward = backward = -1
             if len(slot) > 1:
                 # The steady phase begins; states before it, such as a first backward pass alone, have fewer messages.
                 is_steady = True
@@ -243,21 +243,21 @@ class _RankWalker:
                 own = self._chunk_class[action.stage]
                 kind = action.kind
                 if kind == "F":
-                    ahead = own
+                    forward = own
                 elif kind == "W":
-                    left[own] -= 1
+                    delayed[own] -= 1
                 else:
-                    behind = own
-                    flying[own] -= 1
-            if ahead < 0 and behind < 0:
+                    backward = own
+                    in_flight[own] -= 1
+            if forward < 0 and backward < 0:
                 continue
             # The number of messages only grows.
-            found[tuple(flying), tuple(left), (ahead, behind)] = messages, is_steady
-            if ahead >= 0:
-                flying[ahead] += 1
-            if behind >= 0:
+            found[tuple(in_flight), tuple(delayed), (forward, backward)] = messages, is_steady
+            if forward >= 0:
+                in_flight[forward] += 1
+            if backward >= 0:
                 messages += sent[slot[-1].stage]
-                left[behind] += slot[-1].kind == "I"
+                delayed[backward] += slot[-1].kind == "I"
         return found
 
     def _running_snapshots(self, running: RunningChunks) -> Counts:
@@ -266,13 +266,17 @@ class _RankWalker:
         The last two columns are `MemorySnapshots.occurrence`.
         """
         if running not in self._running_cache:
-            ahead, behind = (None if own < 0 else self._distinct_chunks[own] for own in running)
-            if ahead and behind:
-                self._running_cache[running] = self._overlap_snapshots(ahead, behind)
+            forward, backward = (None if own < 0 else self._distinct_chunks[own] for own in running)
+            if forward and backward:
+                self._running_cache[running] = self._overlap_snapshots(forward, backward)
             else:
                 run = np.array(
                     list(
-                        self._forward_snapshots(ahead) if ahead else self._backward_snapshots(behind) if behind else ()
+                        self._forward_snapshots(forward)
+                        if forward
+                        else self._backward_snapshots(backward)
+                        if backward
+                        else ()
                     )
                 )
                 # With two micro-batches at a time, one is being offloaded and the other prefetched.
@@ -286,8 +290,8 @@ class _RankWalker:
             before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurs(before[None], 1.0, 1.0)
         plain, paused = (
-            OverlapSpec(self.columns, self.splits_backward, again, self._keeps_sent_messages())
-            for again in (False, True)
+            OverlapSpec(self.columns, self.splits_backward, recomputes, self._keeps_sent_messages())
+            for recomputes in (False, True)
         )
         runs = (
             overlap_snapshots(plain, forward_chunk, backward_chunk),
@@ -349,8 +353,8 @@ class _RankWalker:
 
     def _keeps_sent_messages(self) -> bool:
         order = self.schedule_spec
-        lets_go = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
-        return order.keeps_sent_messages and order.pp > 1 and not lets_go
+        frees_sent = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        return order.keeps_sent_messages and order.pp > 1 and not frees_sent
 
     def _num_recv_buffers(self, stages: Iterable[int]) -> int:
         """Return the receive buffers for each micro-batch: one for each neighbour of a stage on another rank."""
@@ -446,16 +450,16 @@ def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chu
 
 @lru_cache(maxsize=1024)
 def _forward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
-    drawn = _SnapshotIntervalBuilder()
-    visit_forward(drawn, _stage_rows(spec, chunk))
-    return tuple(drawn.intervals)
+    builder = _SnapshotIntervalBuilder()
+    visit_forward(builder, _stage_rows(spec, chunk))
+    return tuple(builder.intervals)
 
 
 @lru_cache(maxsize=1024)
 def _backward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
-    drawn = _SnapshotIntervalBuilder()
-    visit_backward(drawn, _stage_rows(spec, chunk))
-    return tuple(drawn.intervals)
+    builder = _SnapshotIntervalBuilder()
+    visit_backward(builder, _stage_rows(spec, chunk))
+    return tuple(builder.intervals)
 
 
 class _UnitRows:
@@ -496,15 +500,15 @@ def _stage_rows(spec: OverlapSpec, chunk: ModelChunk) -> StageMemory[Counts]:
         kind: units.layer_rows(kind, units.layer(columns.delayed_wgrad, kind) if splits else nothing)
         for kind in set(chunk.kinds)
     }
-    further = []
+    mtp_layers = []
     if chunk.num_mtp_layers:
         postponed = units.row(postponed_further=1.0) if splits else nothing
-        further = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
+        mtp_layers = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
     postponed_heads = chunk.has_loss * splits * (1.0 + chunk.num_mtp_layers)
     return StageMemory(
         embedding=units.row(embedding=float(chunk.has_embedding), in_transit=1.0),
         layers=[known[kind] for kind in chunk.kinds],
-        mtp_layers=further,
+        mtp_layers=mtp_layers,
         mtp_layer_saved=units.row(further=1.0),
         head=units.row(head=float(chunk.has_loss)),
         logits=units.row(logits=1.0),

@@ -97,14 +97,14 @@ class StateMemoryTable:
 
     def _cache_key(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[bool, *tuple[object, ...]]:
         accumulates_gradients = accumulates_gradients and mapping.zero < 2 and mapping.world_size > 1
-        cut = self.sharding_degrees(mapping)
+        degrees = self.sharding_degrees(mapping)
         return (
             accumulates_gradients,
             mapping.tp,
             mapping.cp,
             mapping.ep,
             mapping.etp,
-            *cut,
+            *degrees,
             mapping.zero,
             mapping.world_size == 1,
             "optimizer" in mapping.offload,
@@ -125,11 +125,11 @@ class StateMemoryTable:
         gathered = {}
         table = np.zeros((len(STATE_PARTS), columns.state_size))
         for column, name in self.units():
-            weights, copies, summed, moments, buffers = self._unit_bytes(
+            weights, gathered_bytes, summed, optimizer, buffers = self._unit_bytes(
                 name, mapping, degrees, accumulates_gradients=accumulates_gradients, is_offloaded=is_offloaded
             )
-            table[:, column] = weights, copies, summed, moments, buffers
-            gathered[name] = copies
+            table[:, column] = weights, gathered_bytes, summed, optimizer, buffers
+            gathered[name] = gathered_bytes
         if self.model_spec.has_second_embedding:
             for name in ("second_embedding", "following_embedding"):
                 table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
@@ -165,10 +165,13 @@ class StateMemoryTable:
     ) -> tuple[int, ...]:
         if mapping.world_size == 1:
             return self._single_rank_bytes(name, is_offloaded=is_offloaded)
-        holding = self._shard_spec(degrees, accumulates_gradients)
+        shard_spec = self._shard_spec(degrees, accumulates_gradients)
         total = (0, 0, 0, 0)
-        for is_expert, cut in ((False, (mapping.tp, degrees[0])), (True, (mapping.ep, mapping.etp, degrees[1]))):
-            key = (name, is_expert, *cut, accumulates_gradients, is_offloaded)
+        for is_expert, shard_degrees in (
+            (False, (mapping.tp, degrees[0])),
+            (True, (mapping.ep, mapping.etp, degrees[1])),
+        ):
+            key = (name, is_expert, *shard_degrees, accumulates_gradients, is_offloaded)
             if key not in self._unit_bytes_cache:
                 weights = [
                     w.shard(mapping.tp, mapping.ep, mapping.etp)
@@ -176,7 +179,7 @@ class StateMemoryTable:
                     if w.is_expert == is_expert
                 ]
                 self._unit_bytes_cache[key] = self._sharded_bytes(
-                    holding, weights, holding.gathered_bytes(weights), is_offloaded=is_offloaded
+                    shard_spec, weights, shard_spec.gathered_bytes(weights), is_offloaded=is_offloaded
                 )
             total = _add(total, self._unit_bytes_cache[key])
         return (*total, self._buffer_bytes(name))
@@ -184,11 +187,11 @@ class StateMemoryTable:
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
         weights = self.weights(name, 1)
         if self.model_spec.config is not None:
-            copies = cast_copy_bytes(self.cfg, [self._unit_name(name)])
+            gathered_bytes = cast_copy_bytes(self.cfg, [self._unit_name(name)])
         else:
-            copies = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
+            gathered_bytes = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
         counted = self._sharded_bytes(
-            self._shard_spec((1, 1), accumulates_gradients=False), weights, copies, is_offloaded=is_offloaded
+            self._shard_spec((1, 1), accumulates_gradients=False), weights, gathered_bytes, is_offloaded=is_offloaded
         )
         return (*counted, self._buffer_bytes(name))
 
@@ -202,11 +205,13 @@ class StateMemoryTable:
         return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
 
     def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
-        holding = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
+        shard_spec = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
         states = self.workload.state_bytes
         if states is None:
-            return holding
-        return replace(holding, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient)
+            return shard_spec
+        return replace(
+            shard_spec, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient
+        )
 
     def _unit_name(self, name: str | int) -> str:
         return name if isinstance(name, str) else layer_letter(self.model_spec, name)

@@ -175,7 +175,7 @@ class MappingConstraints:
     def __init__(self, cfg: Config) -> None:
         raise_all(validate_ranges(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE}
-        raise_all(fault for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for fault in rule(cfg))
+        raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
         uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
         raise_all(validate_routing(uncut))
         self.base_config = cfg

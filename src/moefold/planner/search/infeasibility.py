@@ -65,10 +65,10 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
         ]
         # If the runtime accepts one of them, the restriction excludes it, and not a rule.
         refused = tried if all(tried) else []
-        for fault, count in Counter(fault for faults in refused for fault in faults).items():
-            rank = sum(f"{section}.{key}" in fault for section, key in keys), count / len(tried)
-            ranked[fault] = max(rank, ranked.get(fault, rank))
-    return max(ranked, key=lambda fault: ranked[fault], default="")
+        for error, count in Counter(error for errors in refused for error in errors).items():
+            rank = sum(f"{section}.{key}" in error for section, key in keys), count / len(tried)
+            ranked[error] = max(rank, ranked.get(error, rank))
+    return max(ranked, key=lambda error: ranked[error], default="")
 
 
 def _legal_samples_without(
@@ -89,8 +89,8 @@ def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction
     values = _fixed_axes_only(restriction)
     world = constraints.base_config.parallel.world_size
     others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
-    found = Counter(fault for degrees in others for fault in _validation_errors(constraints.config_of(degrees)))
-    return max(_validation_errors(constraints.config_of(values)), key=lambda fault: found[fault], default="")
+    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_of(degrees)))
+    return max(_validation_errors(constraints.config_of(values)), key=lambda error: found[error], default="")
 
 
 def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:

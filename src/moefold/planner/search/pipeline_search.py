@@ -141,24 +141,26 @@ class FoldCosts:
 
     def _lower_bound_fitting(self, fold: Fold, choice: MicroBatchChoice) -> Seconds:
         """Return a lower bound of the step seconds under each strategy, without bubbles and sends; inf if none fits."""
-        savers = self.space.strategies
+        strategies = self.space.strategies
         probe = build_mapping(fold, choice, choice.pipelines[0])
         memory = self.memory_model
-        held, active = self._min_over_pipelines(fold, choice, probe)
+        state_counts, activations = self._min_over_pipelines(fold, choice, probe)
         n = self.num_micro_batches(fold, choice)
-        ways = []
+        bounds = []
         # One byte of tolerance, so that rounding excludes nothing that fits.
         free = memory.device.memory_bytes + 1 - memory.workspace(probe)
-        rooms = free - self.persistent_bytes(fold, choice, self.space.zero_stages) @ held.T
-        for home, room in zip(self.placements(self.space.zero_stages), rooms, strict=True):
-            if room.min() > 0:
-                m = build_mapping(fold, choice, choice.pipelines[0], *home)
-                ways.append((self.strategy_costs.lower_bound_data_parallel_s(m, choice.pipelines, n), room))
-        shown = np.full(len(savers), inf)
-        for seconds, room in sorted(ways, key=lambda way: -way[0]):
-            shown[(active <= room[:, None]).all(axis=0)] = seconds
-        least: Seconds = self.strategy_costs.lower_bound_passes(probe, savers) + shown + STEP_OVERHEAD_S
-        return least
+        headrooms = free - self.persistent_bytes(fold, choice, self.space.zero_stages) @ state_counts.T
+        for placement, headroom in zip(self.placements(self.space.zero_stages), headrooms, strict=True):
+            if headroom.min() > 0:
+                m = build_mapping(fold, choice, choice.pipelines[0], *placement)
+                bounds.append((self.strategy_costs.lower_bound_data_parallel_s(m, choice.pipelines, n), headroom))
+        data_parallel_s = np.full(len(strategies), inf)
+        for seconds, headroom in sorted(bounds, key=lambda way: -way[0]):
+            data_parallel_s[(activations <= headroom[:, None]).all(axis=0)] = seconds
+        lower_bounds: Seconds = (
+            self.strategy_costs.lower_bound_passes(probe, strategies) + data_parallel_s + STEP_OVERHEAD_S
+        )
+        return lower_bounds
 
     def _min_over_pipelines(
         self, fold: Fold, choice: MicroBatchChoice, probe: ParallelMapping
@@ -168,30 +170,33 @@ class FoldCosts:
         They are [2, columns] and [2, strategies], and the same for many degrees of the experts.
         """
         # Neither snapshot lies in an overlapped pair, so the sizes are those without overlap, which are fewer.
-        heaviest = self._peak_candidates_key(fold, choice)
-        kept = self.memory_model.activation_memory
+        candidates_key = self._peak_candidates_key(fold, choice)
+        activation_memory = self.memory_model.activation_memory
         probe = replace(probe, overlap=False)
-        key = (heaviest, kept.cache_key(probe), choice.mbs, fold.cp)
+        key = (candidates_key, activation_memory.cache_key(probe), choice.mbs, fold.cp)
         if key not in self._min_over_pipelines_cache:
-            held, active = (rows.min(axis=0) for rows in self.peak_candidates(fold, choice))
-            self._min_over_pipelines_cache[key] = held, active @ kept.total_bytes(probe, self.space.strategies).T
+            state_counts, activation_counts = (rows.min(axis=0) for rows in self.peak_candidates(fold, choice))
+            self._min_over_pipelines_cache[key] = (
+                state_counts,
+                activation_counts @ activation_memory.total_bytes(probe, self.space.strategies).T,
+            )
         return self._min_over_pipelines_cache[key]
 
     def price_choice(
         self, fold: Fold, choice: MicroBatchChoice, indices: NDArray[np.intp] | None = None
     ) -> PricedChoice:
         """Price all pipelines of a choice under the strategies of the given indices; None: under all."""
-        savers = self.space.strategies
+        strategies = self.space.strategies
         probe = build_mapping(fold, choice, choice.pipelines[0])
-        indices = np.arange(len(savers)) if indices is None else indices
-        passes = self.strategy_costs.pass_times(probe, choice.pipelines, savers, indices)
-        kept = self.memory_model.activation_memory.total_bytes(probe, savers)[indices]
-        held, active = self.peak_candidates(fold, choice)
-        of_savers = active @ kept.T
-        resting = self.persistent_bytes(fold, choice, self.space.zero_stages).min(axis=0)
-        may_fit = self.fits(held @ resting + self.memory_model.workspace(probe), of_savers)
-        least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_OVERHEAD_S
-        return PricedChoice(choice, indices, passes, kept, of_savers, may_fit, tuple(least.tolist()))
+        indices = np.arange(len(strategies)) if indices is None else indices
+        passes = self.strategy_costs.pass_times(probe, choice.pipelines, strategies, indices)
+        saved = self.memory_model.activation_memory.total_bytes(probe, strategies)[indices]
+        state_counts, activation_counts = self.peak_candidates(fold, choice)
+        activations = activation_counts @ saved.T
+        persistent = self.persistent_bytes(fold, choice, self.space.zero_stages).min(axis=0)
+        may_fit = self.fits(state_counts @ persistent + self.memory_model.workspace(probe), activations)
+        lower_bounds = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_OVERHEAD_S
+        return PricedChoice(choice, indices, passes, saved, activations, may_fit, tuple(lower_bounds.tolist()))
 
     def fits(self, persistent: ByteArray, activations: ByteArray) -> NDArray[np.bool_]:
         """Return which strategies fit at the given snapshots, [..., strategies].
@@ -213,7 +218,8 @@ class FoldCosts:
         key = (fold, self.num_micro_batches(fold, choice) > 1, zero_stages)
         if key not in self._persistent:
             mappings = [
-                build_mapping(fold, choice, choice.pipelines[0], *home) for home in self.placements(zero_stages)
+                build_mapping(fold, choice, choice.pipelines[0], *placement)
+                for placement in self.placements(zero_stages)
             ]
             self._persistent[key] = np.array([self.memory_model.persistent_bytes(m) for m in mappings])
         return self._persistent[key]
@@ -271,11 +277,11 @@ class PipelineChoice:
     @cached_property
     def _memory_budget(self) -> MemoryBudget:
         """Memory of the pipeline, computed on demand: finding its snapshots is slow."""
-        opened = self._priced_choice
-        prices = self._fold_costs
+        priced = self._priced_choice
+        costs = self._fold_costs
         mapping = build_mapping(self._fold, self._choice, self._pipeline)
-        return prices.memory_model.memory_budget(
-            mapping, opened.saved, prices.space.strategies.recomputes_comm[opened.indices]
+        return costs.memory_model.memory_budget(
+            mapping, priced.saved, costs.space.strategies.recomputes_comm[priced.indices]
         )
 
     def lower_bound_s(self, limit: float) -> float:
@@ -283,35 +289,35 @@ class PipelineChoice:
 
         A mapping may fit if it fits at two snapshots of the step.
         """
-        prices = self._fold_costs
+        costs = self._fold_costs
         some = np.flatnonzero(self._may_fit & (self._pass_times.seconds + STEP_OVERHEAD_S < limit))
         if not some.size:
             return inf
         passes = self._pass_times.select(some)
-        active = self._activations[:, some]
-        resting = prices.persistent_bytes(self._fold, self._choice, self._zero_stages) @ self._states.T
-        workspace = prices.memory_model.workspace(build_mapping(self._fold, self._choice, self._pipeline))
-        fits = prices.fits(resting + workspace, active)
-        homes = prices.placements(self._zero_stages)
+        activations = self._activations[:, some]
+        persistent = costs.persistent_bytes(self._fold, self._choice, self._zero_stages) @ self._states.T
+        workspace = costs.memory_model.workspace(build_mapping(self._fold, self._choice, self._pipeline))
+        fits = costs.fits(persistent + workspace, activations)
+        placements = costs.placements(self._zero_stages)
         for number in np.flatnonzero(fits.any(axis=1)):
-            m = build_mapping(self._fold, self._choice, self._pipeline, *homes[number])
-            seconds = prices.strategy_costs.add_data_parallel_s(passes, m, self._num_micro_batches)
-            near = np.flatnonzero(fits[number] & (seconds < limit))
-            if near.size:
+            m = build_mapping(self._fold, self._choice, self._pipeline, *placements[number])
+            seconds = costs.strategy_costs.add_data_parallel_s(passes, m, self._num_micro_batches)
+            below_limit = np.flatnonzero(fits[number] & (seconds < limit))
+            if below_limit.size:
                 # Stable: equal strategies keep their order.
-                near = near[np.argsort(seconds[near], kind="stable")]
-                self._sharding_choices.append(_ShardingChoice(m, some[near], seconds[near]))
+                below_limit = below_limit[np.argsort(seconds[below_limit], kind="stable")]
+                self._sharding_choices.append(_ShardingChoice(m, some[below_limit], seconds[below_limit]))
         self._sharding_choices.sort(key=lambda way: way.lower_bound_s)
         return self._sharding_choices[0].lower_bound_s if self._sharding_choices else inf
 
     def fastest(self, limit: float) -> TimedMapping | None:
         """Return the fastest mapping below a limit that fits, or None; call `lower_bound_s` first."""
         best = None
-        for way in self._sharding_choices:
-            number = self._first_that_fits(way, limit)
+        for sharding in self._sharding_choices:
+            number = self._first_that_fits(sharding, limit)
             if number is not None:
-                limit = float(way.seconds[number])
-                best = limit, _with_strategy(way.mapping, self._strategy(way.indices[number]))
+                limit = float(sharding.seconds[number])
+                best = limit, _with_strategy(sharding.mapping, self._strategy(sharding.indices[number]))
         return best
 
     def _first_that_fits(self, sharding: "_ShardingChoice", limit: float) -> int | None:

@@ -11,7 +11,7 @@ stages x placements of the moments x parts to recompute or offload. Lower bounds
   states. Only mappings that may fit count: the states of each ZeRO stage and placement of the moments, with the
   activations of each strategy at two snapshots of the step.
 * The times of all pipelines of a choice under many strategies are computed at once, exactly but for data parallelism
-  and the optimizer (`cost_model/strategy.py`), and then exactly for each sharding that fits at those two snapshots.
+  and the optimizer (`planner/cost_model/strategy.py`), and then exactly for each sharding that fits at those two snapshots.
 * The remaining mappings are checked, fastest first, against all snapshots of the step: the first that fits is the best.
 
 Candidates of all folds are expanded in ascending order of these bounds (`FoldSearch`), so the best folds are found in
@@ -92,33 +92,33 @@ class FoldSearch:
 
     def advance(self, limit: float = inf) -> None:
         """Expand the candidate with the lowest bound, if it may be below a limit."""
-        floor, i, part, which = heappop(self._queue)
+        bound, i, part, which = heappop(self._queue)
         limit = min(limit, self._best_s)
         base = self._micro_batch_choices[i]
         if part < 0 and i not in self._sends_and_bubble_s:
-            least, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
-            self._push(least, floor, (i, -1, -1), limit)
+            lower_bound, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
+            self._push(lower_bound, bound, (i, -1, -1), limit)
         elif part < 0:
             self._strategy_batches[i] = self._fold_costs.strategy_batches(
                 self._fold, base, self._sends_and_bubble_s[i], limit
             )
             if self._strategy_batches[i]:
-                self._push(self._strategy_batches[i][0].lower_bound_s, floor, (i, 0, -1), limit)
+                self._push(self._strategy_batches[i][0].lower_bound_s, bound, (i, 0, -1), limit)
         elif which < 0:
-            self._price_batch(floor, i, part, limit)
+            self._price_batch(bound, i, part, limit)
         elif (i, part, which) not in self._pipeline_choices:
             choice = PipelineChoice(self._fold_costs, self._fold, self._priced_choices[i, part], which)
             self._pipeline_choices[i, part, which] = choice
-            self._push(choice.lower_bound_s(limit), floor, (i, part, which), limit)
+            self._push(choice.lower_bound_s(limit), bound, (i, part, which), limit)
         elif (found := self._pipeline_choices.pop((i, part, which)).fastest(limit)) is not None:
             self.best = found
 
     def _price_batch(self, lower_bound: float, i: int, batch: int, limit: float) -> None:
         """Price the pipelines with a batch of memory strategies, and queue the next batch."""
         portions = self._strategy_batches[i]
-        opened = self._fold_costs.price_choice(self._fold, self._micro_batch_choices[i], portions[batch].below(limit))
-        self._priced_choices[i, batch] = opened
-        for number, least in enumerate(opened.lower_bounds_s):
+        priced = self._fold_costs.price_choice(self._fold, self._micro_batch_choices[i], portions[batch].below(limit))
+        self._priced_choices[i, batch] = priced
+        for number, least in enumerate(priced.lower_bounds_s):
             self._push(least, lower_bound, (i, batch, number), limit)
         if batch + 1 < len(portions):
             self._push(portions[batch + 1].lower_bound_s, lower_bound, (i, batch + 1, -1), limit)
@@ -204,11 +204,11 @@ class Search:
 
     def num_faster(self, seconds: float) -> int:
         """Return the number of folds whose best mapping that fits takes less than `seconds`."""
-        near = {view for view in self.space.views if self._view_lower_bound_s(view) < seconds}
+        near_views = {view for view in self.space.views if self._view_lower_bound_s(view) < seconds}
         return sum(
             self._fold_search(fold, view).finish(seconds, stop_at_first=True) is not None
             for fold, view in self.space.folds
-            if view in near and self._fold_lower_bound_s(fold, view) < seconds
+            if view in near_views and self._fold_lower_bound_s(fold, view) < seconds
         )
 
     def best(self, fold: Fold, view: AttentionView) -> PlannedMapping:
@@ -236,15 +236,15 @@ class Search:
         one
         candidate at a time, always the one with the lowest bound.
         """
-        floors = {view: self._view_lower_bound_s(view) for view in self.space.views}
+        bounds = {view: self._view_lower_bound_s(view) for view in self.space.views}
         searches: dict[int, FoldSearch] = {}
-        queue = [(floors[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
+        queue = [(bounds[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
         heapify(queue)
         while queue and queue[0][0] < inf:
-            floor, i, is_known = heappop(queue)
+            bound, i, is_known = heappop(queue)
             fold, view = self.space.folds[i]
             if not is_known:
-                heappush(queue, (max(floor, self._fold_lower_bound_s(fold, view)), i, True))
+                heappush(queue, (max(bound, self._fold_lower_bound_s(fold, view)), i, True))
                 continue
             if i not in searches:
                 searches[i] = self._fold_search(fold, view)
@@ -253,18 +253,18 @@ class Search:
                 continue
             else:
                 searches[i].advance()
-            heappush(queue, (max(floor, searches[i].lower_bound_s), i, True))
+            heappush(queue, (max(bound, searches[i].lower_bound_s), i, True))
 
     def _view_lower_bound_s(self, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds over all degrees of the experts."""
-        pricer = self.cost_model
-        least = inf
+        cost_model = self.cost_model
+        lower_bound = inf
         for size, _ in view.pipelines_by_mbs:
-            seconds = sum(pricer.head_and_loss_s(view.tp, view.cp, size))
+            seconds = sum(cost_model.head_and_loss_s(view.tp, view.cp, size))
             for kind, count in enumerate(self._kind_counts):
-                seconds += count * pricer.lower_bound_layer_s(kind, view.tp, view.cp, size)
-            least = min(least, self._global_batch_size // (size * view.dp) * seconds / view.pp)
-        return least
+                seconds += count * cost_model.lower_bound_layer_s(kind, view.tp, view.cp, size)
+            lower_bound = min(lower_bound, self._global_batch_size // (size * view.dp) * seconds / view.pp)
+        return lower_bound
 
     def _fold_lower_bound_s(self, fold: Fold, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds with the experts' degrees of a fold."""
@@ -280,9 +280,11 @@ class Search:
         """Return the seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
         key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp)
         if key not in self._lower_bound_layers:
-            ways = product(self._dispatchers(fold, mbs), (False, True))
-            every = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in ways]
-            self._lower_bound_layers[key] = min((layers.forward_s + layers.backward_s for layers in every), default=inf)
+            options = product(self._dispatchers(fold, mbs), (False, True))
+            totals = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in options]
+            self._lower_bound_layers[key] = min(
+                (layers.forward_s + layers.backward_s for layers in totals), default=inf
+            )
         return self._lower_bound_layers[key]
 
     def _micro_batch_choices_of(self, fold: Fold, view: AttentionView) -> tuple[MicroBatchChoice, ...]:
@@ -303,13 +305,13 @@ class Search:
                     layers = self._layer_totals(fold, size, dispatcher, overlap) if legal else None
                     if layers is None:
                         continue
-                    base = MicroBatchChoice(
+                    choice = MicroBatchChoice(
                         n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
                     )
                     # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
-                    if self._may_need_less_memory(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
+                    if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
                         fastest += [] if dispatcher == "allgather" else [layers]
-                        yield base
+                        yield choice
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
         """Return whether a choice's dispatcher may need less memory than others.
@@ -345,7 +347,7 @@ class Search:
         """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""
         for size, pipelines in view.pipelines_by_mbs:
             for dispatcher in self.space.dispatchers(fold, size):
-                leanest: list[tuple[float, ParallelMapping]] = []
+                smallest: list[tuple[float, ParallelMapping]] = []
                 for overlap in (False, True):
                     legal = [
                         p
@@ -353,14 +355,14 @@ class Search:
                         if self.space.legal_zero_stages(fold, size, p.schedule, dispatcher, overlap)
                     ]
                     if legal:
-                        opened = self.fold_costs.price_choice(
+                        priced = self.fold_costs.price_choice(
                             fold, MicroBatchChoice(0.0, size, dispatcher, overlap, tuple(legal))
                         )
-                        leanest += [
-                            PipelineChoice(self.fold_costs, fold, opened, i).min_memory() for i in range(len(legal))
+                        smallest += [
+                            PipelineChoice(self.fold_costs, fold, priced, i).min_memory() for i in range(len(legal))
                         ]
-                if leanest:
-                    return self.price(min(leanest, key=lambda entry: entry[0])[1])
+                if smallest:
+                    return self.price(min(smallest, key=lambda entry: entry[0])[1])
         raise AssertionError(f"{fold} is a fold of no legal mapping")
 
     def _layer_totals(self, fold: Fold, mbs: int, dispatcher: str, overlap: bool) -> _LayerTotals:
@@ -372,9 +374,9 @@ class Search:
             forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []
             for kind, count in enumerate(self._kind_counts):
-                ahead, behind = self.cost_model.plain_layer(kind, probe)
-                kinds.append(ahead + behind)
-                forward += count * ahead
-                backward += count * behind
+                forward_s, backward_s = self.cost_model.plain_layer(kind, probe)
+                kinds.append(forward_s + backward_s)
+                forward += count * forward_s
+                backward += count * backward_s
             self._layer_totals_cache[key] = _LayerTotals(forward, backward, tuple(kinds))
         return self._layer_totals_cache[key]

@@ -151,8 +151,8 @@ class MappingSpace:
     @cached_property
     def optimizer_placements(self) -> tuple[str, ...]:
         """Placements of the optimizer's moments: on the device, or in host memory."""
-        homes = ("none", HOST) if self.has_host_memory else ("none",)
-        return tuple(home for home in homes if self.restriction.allows("moments", home))
+        placements = ("none", HOST) if self.has_host_memory else ("none",)
+        return tuple(placement for placement in placements if self.restriction.allows("moments", placement))
 
     @cached_property
     def has_host_memory(self) -> bool:
@@ -222,17 +222,21 @@ class MappingSpace:
         for size, pipelines in view.pipelines_by_mbs:
             dispatchers = self.dispatchers(fold, size)
             total += len(pipelines) * len(dispatchers) * plain
-            hiding = sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
-            for schedule, number in Counter(pipeline.schedule for pipeline in pipelines).items() if hiding else ():
-                total += hiding * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
+            num_overlapping = (
+                sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
+            )
+            for schedule, number in (
+                Counter(pipeline.schedule for pipeline in pipelines).items() if num_overlapping else ()
+            ):
+                total += num_overlapping * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
         return total * len(self.strategies)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield every legal mapping as the values of its axes; for small worlds."""
         for fold, view in self.folds:
             for run, zeros in self._iterate_runs(fold, view):
-                for zero, moments, saver in product(zeros, self.optimizer_placements, self.strategies):
-                    yield {**run, "zero": zero, "recompute": saver[0], "offload": saver[1], "moments": moments}
+                for zero, moments, strategy in product(zeros, self.optimizer_placements, self.strategies):
+                    yield {**run, "zero": zero, "recompute": strategy[0], "offload": strategy[1], "moments": moments}
 
     def sample_mappings(self, fold: Fold, view: AttentionView) -> Iterator[dict[str, Any]]:
         """Yield a legal mapping of a fold for each schedule with each dispatcher."""

@@ -86,19 +86,21 @@ class _LayerSegments:
         feed_forward = cost_model.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         priced = cost_model.layer_time(kind, m)
         parts = dict(zip(TIME_PARTS, priced.parts, strict=True))
-        ahead = mixer.forward + feed_forward.forward
-        behind = feed_forward.backward + mixer.backward
-        launches = priced.forward_s - sum(work.seconds for work in ahead)
-        self.forward = (*map(_segment, ahead), Segment("launch", launches))
-        again = Segment("recompute", parts["recompute"])
-        late = Segment("launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in behind))
-        self.backward = (again, *map(_segment, behind), late)
-        computed = sum(work.seconds for work in behind if not work.comm_axis)
-        early = 1.0 - priced.wgrad_s / computed if computed else 1.0
+        forward_items = mixer.forward + feed_forward.forward
+        backward_items = feed_forward.backward + mixer.backward
+        launches = priced.forward_s - sum(work.seconds for work in forward_items)
+        self.forward = (*map(_segment, forward_items), Segment("launch", launches))
+        recompute = Segment("recompute", parts["recompute"])
+        late_launches = Segment(
+            "launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in backward_items)
+        )
+        self.backward = (recompute, *map(_segment, backward_items), late_launches)
+        computed = sum(work.seconds for work in backward_items if not work.comm_axis)
+        input_fraction = 1.0 - priced.wgrad_s / computed if computed else 1.0
         self.input_gradient = (
-            again,
-            *(_scale_segment(_segment(work), 1.0 if work.comm_axis else early) for work in behind),
-            late,
+            recompute,
+            *(_scale_segment(_segment(work), 1.0 if work.comm_axis else input_fraction) for work in backward_items),
+            late_launches,
         )
         self.weight_gradient = (Segment("weight_gradients", priced.wgrad_s),)
 

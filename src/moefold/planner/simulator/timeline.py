@@ -95,11 +95,11 @@ class Timeline:
                 steps.append((start, 1))
             elif action.kind in "BW":
                 steps.append((end, -1))
-        held = most = 0
+        in_flight = peak = 0
         for _, change in sorted(steps):
-            held += change
-            most = max(most, held)
-        return most
+            in_flight += change
+            peak = max(peak, in_flight)
+        return peak
 
     @property
     def has_overlapping_passes(self) -> bool:
