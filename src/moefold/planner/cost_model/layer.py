@@ -409,10 +409,8 @@ class _MoECost:
         if self._fuses_experts:
             return forward_kernels / 2, backward_kernels / 2
         cast = self.layer_costs.gemm.quantize_bytes > 0
-        kernels_per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
-        return forward_kernels + local_experts * kernels_per_expert[
-            0
-        ], backward_kernels + local_experts * kernels_per_expert[1]
+        per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
+        return forward_kernels + local_experts * per_expert[0], backward_kernels + local_experts * per_expert[1]
 
     def _router(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.

@@ -119,10 +119,10 @@ class MemoryModel:
     def _backward_bytes(self, mapping: ParallelMapping) -> float:
         """Return the bytes of the largest FSDP2 module: its full gradients, and the buffers to compute or reduce them.
 
-        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`SortedExperts.backward`; on a
-        CPU
-        these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type (`foreach_reduce`),
-        whatever is sharded. Megatron-Core adds and reduces gradients in place, and its published rows had headroom.
+        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`_FusedExperts.backward`; on a
+        CPU these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type
+        (`foreach_reduce`), whatever is sharded. Megatron-Core adds and reduces gradients in place, and its published
+        rows had headroom.
         """
         w = self.workload
         found = 0.0
@@ -132,9 +132,12 @@ class MemoryModel:
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
         for kind, layer in enumerate(self.model_spec.kinds):
             dense, experts = layer_parameters(self.model_spec, kind)
-            routed_tokens = routed_tokens_per_token(layer.feed_forward, w)
-            rows = tokens * routed_tokens * layer.feed_forward.width if layer.feed_forward else 0.0
-            for size, work in ((dense / mapping.tp, 0.0), (experts / (mapping.ep * mapping.etp), rows * working)):
+            routed_per_token = routed_tokens_per_token(layer.feed_forward, w)
+            hidden_values = tokens * routed_per_token * layer.feed_forward.width if layer.feed_forward else 0.0
+            for size, work in (
+                (dense / mapping.tp, 0.0),
+                (experts / (mapping.ep * mapping.etp), hidden_values * working),
+            ):
                 found = max(found, size * w.value_bytes + max(size * max(w.reduce_bytes, w.value_bytes), work))
         return found
 

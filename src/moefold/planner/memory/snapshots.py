@@ -102,10 +102,10 @@ def find_snapshots(
     for rank, stages in enumerate(stages_by_rank):
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
         found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
-    activations = columns.state_size + columns.size
+    end = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
     return MemorySnapshots(
-        rows[:, : columns.state_size], rows[:, columns.state_size : activations], rows[:, activations:-1], rows[:, -1]
+        rows[:, : columns.state_size], rows[:, columns.state_size : end], rows[:, end:-1], rows[:, -1]
     )
 
 

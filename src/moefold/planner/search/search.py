@@ -10,8 +10,8 @@ stages x placements of the moments x parts to recompute or offload. Lower bounds
 * With a memory strategy the layers take longer, and data parallelism and the optimizer add least for the least sharded
   states. Only mappings that may fit count: the states of each ZeRO stage and placement of the moments, with the
   activations of each strategy at two snapshots of the step.
-* The times of all pipelines of a choice under many strategies are computed at once, exactly but for data parallelism
-  and the optimizer (`planner/cost_model/strategy.py`), and then exactly for each sharding that fits at those two snapshots.
+* The times of all pipelines of a choice under many strategies are computed at once, without data parallelism and the
+  optimizer (`planner/cost_model/strategy.py`), and then exactly for each sharding that fits at those two snapshots.
 * The remaining mappings are checked, fastest first, against all snapshots of the step: the first that fits is the best.
 
 Candidates of all folds are expanded in ascending order of these bounds (`FoldSearch`), so the best folds are found in
