@@ -141,7 +141,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
             "run.dtype='float64' has no price here, as nothing is known of h100 in float64; choose",
         ),
         (["train.precision=nvfp4"], "train.precision='nvfp4' has no price here"),
-        (["train.precision=fp8-blockwise", "run.kernels=plain"], "run.kernels='plain' leaves the matrix units alone"),
+        (["train.precision=fp8-blockwise", "run.kernels=plain"], "run.kernels='plain' does not use the matrix units"),
         (["train.recompute=['auto']", "--gpu", "cpu"], "train.recompute=['auto'] needs train.memory_budget_gib"),
     ],
 )

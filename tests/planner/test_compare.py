@@ -68,7 +68,7 @@ def test_without_tensor_parallelism_there_is_nothing_to_fold():
     (found,) = compare_by_seq_len(question(fixed={"tp": 1, "etp": 1}), [64])
     assert found.is_same_mapping
     assert found.gain == 0
-    assert "cut alike" in found.reason
+    assert "sharded alike" in found.reason
 
 
 def test_folding_wins_where_attention_is_cut_and_experts_need_not_be():

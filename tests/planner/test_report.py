@@ -276,7 +276,7 @@ def test_names_say_what_is_unusual():
     mapping = ParallelMapping(
         pp=4, vpp=2, schedule="zbv", zero=3, recompute=("norms", "moe"), offload=("optimizer",), overlap=True
     )
-    saved = "zbv, recompute: norms + moe, offload: optimizer, experts' exchange overlapped"
+    saved = "zbv, recompute: norms + moe, offload: optimizer, expert all-to-all overlapped"
     assert format_compact_mapping(mapping) == f"tp1 pp4x2 ep1 dp1 z3, {saved}"
 
 

@@ -122,13 +122,13 @@ def test_every_metric_tells_the_same_time(tmp_path):
         ({"n_gpus": "100"}, "the degrees do not divide 100 GPUs"),
         ({"gbs": "100"}, "a batch of 100 does not divide over dp=8"),
         ({"mbs": "3"}, "micro-batches of 3 do not divide 32 samples of a rank"),
-        ({"value": "fast"}, "value 'fast' is no number"),
+        ({"value": "fast"}, "value 'fast' is not a number"),
         *(
-            ({"value": value}, f"value '{value}' is no speed: it must be a number above 0, or OOM")
+            ({"value": value}, f"value '{value}' is not a throughput: it must be a number above 0, or OOM")
             for value in ("0", "-5", "nan", "inf")
         ),
         ({"vpp": "500"}, "pp=8 with vpp=500 is more stages than 56 layers make"),
-        ({"tp": "two"}, "tp='two' is no whole number"),
+        ({"tp": "two"}, "tp='two' is not an integer"),
         ({"ep": "0"}, "ep=0 is below 1"),
         ({"method": "LoRA"}, "LoRA trains other weights than the model's"),
     ],

@@ -1,4 +1,4 @@
-"""`parallel = "auto"`: the planner fills in the mapping of a recipe before it trains. Torch-free."""
+"""`parallel = "auto"`: the planner chooses the mapping of a recipe before training. Torch-free."""
 
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -21,15 +21,15 @@ from moefold.planner.search.constraints import AXIS_KEYS, Restriction
 from moefold.planner.search.search import PlannedMapping
 
 PROCESS_OVERHEAD_GIB = 0.5
-"""A process with torch and gloo before it has a model."""
+"""Memory of a process with torch and gloo, without a model."""
 
 
 class MachineProtocol(Protocol):
-    """Ranks and their device; see `launch.machine`."""
+    """Ranks of a machine and their device; see `launch.hardware.DetectedMachine`."""
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Cpu or cuda."""
+        """Device type, cpu or cuda."""
         ...
 
     @property
@@ -39,27 +39,27 @@ class MachineProtocol(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Of the launcher, or of the machine."""
+        """Number of ranks, of the launcher or of the machine."""
         ...
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher started them."""
+        """True if a launcher started the ranks."""
         ...
 
     @property
     def memory_gib(self) -> float:
-        """Of all ranks; 0: what each device has."""
+        """Memory of all ranks together; 0: the memory of each device."""
         ...
 
 
 def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -> tuple[Config, str]:
-    """The recipe with the fastest mapping that fits, and what was chosen and why, in words.
+    """Return the recipe with the fastest mapping that fits, and a description of the choice.
 
     Args:
         cfg: a recipe with `parallel.mapping = "auto"`.
-        given: the keys that the recipe sets; those of a mapping stay as they are.
-        machine: where it is to train.
+        given: the keys that the recipe sets; keys of a mapping among them are fixed.
+        machine: the machine to train on.
 
     Raises:
         ConfigError: nothing is legal, or nothing fits.
@@ -70,42 +70,44 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
         del fixed["dispatcher"]
     if AUTO in cfg.train.recompute:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] and parallel='auto' both choose what runs again; leave out train.recompute "
+            f"train.recompute=['{AUTO}'] and parallel='auto' both choose what to recompute; leave out train.recompute "
             "and train.memory_budget_gib, or name the parts, such as train.recompute=['norms']"
         )
     says_ranks = "parallel.world_size" in given and not (p.elastic and machine.is_launched)
     base = replace(cfg, parallel=replace(p, mapping="given"), run=replace(cfg.run, device=machine.device_type))
     counts = [p.world_size] if says_ranks else [machine.num_ranks]
     if not says_ranks and not machine.is_launched:
-        # Not all numbers of devices divide all models and batches.
+        # Fewer devices may divide a model and batch that all of them do not.
         counts = list(range(machine.num_ranks, 0, -1))
     planners = (Planner(_plan_request(base, num_ranks, machine, fixed)) for num_ranks in counts)
     legal = next((planner for planner in planners if planner.space.folds), None)
-    # Where nothing is legal the answer is why not on all devices.
+    # If nothing is legal, the error explains it for all devices.
     planner = legal or Planner(_plan_request(base, counts[0], machine, fixed))
     best = planner.best()
     planned = replace(planner.config_for(best), run=cfg.run)
     simulated = matrix_unit_unsupported_reason(cfg, PLANNER_NAMES[cfg.train.precision], planner.request.device)
-    notes, priced = [], planner.request.workload.gemm_precision
+    notes = []
+    priced = planner.request.workload.gemm_precision
     if simulated:
-        said = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
-        notes.append(f"\n  priced in {priced}: {said}, as {simulated}")
-    if lack := dtype_unsupported_reason(cfg, planner.request.device):
-        notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {lack}")
+        setting = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
+        notes.append(f"\n  priced in {priced}: {setting}, as {simulated}")
+    if reason := dtype_unsupported_reason(cfg, planner.request.device):
+        notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {reason}")
     return planned, _describe(planner, best) + "".join(notes)
 
 
 def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
     cfg = replace(base, parallel=replace(base.parallel, world_size=num_ranks))
-    train, device = cfg.train, _device_with_memory(machine, num_ranks)
+    train = cfg.train
+    device = _device_with_memory(machine, num_ranks)
     precision = PLANNER_NAMES[train.precision]
     known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_unsupported_reason(cfg, device) else cfg
     return PlanRequest(
         base_config=cfg,
         model_spec=replace(model_spec_from_config(cfg.model), name=cfg.model.preset or "the model"),
         device=device,
-        # Every mapping simulates the same products, or has the same type: their order is that of others, and the answer
-        # says so.
+        # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them; the
+        # description reports it.
         workload=workload_from_config(
             known, BF16 if matrix_unit_unsupported_reason(cfg, precision, device) else precision
         ),
@@ -128,10 +130,11 @@ def _device_with_memory(machine: MachineProtocol, num_ranks: int) -> Device:
 
 
 def _describe(planner: Planner, best: PlannedMapping) -> str:
-    q, lines = planner.request, []
+    q = planner.request
+    lines = []
     lines.append(
-        f"parallel = auto: {format_mapping(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
-        f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.bottleneck}; "
+        f"parallel = auto: {format_mapping(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} "
+        f"legal mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.bottleneck}; "
         f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB ({RESERVE_FRACTION:.0%}) are left free"
     )
     for plan in planner.top_plans(3)[1:]:

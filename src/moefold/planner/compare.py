@@ -1,8 +1,8 @@
-"""Folding against no folding: the best mapping of each space for some lengths of samples. Torch-free.
+"""Comparison of folding with no folding: the best mapping of each space for some sequence lengths. Torch-free.
 
-Without folding an expert is cut as attention is (etp = tp). Two such spaces are compared: in `coupled+cp` ep may take
-ranks of cp, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in the first of them, so folding gains
-nothing there; it can only gain where attention is better cut than the experts, or the other way round.
+Without folding, experts are sharded like attention (etp = tp). Two such spaces are compared: in `coupled+cp` ep may
+span cp ranks, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in the first of them, so folding gains
+nothing there; it only gains if attention is better sharded than the experts, or the other way round.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from moefold.planner.search.search import PlannedMapping
 MakePlanner = Callable[[PlanRequest], Planner]
 
 MIN_GAIN = 5e-4
-"""Of a step; mappings that differ by less are called equally fast."""
+"""Fraction of a step; mappings that differ by less are called equally fast."""
 
 REASONS = {
-    "attention": "attention is cut less, so its products are larger",
-    "dense_mlp": "dense layers are cut less, so their products are larger",
-    "experts": "experts are cut less, so their products are larger",
-    "shared_experts": "shared experts are cut less, so their products are larger",
+    "attention": "attention is sharded less, so its GEMMs are larger",
+    "dense_mlp": "dense layers are sharded less, so their GEMMs are larger",
+    "experts": "experts are sharded less, so their GEMMs are larger",
+    "shared_experts": "shared experts are sharded less, so their GEMMs are larger",
     "router": "each rank routes fewer tokens",
-    "permute": "fewer rows are sorted by expert",
-    "head": "the output head is cut over more ranks",
+    "permute": "fewer routed tokens are sorted by expert",
+    "head": "the output head is sharded over more ranks",
     "recompute": "less is recomputed",
     "launch": "fewer kernels wait for their launch",
     "offload": "less is offloaded to the host",
@@ -36,11 +36,11 @@ REASONS = {
     "etp_comm": "less tensor-parallel traffic of the experts",
     "ep_comm": "less EP all-to-all",
     "pp_comm": "less traffic between pipeline stages",
-    "dp_comm": "less gathering and reducing over data parallelism",
+    "dp_comm": "less data-parallel traffic",
     "bubble": "a shorter pipeline bubble",
     "optimizer": "a shorter optimizer update",
 }
-"""What it means that a part of a step shrinks, by the names of `step_time.PARTS`."""
+"""Explanation of a shorter part of a step, by `TIME_PARTS`."""
 
 AXIS_OF_PART = {
     "attention": "tp", "tp_comm": "tp", "cp_comm": "cp", "experts": "etp", "etp_comm": "etp", "ep_comm": "ep",
@@ -51,55 +51,56 @@ AXIS_OF_PART = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldingComparison:
-    """The best mappings for one length of samples."""
+    """The best mappings for one sequence length."""
 
     seq_len: int
     global_batch_size: int
     device: Device
     folded: PlannedMapping | None
-    """Of all mappings; None where none fits."""
+    """The best of all mappings; None if none fits."""
     coupled: PlannedMapping | None
-    """Of those of method `coupled+cp`."""
+    """The best mapping of method `coupled+cp`."""
     within_dp: PlannedMapping | None
-    """Of those of method `coupled`."""
+    """The best mapping of method `coupled`."""
     infeasible_reason: str = ""
-    """Why there is no folded mapping, in the words of the planner."""
+    """The planner's error if there is no folded mapping."""
 
     @property
     def is_same_mapping(self) -> bool:
-        """Return True if the best mapping needs no folding."""
+        """True if the best mapping needs no folding."""
         return self.folded is not None and self.coupled is not None and self.folded.mapping == self.coupled.mapping
 
     @property
     def gain(self) -> float | None:
-        """Return how many times as many tokens a second folding gives, less one; None without two mappings."""
+        """Throughput gain of folding over `coupled`; None without both mappings."""
         return _gain(self.folded, self.coupled)
 
     @property
     def gain_within_dp(self) -> float | None:
-        """Return the same over a mapping whose ep lies within dp."""
+        """Throughput gain of folding over `within_dp`; None without both mappings."""
         return _gain(self.folded, self.within_dp)
 
     @property
     def saved_s(self) -> dict[str, float]:
-        """Return the seconds that folding takes off each part of a step; negative where it adds some."""
+        """Seconds that folding saves in each part of a step; negative where it adds some."""
         if self.folded is None or self.coupled is None:
             return {}
-        before, after = self.coupled.time.parts, self.folded.time.parts
+        before = self.coupled.time.parts
+        after = self.folded.time.parts
         return {part: before[part] - after[part] for part in before}
 
     @property
     def reason(self) -> str:
-        """Return in words what folding gains, or why it gains nothing."""
+        """Explanation of what folding gains, or why it gains nothing."""
         if self.folded is None:
             return self.infeasible_reason
         if self.coupled is None:
-            return "without folding nothing fits"
+            return "nothing fits without folding"
         if self.is_same_mapping:
             m = self.folded.mapping
-            return f"the best mapping has tp={m.tp} etp={m.etp}: attention and experts are cut alike"
+            return f"the best mapping has tp={m.tp} etp={m.etp}: attention and experts are sharded alike"
         if (self.gain or 0.0) < MIN_GAIN:
-            return "another mapping, as fast"
+            return "another mapping, equally fast"
         part, seconds = max(self.saved_s.items(), key=lambda item: item[1])
         return f"{self._describe_part(part)} ({seconds:.3g} s less)"
 
@@ -123,12 +124,12 @@ class FoldingComparison:
 def compare_by_seq_len(
     request: PlanRequest, lengths: Sequence[int], make_planner: MakePlanner = Planner
 ) -> tuple[FoldingComparison, ...]:
-    """Return the comparison for each length of samples, with as many tokens a step.
+    """Return the comparison for each sequence length, with the same number of tokens in a step.
 
     Args:
-        request: the model, the GPUs, and the batch at the question's own length; its method does not count.
-        lengths: tokens of a sample.
-        make_planner: what answers a question.
+        request: the model, the GPUs, and the batch at the request's own length; its method does not count.
+        lengths: sequence lengths in tokens.
+        make_planner: builds the planner of a request.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.
@@ -142,7 +143,7 @@ def compare_by_seq_len(
 
 
 def _with_seq_len(request: PlanRequest, seq_len: int) -> PlanRequest:
-    """Return the question for another length, with the tokens of a step unchanged."""
+    """Return the request for another sequence length, with the same number of tokens in a step."""
     tokens = request.workload.seq_len * request.workload.global_batch_size
     if seq_len < 1 or tokens % seq_len:
         raise ConfigError(
@@ -177,12 +178,12 @@ def _best_of_method(
     """Return the fastest mapping of a method."""
     if folded is None:
         return None
-    # The best of all is the best of a part that it lies in, if it is priced alike there.
+    # The best of all mappings is the best of a method that accepts it, if it is priced alike there.
     is_alike = METHODS[method].ep_may_span_cp or folded.mapping.cp == 1
     if is_alike and METHODS[method].accepts(folded.mapping):
         return folded
     planner = make_planner(replace(request, restriction=Restriction(request.restriction.fixed, method)))
-    # Not `best`: to find out what would fit takes longer than the search, and is not told here.
+    # Not `best`: its error message computes what would fit, which takes longer than the search and is not used here.
     plan = planner.top_plans(1)[0] if planner.num_folds else None
     return plan if plan is not None and plan.memory.fits else None
 

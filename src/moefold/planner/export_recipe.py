@@ -1,7 +1,4 @@
-"""A planned mapping as a recipe that trains. Torch-free.
-
-Checks of a file that a command writes at its end, made before its work. Torch-free.
-"""
+"""Export of a planned mapping as a recipe for training, and checks of output paths. Torch-free."""
 
 import errno
 import json
@@ -25,9 +22,10 @@ from moefold.topology.pipeline_layout import format_layout
 from moefold.validate.config import check_config
 
 RECIPE_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
-"""The recipe leaves kernels that may not be installed to the run: auto takes them where they can run."""
+"""Recipe dispatcher by planned dispatcher: kernels that may not be installed are left to auto, which uses them if it
+can."""
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
-"""Keys that a planned recipe says even where they are the default."""
+"""Keys that a planned recipe contains even where they are the default."""
 PLACEHOLDER_COMMENTS = {
     "run.dir": "your folder for metrics and checkpoints",
     "run.steps": "your tokens / (seq_len * global_batch_size)",
@@ -37,14 +35,14 @@ PLACEHOLDER_COMMENTS = {
     "data.path": "your file or folder, or a list of them",
     "data.tokenizer": "the tokenizer.json of the model; bytes: one token a byte",
 }
-"""Keys that a bare model says nothing about, each with a comment on what to change."""
+"""Keys that a bare model does not determine, each with a comment on what to change."""
 
 
 def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMapping) -> Config:
-    """The recipe under a mapping. Stages that are not even are balanced, as they were priced.
+    """Return the recipe with a mapping; uneven stages are balanced, as they were priced.
 
     Raises:
-        ConfigError: the runtime refuses it.
+        ConfigError: the runtime rejects the recipe.
     """
     m = mapping
     cfg = constraints.config_of(
@@ -67,18 +65,20 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     )
     uneven = cfg.model.num_layers % (m.pp * m.vpp) or cfg.model.mtp_layers
     if m.pp > 1 and (uneven or cfg.parallel.pipeline_layout == "auto"):
-        # The very stages that were priced: "auto" also looks at what tp and ep leave of the weights.
+        # Write the priced stages: "auto" would also consider how tp and ep shard the weights.
         parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(m.pp * m.vpp)
         cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
     if cfg.train.offload:
-        # Memory was counted as if all that leaves had left.
+        # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
     check_config(cfg)
     return cfg
 
 
 def with_run_defaults(cfg: Config, name: str) -> Config:
-    """Return the config of a bare model with a run, a schedule and a place for data, which `PLACEHOLDER_COMMENTS` explains.
+    """Return the config of a bare model with defaults for a run, a learning-rate schedule and data.
+
+    `PLACEHOLDER_COMMENTS` explains them.
 
     Args:
         cfg: a model under a mapping; the rest is the default.
@@ -94,7 +94,7 @@ def with_run_defaults(cfg: Config, name: str) -> Config:
 
 
 def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: dict[str, str]) -> None:
-    """Write a recipe, and make sure that it says what the config says.
+    """Write a recipe, and check that it loads.
 
     Args:
         cfg: a config that passes `check_config`.
@@ -115,7 +115,7 @@ def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: 
 
 
 def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, str]) -> str:
-    """Return the keys that differ from the defaults, or from the preset, and those that have a comment."""
+    """Render the keys that differ from the defaults, or from the preset, and those with a comment."""
     lines = [f"# {remark}".rstrip() for remark in header_comments]
     for section in sections():
         lines += _section_lines(cfg, section, comments)
@@ -137,20 +137,20 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
 
 
 def _format_toml(value: Any) -> str:
-    """Strings, numbers, booleans and lists of them are spelled in TOML as in JSON."""
+    """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does."""
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that cannot be written, before anything is worked out; nothing is created.
+    """Check early that a file can be written; nothing is created.
 
     Args:
-        option: what names it.
+        option: the option that names the file.
         path: the file.
-        suffixes: those that it may have, in small letters.
+        suffixes: allowed suffixes, in lower case.
 
     Raises:
-        ConfigError: it has another ending, its folder is not there, or the place may not be written to.
+        ConfigError: the suffix is another one, the folder does not exist, or the path is not writable.
     """
     if path.suffix.lower() not in suffixes:
         raise ConfigError(f"{option} {path} must end in {' or '.join(suffixes)}")
@@ -158,7 +158,7 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
 
 
 def reject_existing(option: str, path: Path, *, force: bool) -> None:
-    """Refuse a file that exists, unless it is to be replaced.
+    """Reject a file that exists, unless `force` is set.
 
     Raises:
         ConfigError: it exists, and `force` is False.
@@ -168,14 +168,14 @@ def reject_existing(option: str, path: Path, *, force: bool) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """The same without the ending.
+    """Check early that a path can be written.
 
     Raises:
-        ConfigError: the folder is not there, or the place may not be written to.
+        ConfigError: the folder does not exist, or the path is not writable.
     """
-    fault = _write_errno(path)
-    if fault:
-        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
+    code = _write_errno(path)
+    if code:
+        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(code)}")
 
 
 def _write_errno(path: Path) -> int:

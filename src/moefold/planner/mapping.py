@@ -1,19 +1,16 @@
-"""One way to cut a model over ranks, as integers: what the planner prices.
-
-Mappings and predicted numbers as a reader is shown them. Torch-free.
-"""
+"""Parallel mapping: the degrees of parallelism that the planner prices, and its display. Torch-free."""
 
 from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
 
 OFFLOADED_OPTIMIZER = "optimizer"
-"""Of `ParallelMapping.offload`: the moments."""
+"""Value of `ParallelMapping.offload` for the moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelMapping:
-    """The degrees of both views, the micro-batch and how a step is run; names as in a recipe."""
+    """Parallel degrees of attention and experts, micro-batch and execution of a step; names as in a recipe."""
 
     tp: int = 1
     """Tensor parallelism of attention and dense layers, with sequence parallelism."""
@@ -36,33 +33,34 @@ class ParallelMapping:
     zero: int = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     recompute: tuple[str, ...] = ()
-    """Parts of the layers that run again in the backward pass."""
+    """Parts of the layers to recompute in the backward pass."""
     offload: tuple[str, ...] = ()
-    """What lives in host memory: "optimizer", and parts of the layers between the passes."""
+    """Offloaded to host memory: "optimizer", and parts of the layers between the passes."""
     dispatcher: str = "alltoall"
-    """How tokens reach their experts: local, allgather, alltoall, leastloaded, deepep or hybridep."""
+    """Token dispatcher: local, allgather, alltoall, leastloaded, deepep or hybridep."""
     overlap: bool = False
-    """Whether the experts' exchange of one micro-batch runs under the compute of another."""
+    """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
     schedule: str = "1f1b"
     """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """World size."""
         return self.tp * self.cp * self.dp * self.pp
 
     def num_micro_batches(self, global_batch_size: int) -> int:
-        """Micro-batches that one data-parallel rank works through in a step."""
+        """Return the micro-batches of one data-parallel rank in a step."""
         return global_batch_size // (self.mbs * self.dp)
 
     def as_dict(self) -> dict[str, object]:
-        """Every field by its name, as `--json` prints it."""
+        """Return every field by name, as `--json` prints it."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def mapping_from_config(cfg: Config) -> ParallelMapping:
-    """The mapping of a recipe."""
-    p, train = cfg.parallel, cfg.train
+    """Return the mapping of a recipe."""
+    p = cfg.parallel
+    train = cfg.train
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,
@@ -83,7 +81,7 @@ def mapping_from_config(cfg: Config) -> ParallelMapping:
 
 
 def format_compact_degrees(mapping: ParallelMapping) -> str:
-    """Return the degrees in a few letters, such as `tp1 pp2x8 ep8 dp32 z1`.
+    """Format the degrees in a few letters, such as `tp1 pp2x8 ep8 dp32 z1`.
 
     pp2x8 is pp=2 with 8 virtual stages, z1 is ZeRO 1; cp, etp and mbs are left out where they are 1.
     """
@@ -97,21 +95,21 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 
 
 def describe_strategy(mapping: ParallelMapping) -> str:
-    """Return how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
+    """Describe how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
     m = mapping
     words = [m.schedule] if m.pp > 1 and m.schedule != "1f1b" else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []
     words += [f"offload: {' + '.join(m.offload)}"] if m.offload else []
-    return ", ".join([*words, *(["experts' exchange overlapped"] if m.overlap else [])])
+    return ", ".join([*words, *(["expert all-to-all overlapped"] if m.overlap else [])])
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds with three significant digits: a prediction has no more."""
+    """Format seconds with three significant digits."""
     digits = next((digits for least, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)) if seconds >= least), 4)
     return f"{seconds:.{digits}f}"
 
 
 def format_rate(value: float) -> str:
-    """Return a rate with three significant digits and thousands apart, such as `6,230`."""
+    """Format a rate with three significant digits and thousands separators, such as `6,230`."""
     scale = 10 ** max(0, len(f"{value:.0f}") - 3)
     return f"{round(value / scale) * scale:,}"

@@ -1,4 +1,4 @@
-"""From what a user or a table calls a model to its shape. Torch-free."""
+"""Lookup of a model spec by the name that a user or a table gives. Torch-free."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ _SYNONYMS = {
 
 @lru_cache(maxsize=64)
 def load_model_spec(name: str) -> ModelSpec:
-    """The shape of a preset, a recipe, a Hugging Face config.json (or its folder), or another model known by name.
+    """Load the spec of a preset, a recipe, a Hugging Face config.json (or its folder), or another known model.
 
     Raises:
         ConfigError: it is none of these.
@@ -82,7 +82,7 @@ def load_model_spec(name: str) -> ModelSpec:
 
 
 def plannable_model_names() -> tuple[str, ...]:
-    """Models by name that the runtime can train: of others `moefold plan-accuracy` prices given mappings alone."""
+    """Return the names of models that the runtime can train; others are priced by `moefold plan-accuracy` alone."""
     return (
         *preset_names(),
         *(name for name in unsupported_model_names() if unsupported_model_spec(name).config is not None),
@@ -90,7 +90,7 @@ def plannable_model_names() -> tuple[str, ...]:
 
 
 def find_model_name(name: str) -> str | None:
-    """The model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
+    """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
     plain = _normalise_name(_PARENTHESES.sub("", name))
     names = {_normalise_name(known): known for known in (*preset_names(), *unsupported_model_names())}
     return names.get(plain) or _SYNONYMS.get(plain)

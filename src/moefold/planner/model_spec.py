@@ -1,6 +1,6 @@
-"""What a model is to the cost model: sizes of its distinct layers and how often each stands where. Torch-free.
+"""Model spec: sizes of a model's distinct layers and their order, as the cost model needs them. Torch-free.
 
-Operations and parameters of a ModelShape, in the conventions of `metrics.flops`. Torch-free.
+It also counts FLOPs and parameters of a `ModelSpec`, in the conventions of `cost/flops.py`.
 """
 
 from dataclasses import dataclass
@@ -10,67 +10,68 @@ from moefold.config.schema import ModelConfig
 from moefold.cost.flops import TRAIN_TO_FORWARD
 
 BF16_BYTES = 2
-"""Of a weight or an activation of a bfloat16 run."""
+"""Bytes of a weight or an activation value of a bfloat16 run."""
 
 CLAMPED_SWIGLU_PASSES = 14.6
-"""Passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are not one kernel."""
+"""Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMixer:
-    """What lets tokens of a sequence see each other: attention, or a recurrence."""
+    """Token mixer of a layer: attention or a recurrence."""
 
     kind: str
     """gqa, mla, linear (gated delta rule) or mamba."""
     num_params: int
-    """Of the projections of one layer, each of which a token meets once."""
+    """Weights of the projections of one layer; each token uses every one once."""
     sharded_width: int
-    """Columns of the projections into the heads, which tp shares out."""
+    """Columns of the projections into the heads, which tp shards."""
     output_width: int
-    """Rows of the output projection, which tp shares out."""
+    """Rows of the output projection, which tp shards."""
     latent_width: int = 0
-    """Columns of the down-projections to latents, which every tp rank makes whole (mla)."""
+    """Columns of the down-projections to latents, which tp replicates (mla)."""
     latent_rank: int = 0
-    """Mean width of the latents from which the heads are made (mla); 0: from the hidden state."""
+    """Mean width of the latents that are projected up to the heads (mla); 0: heads are projected from the hidden
+    state."""
     num_heads: int = 0
     """Query heads of the softmax; 0 for a recurrence."""
     num_kv_heads: int = 0
-    """Heads of keys and values that context parallelism exchanges."""
+    """KV heads, which context parallelism exchanges."""
     head_size: int = 0
     """Width of a query and key head."""
     value_head_size: int = 0
     """Width of a value head."""
     window: int = 0
-    """Tokens that a token sees; 0: all before it."""
+    """Width of the sliding window in tokens; 0: full attention."""
     state_flops: int = 0
-    """Operations of the recurrence for one token, forward."""
+    """FLOPs of the recurrence for one token, forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """What a token goes through by itself: a dense product, or experts."""
+    """Feed-forward block of a layer: dense MLP or MoE."""
 
     kind: str
     """dense, moe or none."""
     width: int = 0
-    """Inner width of the dense product or of one expert."""
+    """FFN width of the dense MLP or of one expert."""
     num_experts: int = 0
     top_k: int = 0
     shared_width: int = 0
-    """Inner width of the expert that sees every token; 0 means none."""
+    """FFN width of the shared expert; 0: none."""
     num_matrices: int = 3
     """3 with a gate (SwiGLU), 2 without."""
     activation_passes: float = 1.0
-    """How often the activation reads and writes its rows: 1 for a fused SwiGLU."""
+    """Memory passes of the activation: 1 for a fused SwiGLU."""
     expert_hidden_size: int = 0
-    """Width in which experts work, where it is not that of the residual stream (latent experts); 0: the same."""
+    """Hidden size of the experts, if it differs from the residual stream's (latent experts); 0: the same."""
     num_groups: int = 1
     top_groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
-    """One kind of layer. Either half may be missing in models that alternate them."""
+    """One kind of layer. Models that alternate mixers and feed-forward blocks have one of them in each layer."""
 
     mixer: TokenMixer | None
     feed_forward: FeedForward | None
@@ -78,7 +79,7 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A model as the cost model sees it."""
+    """Model as the cost model needs it."""
 
     name: str
     hidden_size: int
@@ -88,25 +89,25 @@ class ModelSpec:
     layers: tuple[int, ...]
     """The kind of each layer in order, an index into `kinds`."""
     mtp_layers: int = 0
-    """Layers of multi-token prediction, each as the last layer."""
+    """MTP (multi-token prediction) layers, each like the last layer."""
     mtp_kind_override: int = -1
-    """The kind of those layers where it is another; -1: that of the last layer."""
+    """Kind of the MTP layers; -1: that of the last layer."""
     tie_embeddings: bool = False
     config: ModelConfig | None = None
-    """The model as the runtime knows it; None where it cannot run it."""
+    """The runtime's config of the model; None if the runtime does not support it."""
 
     @property
     def has_second_embedding(self) -> bool:
-        """Whether the last pipeline stage needs the embedding as well as the first."""
+        """True if the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0
 
     @property
     def mtp_layer_kind(self) -> int:
-        """The kind of the layers of multi-token prediction."""
+        """Kind of the MTP layers."""
         return self.layers[-1] if self.mtp_kind_override < 0 else self.mtp_kind_override
 
     def count_kinds(self, layers: range) -> tuple[int, ...]:
-        """How many layers of each kind there are among those of a range."""
+        """Return the number of layers of each kind in a range of layers."""
         found = [0] * len(self.kinds)
         for i in layers:
             found[self.layers[i]] += 1
@@ -115,7 +116,7 @@ class ModelSpec:
 
 @lru_cache(maxsize=64)
 def model_spec_from_config(model: ModelConfig) -> ModelSpec:
-    """The shape of a model that the runtime knows."""
+    """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
     for kind, window in zip(model.layer_kinds, model.layer_windows, strict=True):
@@ -138,8 +139,11 @@ def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
         return gqa_mixer(
             model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size, window=window
         )
-    hidden, heads, rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
-    up_q, up_kv = heads * model.head_size, heads * (model.qk_nope_head_dim + model.v_head_dim)
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    rank = model.q_lora_rank
+    up_q = heads * model.head_size
+    up_kv = heads * (model.qk_nope_head_dim + model.v_head_dim)
     down = rank + model.kv_lora_rank + model.qk_rope_head_dim
     up = (rank or hidden) * up_q + model.kv_lora_rank * up_kv
     return TokenMixer(
@@ -158,7 +162,7 @@ def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
 
 
 def gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int, *, window: int = 0) -> TokenMixer:
-    """Attention whose groups of heads share keys and values."""
+    """Build a grouped-query attention mixer."""
     width = (heads + 2 * groups) * head_size
     return TokenMixer(
         kind="gqa",
@@ -189,7 +193,7 @@ def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
 
 
 def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
-    """One token of one layer, forward."""
+    """Return the forward FLOPs of a token mixer for one token of one layer."""
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
         window = mixer.window
@@ -200,12 +204,12 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
 
 
 def expert_parameters(layer: FeedForward, hidden_size: int) -> int:
-    """Of one routed expert."""
+    """Return the parameters of one routed expert."""
     return layer.num_matrices * (layer.expert_hidden_size or hidden_size) * layer.width
 
 
 def shared_parameters(layer: FeedForward, hidden_size: int) -> int:
-    """Of what every token of a feed-forward meets: a dense product, or the shared expert and the latents."""
+    """Return the parameters that every token uses: the dense MLP, or the shared expert and the latent projections."""
     if layer.kind == "dense":
         return layer.num_matrices * hidden_size * layer.width
     latent = 2 * hidden_size * layer.expert_hidden_size
@@ -213,13 +217,13 @@ def shared_parameters(layer: FeedForward, hidden_size: int) -> int:
 
 
 def feed_forward_flops(layer: FeedForward, hidden_size: int, *, router: bool = True) -> float:
-    """One token of one layer, forward."""
+    """Return the forward FLOPs of a feed-forward block for one token of one layer."""
     flops = 2.0 * (shared_parameters(layer, hidden_size) + layer.top_k * expert_parameters(layer, hidden_size))
     return flops + (2.0 * hidden_size * layer.num_experts if router else 0.0)
 
 
 def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bool = True, mtp: bool = True) -> float:
-    """One token of a training step."""
+    """Return the training FLOPs for one token."""
     per_kind = [
         (mixer_flops(kind.mixer, seq_len, causal=causal) if kind.mixer else 0.0)
         + (feed_forward_flops(kind.feed_forward, model_spec.hidden_size, router=router) if kind.feed_forward else 0.0)
@@ -235,9 +239,11 @@ def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bo
 
 
 def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
-    """Parameters of one layer outside the routed experts, and those of its routed experts."""
-    layer, hidden = model_spec.kinds[kind], model_spec.hidden_size
-    dense, experts = 2 * hidden, 0
+    """Return the parameters of one layer outside the routed experts, and of its routed experts."""
+    layer = model_spec.kinds[kind]
+    hidden = model_spec.hidden_size
+    dense = 2 * hidden
+    experts = 0
     if layer.mixer:
         dense += layer.mixer.num_params
     if layer.feed_forward:
@@ -247,7 +253,7 @@ def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
 
 
 def all_parameters(model_spec: ModelSpec) -> int:
-    """Of the whole model; norms inside attention and biases are left out."""
+    """Return the parameters of the whole model, without norms inside attention and biases."""
     total = sum(sum(layer_parameters(model_spec, kind)) for kind in model_spec.layers)
     ends = model_spec.vocab_size * model_spec.hidden_size * (1 if model_spec.tie_embeddings else 2)
     further = model_spec.mtp_layers * (

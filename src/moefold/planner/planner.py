@@ -1,6 +1,7 @@
-"""A question to the planner, and its answers: what `moefold plan` and `parallel = "auto"` ask. Torch-free.
+"""Planner: answers a plan request with the fastest mappings that fit. Torch-free.
 
-Planning under the routing of a real run: every ep is priced with the load that it would have had.
+`moefold plan` and `parallel = "auto"` use it. `TracedPlanner` prices every ep with the imbalance of a recorded routing
+trace.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 
 MAX_GPUS = 65536
-"""So far a budget that fits is looked for."""
+"""Upper limit of the search for a number of GPUs on which the model fits."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class PlanRequest:
     """A model, a batch, and the GPUs to run it on."""
 
     base_config: Config
-    """A recipe; its mapping counts for nothing but world_size and what no search touches: orders, context, layout."""
+    """The recipe. Of its mapping, only world_size and what no search changes (orders, context, layout) count."""
     model_spec: ModelSpec
     device: Device
     workload: TrainingWorkload
     restriction: Restriction = Restriction()
     reserve_gib: float = 0.0
-    """Memory of each device that a mapping has to leave free."""
+    """Memory that a mapping has to leave free on each device, in GiB."""
 
     @property
     def usable_device(self) -> Device:
@@ -49,16 +50,16 @@ class PlanRequest:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks in all."""
+        """World size."""
         return self.base_config.parallel.world_size
 
     @property
     def priced_workload(self) -> TrainingWorkload:
-        """The workload with the order of ranks that the method has."""
+        """The workload with the rank order of the request's mapping method."""
         return replace(self.workload, is_coupled=not METHODS[self.restriction.method].ep_may_span_cp)
 
     def with_num_gpus(self, num_gpus: int) -> "PlanRequest":
-        """The same question for another number of GPUs."""
+        """Return the same request for another number of GPUs."""
         return replace(
             self,
             base_config=replace(self.base_config, parallel=replace(self.base_config.parallel, world_size=num_gpus)),
@@ -66,10 +67,10 @@ class PlanRequest:
 
 
 class Planner:
-    """Answers one question.
+    """Searches the legal mappings of one request.
 
     Args:
-        request: the question.
+        request: the request.
 
     Raises:
         ConfigError: the recipe cannot run under any mapping.
@@ -80,11 +81,11 @@ class Planner:
         self.space = MappingSpace(MappingConstraints(request.base_config), request.restriction)
         self._num_requested = 0
         self._top_plans: list[PlannedMapping] = []
-        """As many of the best as were asked for."""
+        """The best `_num_requested` plans found so far."""
 
     @cached_property
     def search(self) -> Search:
-        """The search of all legal mappings."""
+        """The search over all legal mappings."""
         q = self.request
         workload = q.priced_workload
         split = RecipeStageSplitter(q.base_config, q.model_spec)
@@ -92,24 +93,24 @@ class Planner:
         return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
 
     def cost_model_for(self, plan: PlannedMapping) -> CostModel:
-        """What has priced a plan."""
+        """Return the cost model that priced a plan."""
         return self.search.cost_model
 
     def with_num_gpus(self, num_gpus: int) -> "Planner":
-        """What answers the same question for another number of GPUs."""
+        """Return a planner of the same request for another number of GPUs."""
         return Planner(self.request.with_num_gpus(num_gpus))
 
     @property
     def num_folds(self) -> int:
-        """Folds that are legal."""
+        """Number of legal folds."""
         return len(self.space.folds)
 
     def num_faster(self, seconds: float) -> int:
-        """Folds whose best mapping that fits takes less than so many seconds."""
+        """Return the number of folds whose best mapping that fits takes less than the given seconds."""
         return self.search.num_faster(seconds)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """The first so many of `plans`; those that do not fit stand there only where none does.
+        """Return the first `count` plans, best first; plans that do not fit are returned only if none fits.
 
         Raises:
             ConfigError: no mapping is legal.
@@ -117,12 +118,13 @@ class Planner:
         if not self.space.folds:
             raise ConfigError(self._nothing_legal_message())
         if count > self._num_requested:
-            self._num_requested, self._top_plans = count, self.search.top_plans(count)
+            self._num_requested = count
+            self._top_plans = self.search.top_plans(count)
         return self._top_plans[:count] or self.plans[:count]
 
     @cached_property
     def plans(self) -> list[PlannedMapping]:
-        """The best mapping of every legal fold, best first, those that do not fit last.
+        """The best mapping of every legal fold, best first; mappings that do not fit come last.
 
         Raises:
             ConfigError: no mapping is legal.
@@ -132,18 +134,19 @@ class Planner:
         return self.search.rank_all()
 
     def rank_all(self) -> None:
-        """Rank every fold now, so that the first of them are not searched for beside it.
+        """Rank every fold now, so that `top_plans` needs no separate search.
 
         Raises:
             ConfigError: no mapping is legal.
         """
-        self._num_requested, self._top_plans = len(self.plans), [plan for plan in self.plans if plan.memory.fits]
+        self._num_requested = len(self.plans)
+        self._top_plans = [plan for plan in self.plans if plan.memory.fits]
 
     def best(self) -> PlannedMapping:
-        """The fastest mapping that fits.
+        """Return the fastest mapping that fits.
 
         Raises:
-            ConfigError: no mapping is legal, or none fits; the message says what would have to change.
+            ConfigError: no mapping is legal, or none fits; the message proposes what to change.
         """
         best = self.top_plans(1)[0]
         if not best.memory.fits:
@@ -151,7 +154,7 @@ class Planner:
         return best
 
     def config_for(self, plan: PlannedMapping) -> Config:
-        """The recipe under a mapping, with stages balanced where they are not even."""
+        """Return the recipe with a planned mapping; uneven pipeline stages are balanced."""
         from moefold.planner.export_recipe import config_with_mapping
 
         return config_with_mapping(self.space.constraints, plan.mapping)
@@ -171,26 +174,31 @@ class Planner:
             for n in _nearby_gpu_counts(q.num_gpus)
             if MappingSpace(MappingConstraints(q.with_num_gpus(n).base_config), q.restriction).folds
         ]
-        ways = [f"{n} GPUs" for n in others[:3]]
-        ways += ["fewer fixed axes"] if fixed else []
-        return f"{text}; or choose {', or '.join(ways or ['another batch or number of GPUs'])}"
+        options = [f"{n} GPUs" for n in others[:3]]
+        options += ["fewer fixed axes"] if fixed else []
+        return f"{text}; or choose {', or '.join(options or ['another batch or number of GPUs'])}"
 
     def _nothing_fits_message(self, closest: PlannedMapping) -> str:
-        q, gib = self.request, 2**30
-        least = min(self.plans, key=lambda plan: plan.memory.total)
+        q = self.request
+        gib = 2**30
+        smallest = min(self.plans, key=lambda plan: plan.memory.total)
         text = (
-            f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into {q.usable_device.memory_bytes / gib:.0f} GiB of "
-            f"{q.device.name}{_describe_reserve(q)}: the least is {least.memory.total / gib:.0f} GiB with {format_mapping(least)}"
+            f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into "
+            f"{q.usable_device.memory_bytes / gib:.0f} GiB of {q.device.name}{_describe_reserve(q)}: the least is "
+            f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
         )
-        ways = []
-        enough = self._min_gpus_that_fit()
-        if enough:
-            ways.append(f"{enough} GPUs or more")
-        ways += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(least)]
-        return f"{text}; it would fit with {', or '.join(ways)}" if ways else f"{text}; choose a smaller model"
+        options = []
+        num_gpus = self._min_gpus_that_fit()
+        if num_gpus:
+            options.append(f"{num_gpus} GPUs or more")
+        options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
+        return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
 
     def _min_gpus_that_fit(self) -> int | None:
-        """The least power of two times these GPUs on which some mapping fits."""
+        """Return the smallest number of GPUs (the request's times a power of two) on which some mapping fits.
+
+        None: no number up to MAX_GPUS.
+        """
         count = 2 * self.request.num_gpus
         while count <= MAX_GPUS:
             planner = Planner(self.request.with_num_gpus(count))
@@ -210,20 +218,20 @@ class Planner:
 
 
 def _describe_reserve(request: PlanRequest) -> str:
-    """What is kept free, in words."""
+    """Describe the memory that is left free; empty if there is none."""
     q = request
     return f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
 
 
 def format_axis_value(value: Any) -> str:
-    """A value of an axis as `--fix` takes it."""
+    """Format a value of an axis as `--fix` takes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def format_mapping(plan: PlannedMapping) -> str:
-    """A mapping in the words of `--explain`."""
+    """Format a mapping as `--explain` takes it."""
     m = plan.mapping
     words = [f"tp={m.tp} cp={m.cp} pp={m.pp} ep={m.ep} etp={m.etp} mbs={m.mbs} zero={m.zero}"]
     if m.pp > 1:
@@ -239,13 +247,13 @@ def format_mapping(plan: PlannedMapping) -> str:
 
 
 def read_model(name: str) -> tuple[Config, ModelSpec]:
-    """What a user calls a model, as a recipe and as a shape.
+    """Load the recipe and the model spec of a model that a user names.
 
     Args:
         name: a preset, a recipe (.toml), or a Hugging Face config.json or its folder.
 
     Raises:
-        ConfigError: there is no such model, or the runtime cannot train it.
+        ConfigError: the model is unknown, or the runtime cannot train it.
     """
     if name.endswith(".toml"):
         cfg = load_config(Path(name))
@@ -260,16 +268,16 @@ def read_model(name: str) -> tuple[Config, ModelSpec]:
 
 
 def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:
-    """Numbers of GPUs near one, nearest first, whole nodes preferred."""
+    """Yield numbers of GPUs near `num_gpus`, nearest first: powers of two, whole nodes and numbers up to 8."""
     candidates = {2**k for k in range(17)} | {8 * k for k in range(1, 65)} | set(range(1, 9))
     yield from sorted((n for n in candidates if n != num_gpus), key=lambda n: (abs(n - num_gpus), n))[:24]
 
 
 class TracedPlanner(Planner):
-    """Answers a question under recorded routing.
+    """Planner that uses the imbalance of recorded routing.
 
     Args:
-        request: the question; its imbalance is replaced by what was recorded.
+        request: the request; the imbalance of its workload is replaced by the recorded one.
         routing: the recorded routing.
     """
 
@@ -279,7 +287,7 @@ class TracedPlanner(Planner):
 
     @cached_property
     def plans(self) -> list[PlannedMapping]:
-        """As of the planner; every fold with the imbalance of its ep."""
+        """The best mapping of every fold, each priced with the imbalance recorded for its ep."""
         if not self.space.folds:
             return super().plans
         q = self.request
@@ -289,23 +297,23 @@ class TracedPlanner(Planner):
         return sorted(found, key=lambda plan: plan.sort_key)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """As of the planner."""
+        """See base class."""
         return self.plans[:count]
 
     def num_faster(self, seconds: float) -> int:
-        """As of the planner."""
+        """See base class."""
         return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
 
     def cost_model_for(self, plan: PlannedMapping) -> CostModel:
-        """As of the planner; that of the plan's ep."""
+        """Return the cost model of the plan's ep."""
         return Planner(self.request_for_ep(plan.mapping.ep, self.request.restriction)).search.cost_model
 
     def with_num_gpus(self, num_gpus: int) -> "TracedPlanner":
-        """As of the planner, under the same routing."""
+        """Return a planner for another number of GPUs under the same routing."""
         return TracedPlanner(self.request.with_num_gpus(num_gpus), self.routing)
 
     def request_for_ep(self, ep: int, restriction: Restriction) -> PlanRequest:
-        """The question for one ep."""
+        """Return the request restricted to one ep, with the imbalance recorded for it."""
         workload = replace(self.request.workload, imbalance=max(1.0, self.routing.imbalance(ep)))
         fixed = replace(restriction, fixed={**restriction.fixed, "ep": ep})
         return replace(self.request, workload=workload, restriction=fixed)

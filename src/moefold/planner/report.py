@@ -1,4 +1,4 @@
-"""The plan as one page that needs no network: views, ranking, memory, time, timeline, sensitivity and scaling."""
+"""Plan report: an offline HTML page with views, ranking, memory, time, timeline, sensitivity and scaling."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -45,30 +45,32 @@ BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 IMBALANCES = (1.0, 1.2, 1.5, 2.0, 3.0)
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_SHOWN_PLANS = 10
-FIRST_COLOUR, SECOND_COLOUR = "var(--first)", "var(--second)"
+FIRST_COLOUR = "var(--first)"
+SECOND_COLOUR = "var(--second)"
 """Colours of curves, which differ on a dark page."""
-NEAR_LIMIT, OVER_LIMIT = 0.9, 0.95
-"""Shares of a GPU's memory from which a total is marked as near its limit, and as too near."""
+NEAR_LIMIT = 0.9
+OVER_LIMIT = 0.95
+"""Shares of a GPU's memory above which a total is marked as near its limit, and as over it."""
 MAX_DRAWN_GPUS = 1024
-"""More GPUs than so many are drawn in part: the picture repeats itself."""
+"""Maximum number of GPUs in the picture, which repeats itself beyond."""
 
 
 class MemoryEstimateProtocol(Protocol):
-    """Bytes of the fullest rank; it has an attribute for each of MEMORY_PARTS."""
+    """Bytes of the fullest rank, with an attribute for each of MEMORY_PARTS."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         ...
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much."""
+        """True if the device has this much memory."""
         ...
 
 
 class PlannedMappingProtocol(Protocol):
-    """A mapping with its price."""
+    """A mapping with its predicted time and memory."""
 
     @property
     def mapping(self) -> ParallelMapping:
@@ -77,18 +79,18 @@ class PlannedMappingProtocol(Protocol):
 
     @property
     def time(self) -> StepTime:
-        """Of one step."""
+        """Time of one step."""
         ...
 
     @property
     def memory(self) -> MemoryEstimateProtocol:
-        """Of the fullest rank."""
+        """Memory of the fullest rank."""
         ...
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What was asked, and what the search found."""
+    """The request, and the plans that the search found."""
 
     model: str
     gpu: Device
@@ -98,23 +100,23 @@ class PlanReport:
     plans: Sequence[PlannedMappingProtocol]
     """Best first."""
     replan: Callable[[int], PlannedMappingProtocol | None]
-    """The best for another number of GPUs, None where nothing is legal or fits."""
+    """Returns the best plan for another number of GPUs, None if nothing is legal or fits."""
     noise: Noise | None = None
-    """Of the simulated step."""
+    """Noise of the simulated step."""
     reserve_gib: float = 0.0
-    """Memory of each GPU that a mapping leaves free."""
+    """Memory that a mapping leaves free on each GPU, in GiB."""
     source: "ReportSource | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSource:
-    """Where a page comes from, for its foot and its button."""
+    """Provenance of a page, for its footer and its copy button."""
 
     command: str
-    """That has written it."""
+    """Command that wrote the page."""
     date: str
     recipe: str = ""
-    """Of the best mapping; empty where none can be written."""
+    """Recipe of the best mapping; empty if none can be written."""
 
 
 def write_report(report: PlanReport, path: Path) -> None:
@@ -135,10 +137,10 @@ def write_report(report: PlanReport, path: Path) -> None:
 
 
 def render_report(report: PlanReport) -> str:
-    """The page as text."""
+    """Render the page as text."""
     best = report.plans[0]
-    pricer = CostModel(report.model_spec, report.gpu, report.workload)
-    timeline = simulate_mapping(pricer, best.mapping, report.noise)
+    cost_model = CostModel(report.model_spec, report.gpu, report.workload)
+    timeline = simulate_mapping(cost_model, best.mapping, report.noise)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.planner") / "report.html").read_text(encoding="utf-8"))
     shown = report.plans[:MAX_SHOWN_PLANS]
@@ -179,17 +181,17 @@ def render_report(report: PlanReport) -> str:
 
 
 def format_compact_mapping(mapping: ParallelMapping) -> str:
-    """A mapping in one line, without what is as usual."""
+    """Format a mapping in one line, without default values."""
     return ", ".join(filter(None, (format_compact_degrees(mapping), describe_strategy(mapping))))
 
 
 def memory_parts_gib(memory: MemoryEstimateProtocol) -> dict[str, float]:
-    """The parts of a rank's memory."""
+    """Return the memory of a rank by part, in GiB."""
     return {part: getattr(memory, part) / GIB for part in MEMORY_PARTS}
 
 
 def memory_limit_level(plan: PlannedMappingProtocol, gpu: Device) -> str:
-    """Return `over` where a mapping takes nearly all memory of a GPU or more, `near` where it takes much of it."""
+    """Return `over` if a mapping takes nearly all memory of a GPU or more, `near` if it takes much of it."""
     share = plan.memory.total / gpu.memory_bytes
     return "over" if share > OVER_LIMIT or not plan.memory.fits else "near" if share > NEAR_LIMIT else ""
 
@@ -243,8 +245,9 @@ def _view_charts(report: PlanReport, mapping: ParallelMapping) -> Iterator[dict[
 
 
 def _drawn_layout(mapping: ParallelMapping, block_size: int) -> Layout:
-    """The layout, with as many replicas as fit into the picture and whole blocks of ranks with all experts."""
-    m, dp = mapping, mapping.dp
+    """Return the layout with as many replicas as fit into the picture, in whole blocks of ranks with all experts."""
+    m = mapping
+    dp = mapping.dp
     while m.tp * m.cp * m.pp * dp > MAX_DRAWN_GPUS and dp % 2 == 0 and (m.tp * m.cp * dp // 2) % block_size == 0:
         dp //= 2
     return fold(world_size=m.tp * m.cp * m.pp * dp, tp=m.tp, cp=m.cp, pp=m.pp, ep=m.ep, etp=m.etp)
@@ -253,13 +256,13 @@ def _drawn_layout(mapping: ParallelMapping, block_size: int) -> Layout:
 def _simulated_metrics(timeline: Timeline) -> list[tuple[str, str]]:
     ranks = range(timeline.num_ranks)
     exposed = max(timeline.exposed_s(rank) for rank in ranks)
-    held = max(timeline.max_in_flight(rank) for rank in ranks)
+    in_flight = max(timeline.max_in_flight(rank) for rank in ranks)
     return [
         ("simulated step", f"{format_seconds(timeline.total_s)} s"),
         ("bubble over work", f"{timeline.bubble:.1%}"),
         ("pipeline ranks idle", f"{timeline.idle_share:.1%}"),
         ("exposed collectives", f"{format_seconds(exposed)} s"),
-        ("micro-batches in flight", f"{held}"),
+        ("micro-batches in flight", f"{in_flight}"),
     ]
 
 
@@ -305,22 +308,22 @@ def _scale_link_bandwidth(gpu: Device, innermost_factor: float, outer_factor: fl
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of GPUs, with the mapping that is best there and the same mapping as on the GPUs of the page."""
+    """One number of GPUs, with its best mapping, and with the page's best mapping at other dp."""
 
     num_gpus: int
     planned: PlannedMappingProtocol | None
-    """None where nothing is legal or fits."""
+    """None if nothing is legal or fits."""
     replicated: StepTime | None
-    """Of the best mapping of the page with more or fewer replicas; None where they do not divide."""
+    """Step of the page's best mapping with more or fewer replicas; None if they do not divide."""
 
     @property
     def name(self) -> str:
-        """The mapping that is best there."""
+        """The best mapping for this number of GPUs."""
         return format_compact_mapping(self.planned.mapping) if self.planned else "nothing is legal or fits"
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Step time, MFU and tokens per second of the best mapping, and tokens of the same one."""
+        """Step time, MFU and tokens per second of the best mapping, and tokens per second of the page's mapping."""
         best = self.planned.time if self.planned else None
         found = (
             ("–", "–", "–")
@@ -331,7 +334,7 @@ class ScalingPoint:
 
 
 def _scaling(report: PlanReport) -> Iterator[ScalingPoint]:
-    """From a quarter to four times the GPUs: what a new plan finds, and the same mapping."""
+    """Yield the points from a quarter to four times the GPUs: replanned, and with the same mapping."""
     best = report.plans[0]
     for times in SCALES:
         count = report.num_gpus * times
@@ -343,8 +346,9 @@ def _scaling(report: PlanReport) -> Iterator[ScalingPoint]:
 
 
 def _step_with_more_replicas(report: PlanReport, mapping: ParallelMapping, replica_factor: float) -> StepTime | None:
-    """A step with so many times the replicas, where batch and experts divide."""
-    dp, edp = mapping.dp * replica_factor, mapping.edp * replica_factor
+    """Return the step with `replica_factor` times the replicas; None if batch or experts do not divide."""
+    dp = mapping.dp * replica_factor
+    edp = mapping.edp * replica_factor
     if dp % 1 or edp % 1 or report.workload.global_batch_size % (mapping.mbs * int(dp)):
         return None
     changed = replace(mapping, dp=int(dp), edp=int(edp))
@@ -362,12 +366,12 @@ def _scaling_chart(points: Sequence[ScalingPoint]) -> Markup:
 
 
 def _embedded_json(report: PlanReport, plans: Sequence[PlannedMappingProtocol]) -> Markup:
-    """The numbers of the page for other programs."""
+    """Return the numbers of the page as JSON for other programs."""
     rows = [
         plan.mapping.as_dict()
         | {"step_time_s": plan.time.total_s, "mfu": plan.time.mfu, "memory_gib": plan.memory.total / GIB}
         for plan in plans
     ]
     text = json.dumps({"model": report.model, "gpu": report.gpu.name, "num_gpus": report.num_gpus, "mappings": rows})
-    # Inside a script element, only the closing tag could end the text early.
+    # Inside a script element, only a closing tag can end the text early.
     return Markup(text.replace("<", "\\u003c"))

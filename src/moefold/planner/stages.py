@@ -1,6 +1,6 @@
-"""Which chunks the ranks of a pipeline hold, as the runtime would cut and place them. Torch-free.
+"""Pipeline stages as the runtime would split and place them, for pricing. Torch-free.
 
-Which layers stand on which chunk of a pipeline, for pricing: even where they divide, else balanced by operations.
+The layers are split evenly if the chunks divide them, and balanced by FLOPs otherwise.
 """
 
 from collections.abc import Callable
@@ -17,27 +17,27 @@ from moefold.topology.schedule_tables import stage_ranks
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """What one model chunk holds."""
+    """Layers of one model chunk."""
 
     kind_counts: tuple[int, ...]
-    """Layers of each kind, those of multi-token prediction included."""
+    """Layers of each kind, MTP layers included."""
     has_embedding: bool
     has_loss: bool
     kinds: tuple[int, ...] = ()
-    """Of its layers in order, without those of multi-token prediction."""
+    """Kind of each layer in order, without MTP layers."""
     num_mtp_layers: int = 0
-    """Layers of multi-token prediction."""
+    """MTP layers."""
 
     @property
     def mtp_layer_kind(self) -> int:
-        """The kind of those; asked for where there are any."""
+        """Kind of the MTP layers, if there are any."""
         return next(kind for kind, count in enumerate(self.kind_counts) if count > self.kinds.count(kind))
 
 
 def build_chunk(
     model_spec: ModelSpec, layers: range, *, has_embedding: bool, has_loss: bool, num_mtp_layers: int
 ) -> ModelChunk:
-    """A chunk with some layers of a model."""
+    """Build a chunk with a range of a model's layers."""
     counts = list(model_spec.count_kinds(layers))
     counts[model_spec.mtp_layer_kind] += num_mtp_layers
     return ModelChunk(
@@ -47,7 +47,7 @@ def build_chunk(
 
 @lru_cache(maxsize=4096)
 def split_stages(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> tuple[ModelChunk, ...]:
-    """The chunks in the order of the model; some may hold no layer where there are more chunks than layers."""
+    """Split a model into chunks in model order; some are empty if there are more chunks than layers."""
     layers = len(model_spec.layers)
     bounds = (
         _even_bounds(layers, num_chunks)
@@ -72,7 +72,7 @@ def _even_bounds(num_layers: int, num_chunks: int) -> list[int]:
 
 
 def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> list[int]:
-    """Bounds that keep the heaviest chunk light: the least limit under which the layers, packed in order, fit."""
+    """Return the bounds of balanced chunks, by bisection of the smallest limit under which packing fits."""
     kinds = [
         (mixer_flops(kind.mixer, seq_len, causal=True) if kind.mixer else 0.0)
         + (feed_forward_flops(kind.feed_forward, model_spec.hidden_size) if kind.feed_forward else 0.0)
@@ -81,7 +81,8 @@ def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> li
     weights = [kinds[kind] for kind in model_spec.layers]
     head = 2.0 * model_spec.hidden_size * model_spec.vocab_size
     end = head + model_spec.mtp_layers * (kinds[model_spec.mtp_layer_kind] + head)
-    low, high = max(max(weights), end), sum(weights) + end
+    low = max(max(weights), end)
+    high = sum(weights) + end
     for _ in range(40):
         middle = (low + high) / 2
         if len(_pack_bounds(weights, end, middle)) - 1 <= num_chunks:
@@ -89,32 +90,33 @@ def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> li
         else:
             low = middle
     bounds = _pack_bounds(weights, end, high * (1 + 1e-9))
-    # Chunks that packing left over stay empty at the front, where the embedding is.
+    # Unused chunks stay empty at the front, where the embedding is.
     return [0] * (num_chunks + 1 - len(bounds)) + bounds
 
 
 def _pack_bounds(layer_flops: list[float], end_flops: float, max_flops: float) -> list[int]:
-    """Bounds of chunks, filled from the last layer to the first, the head's chunk first."""
-    bounds, room = [len(layer_flops)], max_flops - end_flops
+    """Return the bounds of chunks, filled from the last layer to the first, the head's chunk first."""
+    bounds = [len(layer_flops)]
+    headroom = max_flops - end_flops
     for i in range(len(layer_flops) - 1, -1, -1):
-        if layer_flops[i] > room:
+        if layer_flops[i] > headroom:
             bounds.append(i + 1)
-            room = max_flops
-        room -= layer_flops[i]
+            headroom = max_flops
+        headroom -= layer_flops[i]
     return [*reversed([*bounds, 0])]
 
 
 StageSplitter = Callable[[int], tuple[ModelChunk, ...]]
-"""The chunks of a pipeline of so many, in the order of the model."""
+"""Function that returns the chunks of a pipeline, in model order, from their number."""
 
 
 def make_stage_splitter(model_spec: ModelSpec, seq_len: int) -> StageSplitter:
-    """The cut of a model of which no recipe is known."""
+    """Return the splitter of a model without a recipe."""
     return lambda chunks: split_stages(model_spec, chunks, seq_len)
 
 
 class RecipeStageSplitter:
-    """The cut of a recipe by its `parallel.pipeline_layout`; even where layers divide, else balanced, if it has none.
+    """Splitter by a recipe's `parallel.pipeline_layout`; without one, even if the layers divide, balanced otherwise.
 
     Args:
         cfg: the recipe; of its mapping only the layout counts.
@@ -122,11 +124,12 @@ class RecipeStageSplitter:
     """
 
     def __init__(self, cfg: Config, model_spec: ModelSpec) -> None:
-        self._cfg, self._model_spec = cfg, model_spec
+        self._cfg = cfg
+        self._model_spec = model_spec
         self._cache: dict[int, tuple[ModelChunk, ...]] = {}
 
     def __call__(self, num_chunks: int) -> tuple[ModelChunk, ...]:
-        """The chunks of so many."""
+        """Return the given number of chunks."""
         if num_chunks not in self._cache:
             self._cache[num_chunks] = tuple(
                 build_chunk(
@@ -141,7 +144,7 @@ class RecipeStageSplitter:
         return self._cache[num_chunks]
 
     def parts(self, num_chunks: int) -> tuple[StageParts, ...]:
-        """The same in the words of the runtime. Weights are balanced as those of the whole model, not of a shard."""
+        """Return the chunks as `StageParts`; balancing uses the weights of the whole model, not of a shard."""
         cfg = self._cfg
         layout = cfg.parallel.pipeline_layout
         if not layout and (cfg.model.num_layers % num_chunks or cfg.model.mtp_layers):
@@ -153,8 +156,8 @@ class RecipeStageSplitter:
 
 
 def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank the numbers of its chunks."""
-    # The file of a schedule from one says where it has its stages; its price is that of a loop.
+    """Return the indices of each pipeline rank's chunks."""
+    # A CSV schedule places its stages itself; it is priced like the interleaved schedule.
     name = "interleaved" if schedule == "csv" or (schedule == "1f1b" and vpp > 1) else schedule
     ranks = stage_ranks(ParallelConfig(world_size=pp, pp=pp, virtual_stages=vpp, schedule=name))  # type: ignore[arg-type]
     return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))

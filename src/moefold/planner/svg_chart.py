@@ -1,7 +1,4 @@
-"""Charts of the report: bars in parts as HTML, which flow with the page, curves and passes as SVG. Torch-free.
-
-The two views over the nodes as SVG: a cell for each GPU, coloured and numbered by its group along a chosen axis.
-"""
+"""Charts of the report: stacked bars as HTML; curves, pipeline passes and parallel views as SVG. Torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ PALETTE = (
     "#5a7878",
     "#00e1ff",
 )
-"""Any two are at least 0.07 apart in OKLab, also as seen with protanopia or deuteranopia (tests/plan/test_chart.py)."""
+"""Any two are at least 0.07 apart in OKLab, also with protanopia or deuteranopia (tests/planner/test_svg_chart.py)."""
 TIME_COLOURS = {
     "attention": PALETTE[0],
     "dense_mlp": PALETTE[10],
@@ -53,7 +50,7 @@ TIME_COLOURS = {
     "bubble": PALETTE[16],
     "optimizer": PALETTE[12],
 }
-"""By part of a step: compute is blue, communication yellow to brown, the rest between."""
+"""Colours of the parts of a step: compute is blue, communication yellow to brown, the rest between."""
 MEMORY_COLOURS = {
     "weights": PALETTE[0],
     "gathered": PALETTE[4],
@@ -66,14 +63,16 @@ MEMORY_COLOURS = {
     "pipeline": PALETTE[3],
     "workspace": PALETTE[11],
 }
-INK, FAINT, GRID = "#1c2430", "#6b7685", "#e3e7ec"
+INK = "#1c2430"
+FAINT = "#6b7685"
+GRID = "#e3e7ec"
 PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 PASS_COLOURS = {"F": "#7fa8d9", "B": "#8fbf8f", "I": "#a9d3a0", "W": "#e3b778"}
 STEP_TAIL_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
 STEP_TAIL_COLOURS = {"dp_comm": "#c9a0c9", "optimizer": "#9a9aa8"}
 EXPOSED_COLOUR = "#d0574f"
 MAX_PASS_TOOLTIPS = 8000
-"""Passes that say what they are where the pointer is; of more, the page would be too large."""
+"""Maximum number of passes with tooltips; with more, the page would be too large."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,10 @@ class StackedBar:
 
     name: str
     subtitle: str
-    """In small letters below the name."""
+    """Small text below the name."""
     parts: Mapping[str, float]
     limit_level: str = ""
-    """`near` or `over` a limit, as the sum is then coloured."""
+    """`near` or `over` a limit, which colours the sum."""
 
 
 def stacked_bars(
@@ -106,14 +105,14 @@ def stacked_bars(
     limits: Sequence[tuple[float, str]] = (),
     format_value: Callable[[float], str],
 ) -> Markup:
-    """A bar for each row, cut into parts that have one colour in all rows; a legend above, the sums to the right.
+    """Draw a bar for each row, divided into parts, with a legend above and the sums to the right.
 
     Args:
-        bars: the rows; parts of 0 take no place.
-        unit: behind the sums.
-        colours: of the parts.
-        limits: where lines are drawn, in the unit, and what they are.
-        format_value: of an amount.
+        bars: the rows; parts of 0 are left out.
+        unit: unit of the sums.
+        colours: colour by part, the same in all rows.
+        limits: values of vertical lines, in the unit, with their labels.
+        format_value: formats an amount.
     """
     names = [name for name in colours if any(bar.parts.get(name, 0) > 0 for bar in bars)]
     largest = max([sum(bar.parts.values()) for bar in bars] + [limit for limit, _ in limits])
@@ -151,7 +150,7 @@ def _bar(
 
 
 def _limit_kind(i: int, limits: Sequence[tuple[float, str]]) -> str:
-    """The last limit is the device's own."""
+    """Return the style of a limit; the last one is the device's own."""
     return "hard" if i == len(limits) - 1 else "soft"
 
 
@@ -172,20 +171,23 @@ def round_ticks(top: float, max_ticks: int = 5) -> list[float]:
 def line_chart(
     title: str, x_name: str, y_name: str, curves: Sequence[Curve], *, size: tuple[int, int], is_log: bool = False
 ) -> Markup:
-    """Curves over a common axis, whose marks are the x of the points; y begins at 0.
+    """Draw curves over a common x axis, whose ticks are the x of the points; y begins at 0.
 
     Args:
-        title: of the chart.
-        x_name: below the axis.
-        y_name: above the other one.
-        curves: the lines.
+        title: title of the chart.
+        x_name: label of the x axis.
+        y_name: label of the y axis.
+        curves: the curves.
         size: width and height, which scale with the page.
-        is_log: whether equal ratios of x are equally far apart.
+        is_log: whether the x axis is logarithmic.
     """
     width, height = size
     xs = sorted({x for curve in curves for x, _ in curve.points})
     ticks = round_ticks(max((y for curve in curves for _, y in curve.points), default=1.0))
-    left, right, head, foot = 58.0, width - 16.0, 46.0 + 17 * len(curves), height - 42.0
+    left = 58.0
+    right = width - 16.0
+    head = 46.0 + 17 * len(curves)
+    foot = height - 42.0
 
     def place(x: float, y: float) -> tuple[float, float]:
         first, here, last = (log2(v) if is_log else v for v in (xs[0], x, xs[-1]))
@@ -221,14 +223,17 @@ def _curve(curve: Curve, positions: Sequence[tuple[float, float]], y_name: str) 
 
 
 def pipeline_chart(timeline: Timeline) -> Markup:
-    """The passes of every pipeline rank over time, with the end of the step; a long step in three windows."""
+    """Draw the passes of every pipeline rank over time, with the end of the step; a long step in three windows."""
     windows = choose_windows(timeline)
     shown = [event for event in timeline.events if any(intersects((event.start_s, event.end_s), w) for w in windows)]
     kinds = {event.action.kind for event in shown if event.action is not None}
     closing = {event.part for event in shown if event.action is None}
     entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items() if kind in kinds]
     entries += [(STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items() if part in closing]
-    width, lane, left, gap = 1160.0, 26.0, 78.0, 18.0
+    width = 1160.0
+    lane = 26.0
+    left = 78.0
+    gap = 18.0
     each = (width - left - 4 - gap * (len(windows) - 1)) / len(windows)
     pieces = [
         _text(0, rank * lane + lane / 2, f"pp rank {rank}", size=12, kind="ink") for rank in range(timeline.num_ranks)
@@ -244,14 +249,15 @@ def pipeline_chart(timeline: Timeline) -> Markup:
 
 
 def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], lane: float) -> list[Markup]:
-    """The lanes of all ranks for some seconds, from a place of the page on and so wide."""
+    """Draw the lanes of all ranks in a window of time, at `extent` (left, width) of the page."""
     left, width = extent
     scale = width / (window[1] - window[0])
     halved = timeline.has_overlapping_passes
-    told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
+    has_tooltips = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
 
     def box(span: Span, y: float, height: float) -> tuple[float, float, float, float]:
-        start, end = max(span[0], window[0]), min(span[1], window[1])
+        start = max(span[0], window[0])
+        end = min(span[1], window[1])
         return left + (start - window[0]) * scale, y, max(0.4, (end - start) * scale - 0.3), height
 
     pieces = []
@@ -268,7 +274,7 @@ def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], 
             title = f"{PASS_NAMES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
             title += f": {span[0]:.4f} s to {span[1]:.4f} s"
             drawn = box(span, y + low, high - low)
-            pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if told else "", kind="pass"))
+            pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if has_tooltips else "", kind="pass"))
         for event in timeline.events_of(rank, "compute", "communication"):
             span = event.start_s, event.end_s
             if event.action is None and intersects(span, window):
@@ -316,42 +322,47 @@ def _text(
 
 
 def format_si(value: float) -> str:
-    """Return a round number in few letters, such as `250 k`."""
+    """Format a round number with an SI prefix, such as `250 k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
 
 
-CELL, GAP, HEAD = 24, 2, 15
+CELL = 24
+GAP = 2
+HEAD = 15
 SMALL_NODE_CELLS_PER_ROW = 4
-"""Cells in a row of a node of up to twice as many; larger nodes have rows of twice as many."""
+"""Cells in a row of a node with up to twice as many cells; larger nodes have rows of twice as many."""
 
 
 @dataclass(frozen=True)
 class DrawnView:
-    """A view, and its axes as a reader knows them: an axis of degrees that other axes lie between is several of it."""
+    """A view with its display axes: a display axis may consist of several axes of the view, if others lie between."""
 
     view: View
     parts_of_axis: Mapping[str, tuple[str, ...]]
-    """By the name of an axis, slowest to fastest, the axes of the view that it is made of."""
+    """By display axis, slowest to fastest, the axes of the view that form it."""
 
     def degree(self, axis: str) -> int:
-        """Size of one axis."""
+        """Return the size of one axis."""
         return prod(self.view.degree(part) for part in self.parts_of_axis[axis])
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
-        """For each rank the number of its group."""
+        """Return each rank's group index."""
         index = {rank: i for i, group in enumerate(self.view.groups(*self.parts_of_axis[axis])) for rank in group}
         return tuple(index[rank] for rank in range(self.view.world_size))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of a rank in its group."""
+        """Return the position of a rank in its group."""
         return self.view.group(rank, *self.parts_of_axis[axis]).index(rank)
 
 
 def build_drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnView, DrawnView]:
-    """Attention and experts; those of a coupled method lie within data parallelism, so that cp cuts edp in two."""
+    """Build the views of attention and experts.
+
+    Experts of a coupled method lie within data parallelism, so cp divides edp into two axes.
+    """
     experts = layout.moe
     spans: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in experts.axes}
     if coupled:
@@ -363,14 +374,15 @@ def build_drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnVi
 
 
 def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
-    """One view: nodes with their GPUs, each of which knows its group along every axis.
+    """Draw one view: nodes with their GPUs, each with its group index along every axis as attributes.
 
     Args:
-        name: of the view, for the script that colours and numbers the cells.
+        name: name of the view, for the script that colours and numbers the cells.
         drawn: the view.
         gpus_per_node: cells of a node.
     """
-    view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.parts_of_axis}
+    view = drawn.view
+    groups = {axis: drawn.group_indices(axis) for axis in drawn.parts_of_axis}
     in_row = min(
         SMALL_NODE_CELLS_PER_ROW if gpus_per_node <= 2 * SMALL_NODE_CELLS_PER_ROW else 2 * SMALL_NODE_CELLS_PER_ROW,
         gpus_per_node,
@@ -378,13 +390,15 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
     pieces = []
     for node in range(-(-view.world_size // gpus_per_node)):
         ranks = range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))
-        width, height = in_row * (CELL + GAP) - GAP, HEAD + -(-len(ranks) // in_row) * (CELL + GAP)
+        width = in_row * (CELL + GAP) - GAP
+        height = HEAD + -(-len(ranks) // in_row) * (CELL + GAP)
         cells = [Markup('<text x="0" y="10" font-size="10.5" class="faint">node {}</text>').format(node)]
         for place, rank in enumerate(ranks):
             y, x = divmod(place, in_row)
             title = f"rank {rank}: " + ", ".join(f"{a} {drawn.coordinate(rank, a)}" for a in groups)
             marks = Markup(" ").join(Markup('data-{}="{}"').format(axis, groups[axis][rank]) for axis in groups)
-            left, top = x * (CELL + GAP), HEAD + y * (CELL + GAP)
+            left = x * (CELL + GAP)
+            top = HEAD + y * (CELL + GAP)
             form = Markup(
                 '<g class="gpu" {}><title>{}</title><rect x="{}" y="{}" width="{}" height="{}" rx="3"></rect>'
                 '<text x="{}" y="{}" text-anchor="middle" dominant-baseline="central"></text></g>'
@@ -397,7 +411,7 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
 
 
 def axis_choices(drawn: DrawnView) -> tuple[list[tuple[str, int]], str]:
-    """The axes of a view with their degrees, and the axis that is shown first: ep, or the fastest that cuts."""
+    """Return the axes of a view with their degrees, and the axis to show first (ep, or the fastest one above 1)."""
     axes = [(axis, drawn.degree(axis)) for axis in drawn.parts_of_axis]
     cutting = [axis for axis, degree in axes if degree > 1]
     return axes, "ep" if "ep" in cutting else (cutting or [axes[-1][0]])[-1]

@@ -1,7 +1,7 @@
-"""Models by name that have no preset: those that the runtime cannot train as published, and dense ones. Torch-free.
+"""Models by name without a preset: those that the runtime cannot train as published, and dense ones. Torch-free.
 
-Sizes are those of each model's config.json; where a source prints its operations for a token, they agree with it
-(tests/plan/test_shape.py).
+Sizes are those of each model's config.json; where a source prints its FLOPs for a token, they agree with it
+(tests/planner/test_model_spec.py).
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ from moefold.planner.model_spec import FeedForward, LayerKind, ModelSpec, TokenM
 
 
 def unsupported_model_names() -> tuple[str, ...]:
-    """All of them."""
+    """Return all names."""
     return tuple(sorted((*_HYBRIDS, *_CONFIGS)))
 
 
 def unsupported_model_spec(name: str) -> ModelSpec:
-    """The shape of one of `unsupported_model_names`."""
+    """Return the spec of one of `unsupported_model_names`."""
     if name in _HYBRIDS:
         return _HYBRIDS[name]()
     return replace(model_spec_from_config(_CONFIGS[name]), name=name)
@@ -35,8 +35,13 @@ def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig
 
 
 def _qwen3_next() -> ModelSpec:
-    """Qwen/Qwen3-Next-80B-A3B: three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention."""
-    hidden, keys, values = 2048, 16 * 128, 32 * 128
+    """Build Qwen/Qwen3-Next-80B-A3B.
+
+    It has three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention.
+    """
+    hidden = 2048
+    keys = 16 * 128
+    values = 32 * 128
     width = 2 * keys + 2 * values + 2 * 32
     linear = TokenMixer(
         kind="linear",
@@ -46,7 +51,7 @@ def _qwen3_next() -> ModelSpec:
         state_flops=8 * 32 * 128 * 128,
     )
     full = gqa_mixer(hidden, 16, 2, 256)
-    # The queries come with a gate of the same width.
+    # The query projection also outputs a gate of the same width.
     full = replace(full, num_params=full.num_params + hidden * 4096, sharded_width=full.sharded_width + 4096)
     moe = FeedForward(kind="moe", width=512, num_experts=512, top_k=10, shared_width=512)
     kinds = (LayerKind(mixer=linear, feed_forward=moe), LayerKind(mixer=full, feed_forward=moe))
@@ -56,7 +61,7 @@ def _qwen3_next() -> ModelSpec:
 
 
 def _mamba(hidden: int, heads: int) -> TokenMixer:
-    """Mamba-2 with heads of 64, a state of 128 and 8 groups; the state's operations as Megatron-Bridge counts them."""
+    """Build a Mamba-2 mixer with heads of 64, a state of 128 and 8 groups; FLOPs of the state as in Megatron-Bridge."""
     inner = heads * 64
     width = 2 * inner + 2 * 8 * 128 + heads
     return TokenMixer(
@@ -69,7 +74,7 @@ def _mamba(hidden: int, heads: int) -> TokenMixer:
 
 
 def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, moe: FeedForward) -> ModelSpec:
-    """A hybrid whose layers are a Mamba-2 mixer, attention or experts, each by itself."""
+    """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone."""
     mamba, attention, experts = counts
     kinds = (
         LayerKind(mixer=_mamba(hidden, heads), feed_forward=None),
@@ -77,7 +82,7 @@ def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, 
         LayerKind(mixer=None, feed_forward=moe),
         LayerKind(mixer=gqa_mixer(hidden, 32, 2, 128), feed_forward=moe),
     )
-    # The order matters for pipelines alone: attention is spread evenly over pairs of a mixer and experts.
+    # The order matters only for pipelines: attention is spread evenly over pairs of a mixer and experts.
     pairs = [(0, 2)] * min(mamba, experts)
     step = len(pairs) // attention
     layers: list[int] = []
@@ -89,13 +94,13 @@ def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, 
 
 
 def _nemotron_nano() -> ModelSpec:
-    """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 23 Mamba-2, 6 attention and 23 MoE layers."""
+    """Build nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 23 Mamba-2, 6 attention and 23 MoE layers."""
     moe = FeedForward(kind="moe", width=1856, num_experts=128, top_k=6, shared_width=3712, num_matrices=2)
     return _nemotron("nemotron-3-nano", 2688, (23, 6, 23), 64, moe)
 
 
 def _nemotron_super() -> ModelSpec:
-    """nvidia/NVIDIA-Nemotron-3-Super-120B-A12B: 40 Mamba-2, 8 attention and 40 MoE layers with latent experts."""
+    """Build nvidia/NVIDIA-Nemotron-3-Super-120B-A12B: 40 Mamba-2, 8 attention and 40 MoE layers with latent experts."""
     moe = FeedForward(
         kind="moe", width=2688, num_experts=512, top_k=22, shared_width=5376, num_matrices=2, expert_hidden_size=1024
     )
@@ -111,7 +116,7 @@ _CONFIGS = {
     "llama3-8b": _dense_config(32, 4096, 32, 14336),
     "llama3-70b": _dense_config(80, 8192, 64, 28672),
     "llama3-405b": _dense_config(126, 16384, 128, 53248),
-    # Its rotary scaling has equal bounds, which the runtime refuses; times and sizes do not depend on it.
+    # Its RoPE scaling has equal bounds, which the runtime rejects; times and sizes do not depend on it.
     "kimi-k2": ModelConfig(
         num_layers=61,
         hidden_size=7168,
@@ -152,7 +157,7 @@ _CONFIGS = {
         expert_bias=True,
         shared_expert_ffn_hidden_size=2816,
     ),
-    # Of the 48 layers of Llama-4-Maverick every other one has experts.
+    # Every other one of the 48 layers of Llama-4-Maverick has experts.
     "llama4-maverick": ModelConfig(
         num_layers=48,
         hidden_size=5120,

@@ -1,10 +1,8 @@
-"""Predicted against published throughput, row by row. Torch-free.
+"""Validation of the planner: predicted against published throughput, row by row. Torch-free.
 
-Rows of published measurements: what each says about the model, the mapping and the software. Torch-free.
-
-An empty cell is what a source does not print. Some of it is said by other words of the row (a method without pipeline
-stages has one), some is open and chosen by the planner (micro-batch size, virtual stages), and where the rest is open
-the mapping is incomplete and the row is skipped.
+An empty cell is a value that the source does not print. Some follow from other columns of the row (a method without
+pipeline stages has one), some are open and chosen by the planner (micro-batch size, virtual stages); if others are
+empty, the mapping is incomplete and the row is skipped.
 """
 
 import csv
@@ -39,11 +37,11 @@ EMPTY_CELLS = ("", "-", "n/a", "na", "none")
 
 PAPER = "arXiv:2504.14960"
 BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
-"""The methods of the paper that couple the experts to tensor and data parallelism, and their ZeRO stage."""
+"""The paper's methods that couple the experts to tensor and data parallelism, and their ZeRO stage."""
 
 OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
-"""Sources that measured software on torch's own FSDP and pipelines, as moefold is; the others measured Megatron-Core,
-on which NeMo and Megatron-Bridge are built too."""
+"""Sources that measured software on torch's own FSDP and pipelines, like moefold; the others measured Megatron-Core, on
+which NeMo and Megatron-Bridge are built too."""
 
 _RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
 _RECOMPUTE = {
@@ -57,18 +55,18 @@ _RECOMPUTE = {
     r"\bfull\b": "layer",
 }
 _OFFLOAD = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
-"""Activations that are offloaded are those of the experts, where a source says which."""
+"""Offloaded activations are those of the experts, where a source specifies them."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RACK_SCALE = ("gb200", "gb300")
 
 
 class SkipRowError(ValueError):
-    """Why a row cannot be priced."""
+    """Reason why a row cannot be priced."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One line of a table, as text."""
+    """One row of a table, as text."""
 
     cells: dict[str, str]
 
@@ -76,46 +74,47 @@ class PublishedRow:
         return self.cells[column].strip()
 
     def positive_int(self, column: str) -> int | None:
-        """The whole number of a cell; None where it is empty."""
+        """Return the integer of a cell; None if it is empty."""
         text = "" if self[column].lower() in EMPTY_CELLS else self[column]
         if text and not text.isdecimal():
-            raise SkipRowError(f"{column}={text!r} is no whole number")
+            raise SkipRowError(f"{column}={text!r} is not an integer")
         if text and int(text) < 1:
             raise SkipRowError(f"{column}={text} is below 1")
         return int(text) if text else None
 
     @property
     def method_and_note(self) -> str:
-        """Method and note, lower case."""
+        """Method and note, in lower case."""
         return f"{self['method']} {self['note']}".lower()
 
     @property
     def release(self) -> tuple[int, int]:
-        """Year and month of the container that a source names; (0, 0) where it names none."""
+        """Year and month of the container that a source names; (0, 0) if it names none."""
         found = _RELEASE.search(self["source"])
         return (0, 0) if found is None else (int(found[1] or found[3]), int(found[2] or found[4]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedCase:
-    """A row that can be priced: one mapping, but for what the planner is to choose."""
+    """A row that can be priced: one mapping, except for what the planner chooses."""
 
     row: PublishedRow
     model: str
     gpu: str
     mapping: ParallelMapping
-    """With mbs or vpp of 0 where the source does not print them."""
+    """The mapping, with mbs or vpp of 0 where the source does not print them."""
     workload: TrainingWorkload
     recompute: tuple[str, ...] | None
-    """None where the source does not print it."""
+    """None if the source does not print it."""
     is_fully_specified: bool = False
-    """Whether states are known to be float32 and no whole layer runs again: the paper's methods are compared so."""
+    """True if states are known to be float32 and no whole layer is recomputed, as in the paper's comparison of
+    methods."""
     published_flops_per_token: float = 0.0
-    """Operations for a token by the source's own formula, where it is not one of the two conventions; 0: it is."""
+    """FLOPs for a token by the source's own formula, if it differs from both conventions; 0: it does not."""
 
 
 def read_rows(path: Path) -> list[PublishedRow]:
-    """The rows of a table.
+    """Read the rows of a table.
 
     Raises:
         ConfigError: the file cannot be read or lacks a column.
@@ -134,14 +133,15 @@ def read_rows(path: Path) -> list[PublishedRow]:
 
 
 def parse_case(row: PublishedRow) -> PublishedCase:
-    """What a row says.
+    """Parse a row.
 
     Raises:
-        SkipRowError: it does not say enough, or speaks of a model or device that the planner does not know.
+        SkipRowError: it is incomplete, or the planner does not know its model or device.
     """
     if "lora" in row.method_and_note:
         raise SkipRowError("LoRA trains other weights than the model's")
-    model, gpu = find_model_name(row["model"]), _device_name(row["gpu"])
+    model = find_model_name(row["model"])
+    gpu = _device_name(row["gpu"])
     if model is None:
         raise SkipRowError(f"model {row['model']!r} is not known")
     if gpu is None:
@@ -164,13 +164,13 @@ def parse_case(row: PublishedRow) -> PublishedCase:
 
 
 def _device_name(text: str) -> str | None:
-    """The one device that a cell names ("DGX H100"), or None."""
+    """Return the only device that a cell names ("DGX H100"), or None."""
     named = [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word in device_names()]
     return named[0] if len(named) == 1 else None
 
 
 def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
-    """The degrees, those that other words of the row say included."""
+    """Return the mapping of a row, with the degrees that follow from other columns."""
     method = row["method"]
     is_baseline = row["source"].startswith(PAPER) and method in BASELINES
     known = {axis: row.positive_int(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
@@ -204,7 +204,10 @@ def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
 
 
 def _overlaps(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
-    """Said by the row; Megatron-Bridge's recipes turn it on where the experts' exchange leaves the NVLink domain."""
+    """Return whether the row overlaps the expert all-to-all.
+
+    Megatron-Bridge's recipes enable it if the all-to-all leaves the NVLink domain.
+    """
     if "overlap" in row.method_and_note:
         return "no overlap" not in row.method_and_note
     return (
@@ -228,7 +231,8 @@ def _is_dense(row: PublishedRow) -> bool:
 
 
 def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
-    seq_len, batch = row.positive_int("seq_len"), row.positive_int("gbs")
+    seq_len = row.positive_int("seq_len")
+    batch = row.positive_int("gbs")
     if seq_len is None:
         raise SkipRowError("seq_len not printed")
     if batch is None:
@@ -237,7 +241,8 @@ def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Training
         batch = mapping.mbs * mapping.dp
     if batch % mapping.dp:
         raise SkipRowError(f"a batch of {batch} does not divide over dp={mapping.dp}")
-    is_paper, words = row["source"].startswith(PAPER), row.method_and_note
+    is_paper = row["source"].startswith(PAPER)
+    words = row.method_and_note
     drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
     is_new = gpu in _BLACKWELL and row.release >= (26, 6)
     graphs: CudaGraphs = "partial" if "cuda graph" in words or row.release >= (26, 0) else "none"
@@ -303,32 +308,32 @@ def _recompute_parts(text: str) -> Iterator[str]:
 MICRO_BATCHES = (1, 2, 4, 8)
 MAX_VIRTUAL_STAGES = 24
 SELECTIVE_RECOMPUTE_PARTS = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
-"""What authors who do not print their recomputation may have run again, cheapest first."""
+"""Parts that a source without printed recomputation may recompute, cheapest first."""
 
 STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesPerParam(0, 2, 2))
-"""Types of the states, where a source does not print its optimizer's precision: the first that fits of float32,
-bfloat16 moments, all bfloat16."""
+"""Dtypes of the states if a source does not print its optimizer's precision: the first that fits of float32, bfloat16
+moments, all bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One row, measured and predicted; a number, or OOM."""
+    """Measurement and prediction of one row: a number, or OOM."""
 
     row: PublishedRow
     measured: float | str
     predicted: float | str
     mapping: ParallelMapping
     workload: TrainingWorkload
-    """With the types of the states that the mapping was found to fit with."""
+    """The workload with the dtypes of the states that fit."""
 
     @property
     def precision(self) -> str:
-        """Of the products."""
+        """Precision of the GEMMs."""
         return self.workload.precision
 
     @property
     def error_pct(self) -> float | None:
-        """Of the prediction over the measurement; None where one of them is OOM."""
+        """Error of the prediction in percent of the measurement; None if one of them is OOM."""
         if isinstance(self.measured, str) or isinstance(self.predicted, str):
             return None
         return (self.predicted / self.measured - 1) * 100
@@ -336,20 +341,20 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """All rows of a table."""
+    """Predictions of all rows of a table."""
 
     predictions: tuple[Prediction, ...]
     skipped: dict[str, int]
-    """Rows that were not priced, by reason."""
+    """Number of skipped rows by reason."""
 
     @property
     def mean_abs_error_pct(self) -> float | None:
-        """Over the rows with a number on both sides."""
+        """Mean absolute error over the rows with a number on both sides."""
         return mean_abs_error_pct(self.predictions)
 
     @property
     def by_gpu_precision(self) -> dict[str, dict[str, float | int | None]]:
-        """Rows and mean absolute error for each device and precision."""
+        """Number of rows and mean absolute error for each device and precision."""
         groups: dict[str, list[Prediction]] = defaultdict(list)
         for prediction in self.predictions:
             groups[f"{prediction.row['gpu']} {prediction.precision}"].append(prediction)
@@ -360,11 +365,11 @@ class Accuracy:
 
     @property
     def memory_mistakes(self) -> tuple[Prediction, ...]:
-        """Rows that ran and are predicted not to fit, and the other way round."""
+        """Rows that ran and are predicted not to fit, and the reverse."""
         return tuple(p for p in self.predictions if isinstance(p.measured, str) != isinstance(p.predicted, str))
 
     def as_dict(self) -> dict[str, object]:
-        """In the form of `moefold plan-accuracy --json`."""
+        """Return the output of `moefold plan-accuracy --json`."""
         return {
             "rows": [_row_as_dict(prediction) for prediction in self.predictions],
             "mean_abs_error_pct": self.mean_abs_error_pct,
@@ -375,7 +380,7 @@ class Accuracy:
 
 
 def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:
-    """Mean of the absolute errors there are; None where there are none."""
+    """Return the mean of the absolute errors; None if there are none."""
     errors = [abs(p.error_pct) for p in predictions if p.error_pct is not None]
     return sum(errors) / len(errors) if errors else None
 
@@ -386,7 +391,8 @@ def validate_predictions(path: Path) -> Accuracy:
     Raises:
         ConfigError: the file cannot be read or lacks a column.
     """
-    predictions, skipped = [], Counter[str]()
+    predictions = []
+    skipped = Counter[str]()
     for row in read_rows(path):
         try:
             predictions.append(predict(parse_case(row)))
@@ -396,12 +402,13 @@ def validate_predictions(path: Path) -> Accuracy:
 
 
 def predict(case: PublishedCase) -> Prediction:
-    """Price one case, with the best of what its source leaves open.
+    """Predict one case, with the best choice of what its source leaves open.
 
     Raises:
-        SkipRowError: no choice of what is open divides the batch, or the value is no number.
+        SkipRowError: no open choice divides the batch, or the value is not a number.
     """
-    shape, measured = load_model_spec(case.model), _parse_measured(case.row["value"])
+    shape = load_model_spec(case.model)
+    measured = _parse_measured(case.row["value"])
     found = _fastest_fitting(shape, case)
     predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
     mapping, workload = found or (case.mapping, case.workload)
@@ -420,9 +427,9 @@ def _parse_measured(text: str) -> float | str:
     try:
         number = float(text)
     except ValueError:
-        raise SkipRowError(f"value {text!r} is no number") from None
+        raise SkipRowError(f"value {text!r} is not a number") from None
     if not 0 < number < inf:
-        raise SkipRowError(f"value {text!r} is no speed: it must be a number above 0, or {OUT_OF_MEMORY}")
+        raise SkipRowError(f"value {text!r} is not a throughput: it must be a number above 0, or {OUT_OF_MEMORY}")
     return number
 
 
@@ -450,41 +457,44 @@ def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryMod
 
 
 def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
-    """The fastest of the open choices that fits; None where none does."""
-    pricer = _cost_model(model_spec.name, case.gpu, case.workload)
+    """Return the fastest open choice that fits; None if none does."""
+    cost_model = _cost_model(model_spec.name, case.gpu, case.workload)
     fitting = [
         found
         for choice in _open_mappings(model_spec, case)
         if (found := _first_fitting(model_spec, case, choice)) is not None
     ]
-    return min(fitting, key=lambda found: pricer.step_time(found[0]).total_s) if fitting else None
+    return min(fitting, key=lambda found: cost_model.step_time(found[0]).total_s) if fitting else None
 
 
 def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
-    m, batch = case.mapping, case.workload.global_batch_size
+    m = case.mapping
+    batch = case.workload.global_batch_size
     local = batch // m.dp
     sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
     if m.mbs and local % m.mbs:
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
     if m.pp * max(1, m.vpp) > len(model_spec.layers) + len(NON_LAYER_STAGE_PARTS):
         raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(model_spec.layers)} layers make")
-    most = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
-    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= most)]
+    max_vpp = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
+    stages = (
+        [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= max_vpp)]
+    )
     return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
 
 
 def _first_fitting(
     model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping
 ) -> tuple[ParallelMapping, TrainingWorkload] | None:
-    """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
-    ways = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
+    """Return the mapping with least sharding, least recomputation and the highest optimizer precision that fits."""
+    recompute_options = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
     if not case.is_fully_specified:
-        ways += [("norms", "moe"), ("layer",)]
+        recompute_options += [("norms", "moe"), ("layer",)]
     if case.recompute is not None:
-        ways.insert(0, case.recompute)
+        recompute_options.insert(0, case.recompute)
     all_states = STATE_BYTES_CANDIDATES[:1] if case.is_fully_specified else STATE_BYTES_CANDIDATES
     zeros = (mapping.zero,) if case.is_fully_specified or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
-    for zero, parts, states in product(zeros, ways, all_states):
+    for zero, parts, states in product(zeros, recompute_options, all_states):
         tried = replace(mapping, recompute=parts, zero=zero)
         workload = replace(case.workload, state_bytes=states)
         if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from moefold.cost.hardware import load_device
+from moefold.planner.cost_model.data_parallel import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM
 from moefold.planner.cost_model.muon import MuonCost
-from moefold.planner.cost_model.step import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM, CostModel
+from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import OptimizerUpdate, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_lookup import load_model_spec

@@ -1,9 +1,9 @@
-"""Time of collectives by algorithm and link level, for groups of ranks at a stride. Torch-free.
+"""Cost model of collectives, by algorithm and link level, for groups of ranks at a stride. Torch-free.
 
 Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
-is spread over several units of it (nodes, NVLink domains). Volumes over the outer level pass the network card of each
-rank, of which a unit has as many as ranks of the group. Over a spine (`Device.spine`) they pass the same cards as
-within a pod, and uplinks that are fewer.
+spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank, of which a
+unit has as many as ranks of the group. Over a spine (`Device.spine`) it passes the same NICs as within a pod, and fewer
+uplinks.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class RankGroup:
 
 
 def ranks_per_unit(group: RankGroup, link: NetworkLink) -> int:
-    """Ranks of the group that one unit of a level holds: the largest divisor of its size that fits."""
+    """Return the ranks of the group in one unit of a link level: the largest divisor of its size that fits."""
     if link.gpus == 0 or group.size * group.stride <= link.gpus:
         return group.size
     inside = max(1, link.gpus // group.stride)
@@ -31,15 +31,21 @@ def ranks_per_unit(group: RankGroup, link: NetworkLink) -> int:
 
 
 def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
-    """All-gather to `full_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
+    """Return the seconds of an all-gather to `full_bytes` on each rank, or a reduce-scatter from them.
+
+    All levels run their rings concurrently.
+    """
     if group.size == 1:
         return 0.0
-    slowest, latency, below, on_cards = 0.0, 0.0, 1, 0.0
+    slowest = 0.0
+    latency = 0.0
+    below = 1
+    on_cards = 0.0
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
             units = inside // below
-            # All of it passes every link of a ring; a unit's ranks each bring their own card to the ring of this level.
+            # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
             share = full_bytes * (units - 1) / units / below
             latency += link.latency_s * (log2(units) + (not (link.is_uplink and on_cards)))
             on_cards = share + (on_cards if link.is_uplink else 0.0)
@@ -51,36 +57,42 @@ def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
 
 
 def all_reduce_s(device: Device, group: RankGroup, full_bytes: float) -> float:
-    """Reduce-scatter and all-gather."""
+    """Return the seconds of an all-reduce: reduce-scatter and all-gather."""
     return 2.0 * all_gather_s(device, group, full_bytes)
 
 
 def all_to_all_s(
     device: Device, group: RankGroup, sent_bytes: float, *, routing: "GroupLimitedRouting | None" = None
 ) -> float:
-    """All-to-all, of `sent_bytes` on each rank with those that stay.
+    """Return the seconds of an all-to-all of `sent_bytes` on each rank, its local part included.
 
     Args:
-        device: whose links.
+        device: the device with its links.
         group: the ranks.
-        sent_bytes: bytes of all copies of the tokens of one rank.
+        sent_bytes: bytes of all routed tokens of one rank.
         routing: given for kernels that send a token once to each rank, and over the network once to each unit of it
-            (DeepEP, HybridEP); None: every copy travels.
+            (DeepEP, HybridEP); None: once for each expert.
     """
     if group.size == 1:
         return 0.0
-    slowest, latency, below, on_cards, cards = 0.0, 0.0, 1, 0.0, 1
+    slowest = 0.0
+    latency = 0.0
+    below = 1
+    on_cards = 0.0
+    cards = 1
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
-            units, all_units = inside // below, group.size // below
+            units = inside // below
+            all_units = group.size // below
             if not (link.is_uplink and on_cards):
-                # A token that goes to several units of a pod goes there one by one, over the spine too.
-                on_cards, cards = 0.0, below
+                # A token for several units of a pod is sent to each of them, over the spine too.
+                on_cards = 0.0
+                cards = below
                 sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
-            away = sent * (units - 1) / all_units
-            on_cards += away
-            slowest = max(slowest, _transfer_s(link, away, on_cards))
+            remote_bytes = sent * (units - 1) / all_units
+            on_cards += remote_bytes
+            slowest = max(slowest, _transfer_s(link, remote_bytes, on_cards))
             latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
             below = inside
         if inside == group.size:
@@ -89,7 +101,7 @@ def all_to_all_s(
 
 
 def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float:
-    """Seconds of what passes a level for each rank, and of all that passes the rank's card there and on the way up."""
+    """Return the seconds of a level's bytes for each rank, or of all bytes through the rank's NIC if slower."""
     seconds = link_bytes / (link.bytes_per_s * link.fraction)
     if not link.is_uplink:
         return seconds
@@ -98,15 +110,16 @@ def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class GroupLimitedRouting:
-    """Where the copies of one token go: `top_k` experts, at random in `top_groups` of `num_groups` groups."""
+    """Group-limited routing: `top_k` experts, at random in `top_groups` of `num_groups` groups."""
 
     top_k: int
     num_groups: int = 1
     top_groups: int = 1
 
     def expected_units(self, units: int) -> float:
-        """How many of `units` equal parts of the experts a token has copies in, on average."""
-        chosen, groups = self.top_groups, self.num_groups
+        """Return the expected number of `units` equal parts of the experts that a token is routed to."""
+        chosen = self.top_groups
+        groups = self.num_groups
         if units < groups and groups % units == 0:
             each = groups // units
             return units * (1.0 - comb(groups - each, chosen) / comb(groups, chosen))
@@ -115,11 +128,11 @@ class GroupLimitedRouting:
 
 
 def p2p_s(device: Device, stride: int, sent_bytes: float) -> float:
-    """From one rank to one that is `stride` away."""
+    """Return the seconds of a send to the rank that is `stride` away."""
     link = link_between(device, stride)
     return link.latency_s + sent_bytes / (link.bytes_per_s * link.fraction)
 
 
 def link_between(device: Device, stride: int) -> NetworkLink:
-    """The level over which ranks at a distance talk."""
+    """Return the link level between ranks at a distance."""
     return next((link for link in device.links if link.gpus == 0 or stride < link.gpus), device.links[-1])

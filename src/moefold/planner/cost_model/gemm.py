@@ -1,6 +1,6 @@
-"""Time of matrix products from their shape: tiles, waves, depth and bytes. Torch-free.
+"""GEMM cost model from the shape: tiles, waves, depth and bytes; and the precisions that a device supports. Torch-free.
 
-The precision of the products, of the planner's name and the recipe's, and whether a device has it. Torch-free.
+The planner's names of the precisions differ from those of a recipe (`RECIPE_NAMES`).
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 WGRAD_ACCUMULATION_BYTES = 8
-"""A weight gradient is added to float32: read and written, 4 bytes each."""
+"""Memory traffic of a weight gradient that is added to a float32 sum: read and written, 4 bytes each."""
 
 
 UNFILLED_WAVE_FRACTION = 0.351
@@ -21,10 +21,10 @@ UNFILLED_WAVE_FRACTION = 0.351
 
 
 class GemmCost:
-    """Prices products on one device in one precision.
+    """Cost model of GEMMs on one device in one precision.
 
     Raises:
-        ConfigError: the device has no units for it, or nobody has said how fast it is.
+        ConfigError: the device has no matrix units for the precision, or no known rate for the compute type.
     """
 
     def __init__(self, device: Device, workload: TrainingWorkload) -> None:
@@ -43,21 +43,22 @@ class GemmCost:
         self.fuses_grouped_gemm = workload.fused_experts and precision == "mxfp8"
 
     def matmul_s(self, rows: float, columns: int, depth: float, *, groups: int = 1, fused: bool = False) -> float:
-        """One product of [rows, depth] and [depth, columns], or `groups` of them in one kernel, each of rows/groups.
+        """Return the seconds of a GEMM of [rows, depth] and [depth, columns], or of a grouped GEMM.
 
-        Tiles of a wave that is not full are counted as half a wave, what a product meets on average.
+        With `groups` each group has rows/groups rows. A partly filled wave counts as half a wave, the average.
         """
         moved = self.element_bytes * (rows * depth + groups * depth * columns) + self.value_bytes * rows * columns
         return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
 
     def wgrad_s(self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False) -> float:
-        """The gradient of a weight of [depth, columns] from `rows` tokens, added to its float32 sum."""
+        """Return the seconds of a weight-gradient GEMM of [depth, columns] over `rows`, added to a float32 sum."""
         moved = self.element_bytes * rows * (depth + columns) + self.wgrad_bytes * groups * depth * columns
         return self._tiled_s((depth, columns, rows / groups), groups, moved, fused=fused)
 
     def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
-        """Products of [rows, inner] and [inner, columns]: whole tiles in waves, or the bytes if they take longer."""
-        device, (rows, columns, inner) = self.device, sizes
+        """Return the seconds of GEMMs [rows, inner] x [inner, columns]: tiles in waves, or memory traffic if slower."""
+        device = self.device
+        (rows, columns, inner) = sizes
         if min(sizes) <= 0:
             return 0.0
         tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
@@ -66,19 +67,19 @@ class GemmCost:
         return max(work * self._wave_factor(tiles, 1 if fused else groups) / rate, moved_bytes / self.bytes_per_s)
 
     def _wave_factor(self, tiles: int, groups: int) -> float:
-        """How much longer than full waves a product takes: the last wave is half empty on average.
+        """Return the slowdown of a GEMM over full waves: the last wave is half empty on average.
 
-        Experts' products that are kernels of their own each end with such a wave, of which streams fill a part.
+        Expert GEMMs in separate kernels each end with such a wave, which other streams fill in part.
         """
         kernels = 1.0 if groups == 1 else max(1.0, groups * UNFILLED_WAVE_FRACTION)
         return 1.0 + 0.5 * self.device.multiprocessors * kernels / tiles
 
     def quantize_s(self, elements: float, *, fused: bool = False) -> float:
-        """Casting operands below 16 bits; nothing where the products do it themselves."""
+        """Return the seconds of casting operands below 16 bits; 0 if the GEMMs do it themselves."""
         return 0.0 if fused else elements * self.quantize_bytes / self.bytes_per_s
 
     def memory_bound_s(self, moved_bytes: float) -> float:
-        """A kernel that only moves bytes."""
+        """Return the seconds of a kernel that only moves bytes."""
         return moved_bytes / self.bytes_per_s
 
 
@@ -95,16 +96,17 @@ PLANNER_NAMES: dict[str, str] = {name: priced for priced, name in RECIPE_NAMES.i
 
 
 def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[Config, str]:
-    """The recipe with the precision that is priced, and the planner's name of it.
+    """Return the recipe with the precision to price, and the planner's name of the precision.
 
     Args:
         cfg: a recipe.
-        given: --precision, which wins; None: that of the recipe.
-        device: where it runs.
+        given: --precision, which takes precedence; None: the precision of the recipe.
+        device: the GPU.
 
     Raises:
-        ConfigError: the runtime would simulate it there, which has no price, or nobody has said how fast the compute
-            type is there.
+        ConfigError: the runtime would emulate the precision there, which has no price, or the rate of the compute type
+            is
+            unknown there.
     """
     precision = PLANNER_NAMES[cfg.train.precision] if given is None else given
     if given == BF16 and cfg.run.dtype != "bfloat16":
@@ -112,54 +114,54 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
             f"--precision {BF16} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
             "leave --precision out, or choose run.dtype='bfloat16'"
         )
-    if lack := dtype_unsupported_reason(cfg, device):
+    if dtype_reason := dtype_unsupported_reason(cfg, device):
         raise ConfigError(
-            f"run.dtype={cfg.run.dtype!r} has no price here, as {lack}; choose run.dtype='bfloat16', or a FILE.toml "
-            f"with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
+            f"run.dtype={cfg.run.dtype!r} has no price here, as {dtype_reason}; choose run.dtype='bfloat16', or a "
+            f"FILE.toml with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
         )
-    fault = matrix_unit_unsupported_reason(cfg, precision, device)
-    if fault:
-        said = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
+    precision_reason = matrix_unit_unsupported_reason(cfg, precision, device)
+    if precision_reason:
+        setting = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
         raise ConfigError(
-            f"{said} has no price here, as {fault}: moefold would simulate it, at the speed of float32 at best; "
-            f"choose {format_precision_options(cfg, device)}"
+            f"{setting} has no price here, as {precision_reason}: moefold would simulate it, at the speed of float32 "
+            f"at best; choose {format_precision_options(cfg, device)}"
         )
-    # Rules that read the precision see the one that is priced; a recipe of fp8 is refused where it would be written.
-    narrow = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
-    return replace(cfg, train=replace(cfg.train, precision=narrow)), precision
+    # Rules that read the precision see the priced one; `check_recipe_precision` rejects a recipe of fp8.
+    recipe_precision = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
+    return replace(cfg, train=replace(cfg.train, precision=recipe_precision)), precision
 
 
 def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) -> str:
-    """Why products of a precision do not run on the matrix units of a device; empty if they do.
+    """Return why GEMMs of a precision do not run on the matrix units of a device; empty if they do.
 
-    The runtime's reasons, in `parallel/select_ops.py`, with the device's table in place of its compute capability.
+    The reasons are those of `parallel/select_ops.py`, with the device's table in place of its compute capability.
     """
     if precision == BF16:
         return ""
     if precision not in device.peak_flops:
         return f"{device.name} has matrix units for {', '.join(device.peak_flops)} alone"
     if cfg.run.kernels == "plain":
-        return "run.kernels='plain' leaves the matrix units alone"
+        return "run.kernels='plain' does not use the matrix units"
     if cfg.run.dtype == "float64":
-        return "run.dtype='float64' is beyond the sums of the matrix units"
+        return "run.dtype='float64' is wider than the accumulators of the matrix units"
     return ""
 
 
 def dtype_unsupported_reason(cfg: Config, device: Device) -> str:
-    """Why the compute type has no price on a device; empty if it has one."""
+    """Return why the compute type has no price on a device; empty if it has one."""
     if cfg.run.dtype == "bfloat16" or cfg.run.dtype in device.wide_flops:
         return ""
     return f"nothing is known of {device.name} in {cfg.run.dtype}"
 
 
 def format_precision_options(cfg: Config, device: Device) -> str:
-    """The precisions that a recipe can have on a device, as options."""
+    """Format the precisions that a recipe can have on a device, as options."""
     names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(cfg, name, device)]
     return " or ".join(f"--precision {name}" for name in names)
 
 
 def check_recipe_precision(precision: str, device: Device) -> None:
-    """A recipe can say the precision that is priced.
+    """Check that a recipe can express the priced precision.
 
     Raises:
         ConfigError: it cannot.

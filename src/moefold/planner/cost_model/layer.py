@@ -1,7 +1,7 @@
-"""Seconds of one layer for one micro-batch, part by part in the order of execution. Torch-free.
+"""Cost model of one layer for one micro-batch, item by item in the order of execution. Torch-free.
 
-Every method remembers its answers by the few integers it depends on, so that a search prices each part of a layer
-once: attention knows nothing of the experts' degrees, the experts know nothing of cp but the tokens of a rank.
+Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
+attention does not depend on the experts' degrees, and the experts depend on cp through the tokens of a rank alone.
 """
 
 from dataclasses import dataclass
@@ -21,105 +21,110 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.model_spec import FeedForward, ModelSpec, TokenMixer
 
 DEDUPLICATING_DISPATCHERS = ("deepep", "hybridep")
-"""Dispatchers that send a token once to each rank instead of once for each of its copies."""
+"""Dispatchers that send a token once to each rank instead of once to each of its experts."""
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
-"""Kernels of a part, forward and backward: counted in a profile's way, as norm, cast, product and element-wise passes
-of a Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
+"""Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
+Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
 
 RECURRENCE_BYTES = 128.0
-"""Moved forward for each token and inner channel of a recurrence: convolution, chunk states, scan and gate, each a
-kernel that is bound by memory."""
+"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
+each
+a memory-bound kernel."""
 
 FULL_SPEED_HEAD_SIZE = 128
-"""Narrower heads are slower by their width: the exponentials are as many (arXiv:2407.08608 fig. 5 and 6)."""
+"""Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
+6)."""
 
 RING_KERNELS = 9.28
-"""Launches of one step of a ring of keys and values, forward: sends, halves, attention, corrections."""
+"""Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
 
 ROUTER_BYTES = 62.7
-"""Moved for each token and expert by scores, top-k, masks and counts in float32, forward."""
+"""Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
 
 EXPERT_KERNELS = (2, 4)
-"""Products of one expert, forward and backward, each a kernel of its own where they do not share one."""
+"""GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
-"""Kernels that cast operands of one expert."""
+"""Kernels that cast the operands of one expert, forward and backward."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
-"""Operations of the attention core's backward pass over those of its forward pass: five products for two."""
+"""FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostItem:
-    """One thing that a layer does."""
+    """One timed operation of a layer."""
 
     part: str
     seconds: float
     comm_axis: str = ""
-    """The axis whose ranks talk; empty for compute."""
+    """The axis whose ranks communicate; empty for compute."""
 
 
 class DirectionCost(NamedTuple):
-    """One way through a layer or a half of it, in sums."""
+    """Seconds of one direction through a layer or one of its blocks, summed by kind."""
 
     compute_s: float
     tp_s: float
-    """Collectives of tensor parallelism."""
+    """Tensor-parallel collectives."""
     all_to_all_s: float
-    """Of the experts."""
+    """Expert all-to-all."""
 
     def __add__(self, other: "DirectionCost") -> "DirectionCost":  # type: ignore[override]
-        # Spelled out, as a search adds up a hundred thousand of them.
-        compute_s, tensor_s, exchange_s = other
-        return DirectionCost(self.compute_s + compute_s, self.tp_s + tensor_s, self.all_to_all_s + exchange_s)
+        # Unrolled for speed: a search adds up a hundred thousand of them.
+        compute_s, tp_s, all_to_all_s = other
+        return DirectionCost(self.compute_s + compute_s, self.tp_s + tp_s, self.all_to_all_s + all_to_all_s)
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """One half of a layer: mixer or feed-forward, in the order of execution."""
+    """One block of a layer (mixer or feed-forward), in the order of execution."""
 
     forward: tuple[CostItem, ...] = ()
     backward: tuple[CostItem, ...] = ()
     wgrad_s: float = 0.0
-    """Of the backward pass: the weights' gradients, which no other rank waits for."""
+    """Part of the backward pass: weight gradients, on which no other rank waits."""
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
     host_syncs: float = 0.0
-    """How often the host must wait for a number from the device, forward: it launches nothing ahead meanwhile."""
+    """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
-    """Seconds that running a part again adds to the backward pass. Additive over parts that do not contain each other;
-    `expert_sizes` contains expert_activation and shared_experts, `layer` everything."""
+    """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
+    `moe`
+    contains expert_activation and shared_experts, `layer` everything."""
 
     @cached_property
     def forward_cost(self) -> DirectionCost:
-        """The sums of `forward`."""
+        """Sums of `forward`."""
         return _sum_direction(self.forward)
 
     @cached_property
     def backward_cost(self) -> DirectionCost:
-        """The sums of `backward`."""
+        """Sums of `backward`."""
         return _sum_direction(self.backward)
 
 
 def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
-    exchange = sum(work.seconds for work in items if work.part == "ep_comm")
+    all_to_all = sum(work.seconds for work in items if work.part == "ep_comm")
     tensor = sum(work.seconds for work in items if work.part == "tp_comm")
     return DirectionCost(
-        sum(work.seconds for work in items if work.part not in ("ep_comm", "tp_comm")), tensor, exchange
+        sum(work.seconds for work in items if work.part not in ("ep_comm", "tp_comm")), tensor, all_to_all
     )
 
 
 class LayerCostModel:
-    """Prices the layers of one model on one device."""
+    """Cost model of the layers of one model on one device."""
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
-        self.model_spec, self.device, self.workload = model_spec, device, workload
+        self.model_spec = model_spec
+        self.device = device
+        self.workload = workload
         self.gemm = GemmCost(device, workload)
         self._mixers: dict[tuple[int, ...], BlockTime] = {}
         self._feed_forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
 
     def mixer(self, kind: int, tp: int, cp: int, mbs: int) -> BlockTime:
-        """Attention or a recurrence, of one layer kind."""
+        """Return the time of the token mixer (attention or a recurrence) of one layer kind."""
         key = (kind, tp, cp, mbs)
         if key not in self._mixers:
             mixer = self.model_spec.kinds[kind].mixer
@@ -127,12 +132,12 @@ class LayerCostModel:
         return self._mixers[key]
 
     def feed_forward(self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: str) -> BlockTime:
-        """The dense product or the experts of one layer kind."""
+        """Return the time of the dense MLP or the MoE block of one layer kind."""
         layer = self.model_spec.kinds[kind].feed_forward
         if layer is None:
             return BlockTime()
         is_moe = layer.kind == "moe"
-        # Of cp nothing counts but the tokens of a rank, unless experts' ranks lie behind those of cp.
+        # cp counts only through the tokens of a rank, unless the ranks of cp lie between those of ep.
         inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
         key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
         if key not in self._feed_forwards:
@@ -144,27 +149,35 @@ class LayerCostModel:
         return self._feed_forwards[key]
 
     def tokens(self, cp: int, mbs: int) -> float:
-        """Tokens of a micro-batch on the ranks of one tp group."""
+        """Return the tokens of a micro-batch on the ranks of one tp group."""
         return mbs * self.workload.seq_len / cp
 
 
 class _MixerCost:
-    """Attention of one layer: norm, gather, projections, core, projection, scatter, residual."""
+    """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int) -> None:
-        self.layer_costs, self.mixer, self.tp, self.cp, self.mbs = layer_costs, mixer, tp, cp, mbs
+        self.layer_costs = layer_costs
+        self.mixer = mixer
+        self.tp = tp
+        self.cp = cp
+        self.mbs = mbs
         self.tokens = layer_costs.tokens(cp, mbs)
         self.hidden = layer_costs.model_spec.hidden_size
 
     def block_time(self) -> BlockTime:
-        times, mixer, hidden, tokens, tp = self.layer_costs, self.mixer, self.hidden, self.tokens, self.tp
-        products = times.gemm
-        gather = all_gather_s(times.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
+        costs = self.layer_costs
+        mixer = self.mixer
+        hidden = self.hidden
+        tokens = self.tokens
+        tp = self.tp
+        gemm = costs.gemm
+        gather = all_gather_s(costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
         project, project_back, weights = self._projections()
-        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * products.value_bytes
-        thin = tokens / tp * hidden * products.value_bytes
-        # Norm and residual move 5 widths of the stream, rotation and head norms read and write what the heads have.
-        passes = products.memory_bound_s(5 * thin + 2 * heads)
+        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
+        stream_bytes = tokens / tp * hidden * gemm.value_bytes
+        # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
+        passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core()
         ring, ring_back = self._ring(core, core_back)
         part = "attention"
@@ -181,33 +194,40 @@ class _MixerCost:
             CostItem("cp_comm", ring_back, "cp"),
             CostItem("tp_comm", gather, "tp"),
         )
-        ahead, behind = KERNEL_COUNTS["mixer"]
-        again = [("norms", products.memory_bound_s(2 * thin)), ("core_attention", core)]
+        forward_kernels, backward_kernels = KERNEL_COUNTS["mixer"]
+        recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core)]
         if mixer.latent_rank:
-            up = products.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
-            again.append(("mla_up", up + products.memory_bound_s(heads)))
-        return BlockTime(forward, backward, weights, ahead, behind, 0.0, tuple(again))
+            up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
+            recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
+        return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, 0.0, tuple(recompute))
 
     def _projections(self) -> tuple[float, float, float]:
-        """Seconds of the projections forward, of their inputs' gradients and of their weights' gradients."""
-        products, mixer, tokens, tp, hidden = self.layer_costs.gemm, self.mixer, self.tokens, self.tp, self.hidden
-        width, out = mixer.sharded_width // tp, mixer.output_width // tp
+        """Return the seconds of the projections: forward, input gradients and weight gradients."""
+        gemm = self.layer_costs.gemm
+        mixer = self.mixer
+        tokens = self.tokens
+        tp = self.tp
+        hidden = self.hidden
+        width = mixer.sharded_width // tp
+        out = mixer.output_width // tp
         depth = mixer.latent_rank or hidden
-        ahead = products.matmul_s(tokens, width, depth) + products.matmul_s(tokens, hidden, out)
-        behind = products.matmul_s(tokens, depth, width) + products.matmul_s(tokens, out, hidden)
-        weights = products.wgrad_s(tokens, width, depth) + products.wgrad_s(tokens, hidden, out)
+        forward_s = gemm.matmul_s(tokens, width, depth) + gemm.matmul_s(tokens, hidden, out)
+        backward_s = gemm.matmul_s(tokens, depth, width) + gemm.matmul_s(tokens, out, hidden)
+        weights = gemm.wgrad_s(tokens, width, depth) + gemm.wgrad_s(tokens, hidden, out)
         if mixer.latent_width:
             local = tokens / tp
-            ahead += products.matmul_s(local, mixer.latent_width, hidden)
-            behind += products.matmul_s(local, hidden, mixer.latent_width)
-            weights += products.wgrad_s(local, mixer.latent_width, hidden)
-        ahead += products.quantize_s(tokens * (depth + out))
-        behind += products.quantize_s(tokens * (width + hidden / tp))
-        return ahead, behind, weights
+            forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
+            backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
+            weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+        forward_s += gemm.quantize_s(tokens * (depth + out))
+        backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
+        return forward_s, backward_s, weights
 
     def _core(self) -> tuple[float, float]:
-        """Seconds of the attention core, forward and backward."""
-        mixer, device, seq_len = self.mixer, self.layer_costs.device, self.layer_costs.workload.seq_len
+        """Return the seconds of the attention core, forward and backward."""
+        mixer = self.mixer
+        device = self.layer_costs.device
+        seq_len = self.layer_costs.workload.seq_len
         if not mixer.num_heads:
             seconds = self.layer_costs.gemm.memory_bound_s(
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
@@ -216,50 +236,58 @@ class _MixerCost:
         window = mixer.window
         keys = window - window * window / (2 * seq_len) if 0 < window < seq_len else seq_len / 2
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
-        # A ring works on pairs of half pieces, so that causal ranks have equal work (arXiv:2310.03294).
-        piece = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
-        length = max(min(2 * keys, piece), 256.0)
+        # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
+        chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
+        length = max(min(2 * keys, chunk), 256.0)
         head = (mixer.head_size + mixer.value_head_size) / 2
-        narrow = min(1.0, head / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(self.layer_costs.workload.dtype)
-        ahead = narrow * device.attention_forward_flops * length / (length + device.attention_forward_half)
-        behind = narrow * device.attention_backward_flops * length / (length + device.attention_backward_half)
-        return flops / ahead, ATTENTION_BACKWARD_FLOP_RATIO * flops / behind
+        speed = min(1.0, head / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(self.layer_costs.workload.dtype)
+        forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
+        backward_flops_per_s = (
+            speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
+        )
+        return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
     def _ring(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
-        """Seconds that the exchange of keys and values is longer than the core, under which it runs."""
-        mixer, device, cp = self.mixer, self.layer_costs.device, self.cp
+        """Return the exposed seconds of ring attention's KV sends, forward and backward."""
+        mixer = self.mixer
+        device = self.layer_costs.device
+        cp = self.cp
         if cp == 1 or not mixer.num_heads:
             return 0.0, 0.0
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
-        piece = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        piece *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
-        step = link.latency_s + piece / (link.bytes_per_s * link.fraction)
-        ahead, behind = (cp - 1) * step, 2 * (cp - 1) * step
+        kv_bytes = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        kv_bytes *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
+        step = link.latency_s + kv_bytes / (link.bytes_per_s * link.fraction)
+        forward_s = (cp - 1) * step
+        backward_s = 2 * (cp - 1) * step
         launches = cp * RING_KERNELS * device.kernel_gap_s
         # Partial outputs are corrected in float32: read, scaled, added, written.
         merge = cp * self.layer_costs.gemm.memory_bound_s(
             12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
         )
         hidden = core_forward_s * (cp - 1) / cp, core_backward_s * (cp - 1) / cp
-        return max(step, ahead - hidden[0]) + launches + merge, max(step, behind - hidden[1]) + 2 * (launches + merge)
+        return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
+            launches + merge
+        )
 
 
 def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
-    """A dense feed-forward, with its norm and residual."""
-    products, hidden = layer_costs.gemm, layer_costs.model_spec.hidden_size
+    """Return the time of a dense MLP with its norm and residual."""
+    gemm = layer_costs.gemm
+    hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
-    gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * products.value_bytes)
-    ahead, behind, weights = _swiglu(products, tokens, hidden, width // tp, num_matrices)
-    passes = products.memory_bound_s(5 * tokens / tp * hidden * products.value_bytes)
+    gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
+    forward_s, backward_s, weights = _swiglu(gemm, tokens, hidden, width // tp, num_matrices)
+    passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
     comm = CostItem("tp_comm", gather, "tp")
-    forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", ahead), comm)
-    backward = (comm, CostItem("dense_mlp", behind + weights + 1.6 * passes), comm)
-    again = (
-        ("norms", products.memory_bound_s(2 * tokens / tp * hidden * products.value_bytes)),
-        ("dense_mlp", ahead + 2 * gather),
+    forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
+    backward = (comm, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), comm)
+    recompute = (
+        ("norms", gemm.memory_bound_s(2 * tokens / tp * hidden * gemm.value_bytes)),
+        ("dense_mlp", forward_s + 2 * gather),
     )
-    return BlockTime(forward, backward, weights, *KERNEL_COUNTS["dense"], 0.0, again)
+    return BlockTime(forward, backward, weights, *KERNEL_COUNTS["dense"], 0.0, recompute)
 
 
 @lru_cache(maxsize=16384)
@@ -272,26 +300,26 @@ def _swiglu(
     groups: int = 0,
     activation_passes: float = 1.0,
 ) -> tuple[float, float, float]:
-    """Seconds of an inner product pair with its activation: forward, inputs' gradients, weights' gradients."""
+    """Return the seconds of an MLP with its activation: forward, input gradients, weight gradients."""
     inner = (num_matrices - 1) * width
     fuses = groups > 0 and activation_passes == 1.0 and num_matrices == 3 and gemm.fuses_grouped_gemm
     n = max(1, groups)
-    ahead = gemm.matmul_s(num_tokens, inner, hidden, groups=n, fused=fuses)
-    ahead += gemm.matmul_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    behind = gemm.matmul_s(num_tokens, hidden, inner, groups=n, fused=fuses)
-    behind += gemm.matmul_s(num_tokens, width, hidden, groups=n, fused=fuses)
+    forward_s = gemm.matmul_s(num_tokens, inner, hidden, groups=n, fused=fuses)
+    forward_s += gemm.matmul_s(num_tokens, hidden, width, groups=n, fused=fuses)
+    backward_s = gemm.matmul_s(num_tokens, hidden, inner, groups=n, fused=fuses)
+    backward_s += gemm.matmul_s(num_tokens, width, hidden, groups=n, fused=fuses)
     weights = gemm.wgrad_s(num_tokens, inner, hidden, groups=n, fused=fuses)
     weights += gemm.wgrad_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    ahead += gemm.quantize_s(num_tokens * (hidden + width), fused=fuses)
-    behind += gemm.quantize_s(num_tokens * (hidden + inner), fused=fuses)
+    forward_s += gemm.quantize_s(num_tokens * (hidden + width), fused=fuses)
+    backward_s += gemm.quantize_s(num_tokens * (hidden + inner), fused=fuses)
     if not fuses:
-        ahead += activation_passes * gemm.memory_bound_s(num_tokens * (inner + width) * gemm.value_bytes)
-        behind += activation_passes * gemm.memory_bound_s(num_tokens * (2 * inner + width) * gemm.value_bytes)
-    return ahead, behind, weights
+        forward_s += activation_passes * gemm.memory_bound_s(num_tokens * (inner + width) * gemm.value_bytes)
+        backward_s += activation_passes * gemm.memory_bound_s(num_tokens * (2 * inner + width) * gemm.value_bytes)
+    return forward_s, backward_s, weights
 
 
 class _MoECost:
-    """A MoE layer: norm, router, permutation, dispatch, experts, combine, and the shared expert beside it."""
+    """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert."""
 
     def __init__(
         self,
@@ -300,7 +328,8 @@ class _MoECost:
         attention_sizes: tuple[int, int, int],
         expert_sizes: tuple[int, int, str],
     ) -> None:
-        self.layer_costs, self.layer = layer_costs, layer
+        self.layer_costs = layer_costs
+        self.layer = layer
         self.tp, self.cp, self.mbs = attention_sizes
         self.ep, self.etp, self.dispatcher = expert_sizes
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
@@ -310,53 +339,58 @@ class _MoECost:
         self.routed_tokens = self.local_tokens * layer.top_k * (min(1.0, factor) if factor else 1.0)
 
     def block_time(self) -> BlockTime:
-        times, layer, products = self.layer_costs, self.layer, self.layer_costs.gemm
-        hidden = times.model_spec.hidden_size
-        load = times.workload.effective_imbalance
-        rows = self.routed_tokens * load * self.etp
+        costs = self.layer_costs
+        layer = self.layer
+        gemm = self.layer_costs.gemm
+        hidden = costs.model_spec.hidden_size
+        load = costs.workload.effective_imbalance
+        routed_tokens = self.routed_tokens * load * self.etp
         local_experts = max(1, layer.num_experts // self.ep)
         experts, experts_back, weights = _swiglu(
-            products,
-            rows,
+            gemm,
+            routed_tokens,
             self.expert_hidden_size,
             max(1, layer.width // self.etp),
             layer.num_matrices,
             local_experts,
             layer.activation_passes,
         )
-        there = self._ep_comm(rows, times.workload.dispatch_bytes)
-        talk = self._ep_comm(rows, products.value_bytes)
+        dispatch = self._ep_comm(routed_tokens, costs.workload.dispatch_bytes)
+        comm = self._ep_comm(routed_tokens, gemm.value_bytes)
         router = self._router()
-        permute = self._permute(rows, local_experts)
-        passes = products.memory_bound_s(5 * self.local_tokens * hidden * products.value_bytes)
+        permute = self._permute(routed_tokens, local_experts)
+        passes = gemm.memory_bound_s(5 * self.local_tokens * hidden * gemm.value_bytes)
         forward = [
             CostItem("router", router + passes),
             CostItem("permute", permute),
-            *there,
+            *dispatch,
             CostItem("experts", experts),
         ]
-        forward += [*reversed(talk), CostItem("permute", permute)]
-        backward = [CostItem("permute", permute), *talk, CostItem("experts", experts_back + weights), *reversed(talk)]
+        forward += [*reversed(comm), CostItem("permute", permute)]
+        backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
         backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
-        ahead, behind = self._kernel_counts(local_experts)
+        forward_kernels, backward_kernels = self._kernel_counts(local_experts)
         inner = layer.num_matrices * max(1, layer.width // self.etp)
-        again = [("norms", products.memory_bound_s(2 * self.local_tokens * hidden * products.value_bytes))]
-        activation = products.memory_bound_s(rows * inner * products.value_bytes)
-        if not times.workload.is_megatron:
-            # The two inner projections are not kept either, and run again.
+        recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
+        activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
+        if not costs.workload.is_megatron:
+            # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
             width = (layer.num_matrices - 1) * max(1, layer.width // self.etp)
-            activation += products.matmul_s(rows, width, self.expert_hidden_size, groups=local_experts)
-        again.append(("expert_activation", activation))
+            activation += gemm.matmul_s(routed_tokens, width, self.expert_hidden_size, groups=local_experts)
+        recompute.append(("expert_activation", activation))
         if layer.shared_width:
-            beside, beside_back, beside_weights = self._shared_expert()
-            forward += beside
-            backward += beside_back
-            weights += beside_weights
-            ahead, behind = ahead + KERNEL_COUNTS["shared_experts"][0], behind + KERNEL_COUNTS["shared_experts"][1]
-            again.append(("shared_experts", sum(work.seconds for work in beside)))
-        again.append(("moe", sum(work.seconds for work in forward)))
-        syncs = 0.0 if times.workload.capacity_factor else 1.0
-        return BlockTime(tuple(forward), tuple(backward), weights, ahead, behind, syncs, tuple(again))
+            shared_forward, shared_backward, shared_weights = self._shared_expert()
+            forward += shared_forward
+            backward += shared_backward
+            weights += shared_weights
+            forward_kernels = forward_kernels + KERNEL_COUNTS["shared_experts"][0]
+            backward_kernels = backward_kernels + KERNEL_COUNTS["shared_experts"][1]
+            recompute.append(("shared_experts", sum(work.seconds for work in shared_forward)))
+        recompute.append(("moe", sum(work.seconds for work in forward)))
+        syncs = 0.0 if costs.workload.capacity_factor else 1.0
+        return BlockTime(
+            tuple(forward), tuple(backward), weights, forward_kernels, backward_kernels, syncs, tuple(recompute)
+        )
 
     @property
     def _fuses_experts(self) -> bool:
@@ -367,17 +401,24 @@ class _MoECost:
         )
 
     def _kernel_counts(self, local_experts: int) -> tuple[float, float]:
-        """Launches, forward and backward. Products of several experts share a kernel in bfloat16 and where fused."""
-        ahead, behind = KERNEL_COUNTS["moe"]
+        """Return the kernel launches, forward and backward.
+
+        With bfloat16 or fused experts, all experts share a kernel.
+        """
+        forward_kernels, backward_kernels = KERNEL_COUNTS["moe"]
         if self._fuses_experts:
-            return ahead / 2, behind / 2
+            return forward_kernels / 2, backward_kernels / 2
         cast = self.layer_costs.gemm.quantize_bytes > 0
-        each = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
-        return ahead + local_experts * each[0], behind + local_experts * each[1]
+        per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
+        return forward_kernels + local_experts * per_expert[0], backward_kernels + local_experts * per_expert[1]
 
     def _router(self) -> float:
-        """Logits in float32, scores, top-k and the counts: passes over [T, H] once and over [T, E] several times."""
-        hidden, experts = self.layer_costs.model_spec.hidden_size, self.layer.num_experts
+        """Return the seconds of the router: logits in float32, scores, top-k and counts.
+
+        They read [T, H] once and [T, E] several times.
+        """
+        hidden = self.layer_costs.model_spec.hidden_size
+        experts = self.layer.num_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(
@@ -385,25 +426,27 @@ class _MoECost:
         )
 
     def _permute(self, routed_tokens: float, local_experts: int) -> float:
-        """One side's copies: read each token and write its copies, and sort what arrived by expert.
+        """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
-        Copies arrive in the order of their senders, and are sorted once the etp group has gathered them: a rank with
-        one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher does the
+        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
+        with
+        one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher does
+        the
         same).
         """
-        products = self.layer_costs.gemm
+        gemm = self.layer_costs.gemm
         if self._fuses_experts:
-            return products.memory_bound_s(
-                (self.local_tokens + routed_tokens / self.etp) * self.expert_hidden_size * products.value_bytes
+            return gemm.memory_bound_s(
+                (self.local_tokens + routed_tokens / self.etp) * self.expert_hidden_size * gemm.value_bytes
             )
         is_sorted = local_experts == 1 or self.ep * self.etp == 1
         sorting = 0.0 if is_sorted else 2 * routed_tokens
-        return products.memory_bound_s(
-            (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * products.value_bytes
+        return gemm.memory_bound_s(
+            (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * gemm.value_bytes
         )
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, CostItem]:
-        """The exchanges of one way, of which the experts get so many rows."""
+        """Return the dispatch collectives of one direction: ep all-to-all, and etp all-gather of `routed_tokens`."""
         dispatch = self._dispatch(value_bytes) * self.layer_costs.workload.effective_imbalance
         gather = all_gather_s(
             self.layer_costs.device, RankGroup(self.etp, 1), routed_tokens * self.expert_hidden_size * value_bytes
@@ -411,8 +454,9 @@ class _MoECost:
         return CostItem("ep_comm", dispatch, "ep"), CostItem("etp_comm", gather, "etp")
 
     def _dispatch(self, value_bytes: float) -> float:
-        """The exchange of one way over the ep group."""
-        layer, device = self.layer, self.layer_costs.device
+        """Return the seconds of the all-to-all (or all-gather) of one direction over the ep group."""
+        layer = self.layer
+        device = self.layer_costs.device
         sent = self.routed_tokens * self.expert_hidden_size * value_bytes
         group = RankGroup(self.ep, self.ep_stride)
         if self.dispatcher == "allgather":
@@ -424,17 +468,22 @@ class _MoECost:
 
     @property
     def ep_stride(self) -> int:
-        """Folded, ep neighbours are etp apart; coupled, the ranks of tp and cp lie between them."""
+        """Distance of ep neighbours: etp if folded; if coupled, the ranks of tp and cp lie between them."""
         return self.tp * self.cp if self.layer_costs.workload.is_coupled else self.etp
 
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
-        products, hidden = self.layer_costs.gemm, self.layer_costs.model_spec.hidden_size
+        gemm = self.layer_costs.gemm
+        hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.layer.shared_width // self.tp)
-        ahead, behind, weights = _swiglu(products, self.tokens, hidden, width, self.layer.num_matrices)
+        forward_s, backward_s, weights = _swiglu(gemm, self.tokens, hidden, width, self.layer.num_matrices)
         gather = CostItem(
             "tp_comm",
-            all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * products.value_bytes),
+            all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),
             "tp",
         )
         part = "shared_experts"
-        return [gather, CostItem(part, ahead), gather], [gather, CostItem(part, behind + weights), gather], weights
+        return (
+            [gather, CostItem(part, forward_s), gather],
+            [gather, CostItem(part, backward_s + weights), gather],
+            weights,
+        )

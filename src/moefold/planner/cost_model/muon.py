@@ -1,7 +1,7 @@
-"""What Muon takes beside AdamW: whole matrices on their way to one rank and back, and the products there. Torch-free.
+"""Cost model of Muon: redistribution of matrices to their owners, and Newton-Schulz. Torch-free.
 
-The twin of `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix comes together on one rank of its pipeline
-stage, the ranks have about the same to do, and what a rank holds whole stays there.
+It models `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix is gathered on one rank of its pipeline stage,
+the work is balanced over the ranks, and a rank that holds the full matrix is its owner.
 """
 
 from dataclasses import dataclass, replace
@@ -17,66 +17,65 @@ from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import ModelSpec
 
 MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Of weights, gradients and the products of Muon, by the compute type."""
+"""Dtype of weights, gradients and Newton-Schulz GEMMs, by the compute type."""
 
 NEWTON_SCHULZ_GEMMS = 3
-"""Products of one Newton-Schulz step."""
+"""GEMMs of one Newton-Schulz step."""
 EXTRA_KERNELS_PER_MATRIX = 8
-"""Launches of a matrix beside them: copies, norm, scaling."""
+"""Other kernel launches for a matrix: copies, norm, scaling."""
 
 
 @dataclass(frozen=True, slots=True)
 class MuonRankCost:
-    """Of one rank in one update."""
+    """Cost of one rank in one update."""
 
     num_local: float = 0.0
-    """Numbers of Muon's matrices that it holds."""
+    """Elements of Muon's matrices in the rank's shards."""
     num_owned: float = 0.0
-    """Numbers of those that it works on."""
+    """Elements of the matrices that the rank owns."""
     seconds: float = 0.0
-    """Of the products and the exchanges."""
+    """Seconds of the GEMMs and the all-to-alls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardedMatrix:
-    """How a parameter lies on the ranks of its stage."""
+    """Sharding of a matrix over the ranks of its stage, in elements."""
 
     num_local: float
-    """Numbers of it on each rank."""
+    """Elements on each rank."""
     num_total: float
-    """All of them."""
+    """Elements of the full matrix."""
     num_sent: float
-    """Numbers that go to the ranks that work on them, from all ranks."""
+    """Elements sent to the owners, from all ranks."""
     num_returned: float
-    """Numbers that come back."""
+    """Elements sent back."""
 
 
 class MuonCost:
-    """Prices Muon's update of one model.
+    """Cost model of Muon's update of one model.
 
     Args:
-        model_spec: a model that the runtime knows.
-        device: of whose products in the type of the master weights the rate is known.
-        workload: whose update is Muon's.
+        model_spec: a model that the runtime supports.
+        device: a device with a known rate for GEMMs in the dtype of the master weights.
+        workload: a workload with Muon as its optimizer.
 
     Raises:
-        ConfigError: nobody has said how fast these products are.
+        ConfigError: the rate of these GEMMs is unknown.
     """
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
         assert model_spec.config is not None
-        self._model_spec, self._model_config, self._device, self._update = (
-            model_spec,
-            model_spec.config,
-            device,
-            workload.update,
-        )
+        self._model_spec = model_spec
+        self._model_config = model_spec.config
+        self._device = device
+        self._update = workload.update
         master = replace(workload, precision="bf16", dtype=MASTER_DTYPES[workload.dtype])
-        self._gemm, self._value_bytes = GemmCost(device, master), master.value_bytes
+        self._gemm = GemmCost(device, master)
+        self._value_bytes = master.value_bytes
         self._newton_schulz_cache: dict[tuple[int, int], float] = {}
 
     def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> MuonRankCost:
-        """The share of a rank of a stage with so many layers of each kind."""
+        """Return the cost of a rank whose stages have `counts` layers of each kind."""
         ranks = mapping.world_size // mapping.pp
         weights = [
             (count, weight)
@@ -85,29 +84,30 @@ class MuonCost:
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
-        held = numbers = sent = returned = seconds = longest = 0.0
+        num_local = num_total = sent = returned = seconds = longest = 0.0
         for count, weight in weights:
             if not count:
                 continue
-            cut, matrix_s = (
-                _shard_matrix(weight, mapping, ranks),
-                self._newton_schulz_s(weight.shape[-2], weight.shape[-1]),
-            )
-            held, numbers = held + count * cut.num_local, numbers + count * cut.num_total
-            sent, returned = sent + count * cut.num_sent, returned + count * cut.num_returned
+            sharded = _shard_matrix(weight, mapping, ranks)
+            matrix_s = self._newton_schulz_s(weight.shape[-2], weight.shape[-1])
+            num_local = num_local + count * sharded.num_local
+            num_total = num_total + count * sharded.num_total
+            sent = sent + count * sharded.num_sent
+            returned = returned + count * sharded.num_returned
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
-        # A matrix is worked on by one rank, so that a rank has one at least where there are any.
+        # A matrix has a single owner, so the longest matrix is a lower bound.
         seconds = max(seconds / ranks, longest)
         for moved in (sent, returned):
             seconds += (
                 all_to_all_s(self._device, RankGroup(ranks, 1), moved * self._value_bytes / ranks) if moved else 0.0
             )
-        return MuonRankCost(held, numbers / ranks, seconds)
+        return MuonRankCost(num_local, num_total / ranks, seconds)
 
     def _newton_schulz_s(self, rows: int, columns: int) -> float:
-        """Newton-Schulz: X X^T, its square, and their sum times X."""
-        small, large = min(rows, columns), max(rows, columns)
+        """Return the seconds of Newton-Schulz: X X^T, its square, and their sum times X."""
+        small = min(rows, columns)
+        large = max(rows, columns)
         if (small, large) not in self._newton_schulz_cache:
             product = self._gemm.matmul_s
             step = product(small, small, large) + product(small, small, small) + product(small, large, small)
@@ -124,13 +124,13 @@ class MuonCost:
 
     @cached_property
     def _mtp_projections(self) -> list[WeightShape]:
-        """The one matrix of a layer of multi-token prediction that other layers have not."""
-        further = mtp_layer_weights(self._model_config, 1)
-        return [w for w in further if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
+        """The projection of an MTP layer, which other layers do not have."""
+        mtp_weights = mtp_layer_weights(self._model_config, 1)
+        return [w for w in mtp_weights if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
 
 
 def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:
-    """What prices Muon, if it is the optimizer."""
+    """Return the cost model of Muon; None if the optimizer is another one."""
     return MuonCost(model_spec, device, workload) if workload.update.muon_groups else None
 
 
@@ -144,8 +144,8 @@ def _shard_matrix(weight: WeightShape, mapping: ParallelMapping, num_ranks: int)
     is_whole = local.shape[-2:] == weight.shape[-2:] and (
         degree == 1 or (weight.is_expert and local.dp_shards(degree).total_rows == local.shape[0])
     )
-    held = local.numel / degree
-    copies = num_ranks * held / weight.numel
-    # What a rank has whole it works on; its copies come from there, as those of others do.
-    sent, returned = (0.0, copies - 1) if is_whole else (1.0, copies)
-    return _ShardedMatrix(held, weight.numel, sent * weight.numel, returned * weight.numel)
+    num_local = local.numel / degree
+    replicas = num_ranks * num_local / weight.numel
+    # A rank that holds the full matrix is its owner: nothing is sent, and the other replicas receive the update.
+    sent, returned = (0.0, replicas - 1) if is_whole else (1.0, replicas)
+    return _ShardedMatrix(num_local, weight.numel, sent * weight.numel, returned * weight.numel)

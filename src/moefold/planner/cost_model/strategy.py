@@ -1,8 +1,8 @@
-"""Seconds of a step for many pipelines, and all that saves activations, at once. Torch-free.
+"""Cost model of a step for many pipelines and memory strategies at once (numpy). Torch-free.
 
-What a search asks of one fold with one micro-batch size and dispatcher is the same sum with other numbers for each
-pipeline (schedule and virtual stages) and each saver (parts that run again or leave memory), so it is taken once, over
-arrays of [pipelines, savers]. It says of each what `CostModel.step_time` says of it by itself; a test compares the two.
+A search evaluates one fold with one micro-batch size and dispatcher under many pipelines (schedule and virtual stages)
+and many memory strategies (parts to recompute or offload). This module computes all of them on arrays of
+[pipelines, strategies], with the results of `CostModel.step_time`; a test compares the two.
 """
 
 from collections.abc import Sequence
@@ -21,38 +21,38 @@ from moefold.planner.search.space import PipelineVariant
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What micro-batches take under some pipelines, data parallelism and the optimizer left out."""
+    """Seconds of the micro-batches under some pipelines, without data parallelism and the optimizer."""
 
     seconds: Seconds
-    """Of a step, [pipelines, savers]: the busiest pipeline rank's micro-batches, sends and the bubble."""
+    """Step seconds of the busiest pipeline rank: micro-batches, sends and the bubble, [pipelines, strategies]."""
     forward: Seconds
-    """Of one micro-batch on that rank, [pipelines, savers]."""
+    """Seconds of one micro-batch on that rank, [pipelines, strategies]."""
     backward: Seconds
     sends_and_bubble: Seconds
-    """Of a step, [pipelines, savers]: sends and the bubble alone."""
+    """Step seconds of sends and the bubble alone, [pipelines, strategies]."""
 
     def of_pipeline(self, index: int) -> "PassTimes":
-        """Those of one pipeline, [savers]."""
+        """Return the times of one pipeline, [strategies]."""
         return PassTimes(self.seconds[index], self.forward[index], self.backward[index], self.sends_and_bubble[index])
 
     def select(self, indices: NDArray[np.intp]) -> "PassTimes":
-        """With some of the savers."""
+        """Return the times of some of the strategies."""
         every = (self.seconds, self.forward, self.backward, self.sends_and_bubble)
         return PassTimes(*(seconds[..., indices] for seconds in every))
 
 
 @dataclass(frozen=True, slots=True)
 class _RankContents:
-    """What the ranks of some pipelines have, those that have the same counted together."""
+    """Layers on the ranks of some pipelines; ranks with equal contents are merged."""
 
     counts: Seconds
-    """Layers of each kind and, last, whether there is the loss, [pipelines, contents, kinds + 1]."""
+    """Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1]."""
     shares: Seconds
-    """Of the ranks, that have these contents, [pipelines, 1, contents]."""
+    """Share of the ranks that have these contents, [pipelines, 1, contents]."""
 
 
 class StrategyCosts:
-    """Prices mappings of one `CostModel` with all savers at once."""
+    """Cost of the mappings of one `CostModel` under all memory strategies at once."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self.cost_model = cost_model
@@ -64,19 +64,19 @@ class StrategyCosts:
         self._min_parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
-        """Seconds of one layer forward and backward with each of some savers, of which `mapping` has none; [savers] each."""
+        """Return the cached `CostModel.layers_with_strategies`, [strategies] each."""
         key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
         if key not in self._layer_cache:
             self._layer_cache[key] = self.cost_model.layers_with_strategies(kind, mapping, strategies)
         return self._layer_cache[key]
 
     def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
-        pricer = self.cost_model
-        seconds = np.full(len(strategies), sum(pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
+        """Return a lower bound of a step's seconds over all pipelines: micro-batches on the busiest rank."""
+        cost_model = self.cost_model
+        seconds = np.full(len(strategies), sum(cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
         for kind, count in enumerate(self._num_layers):
             seconds += count * sum(self.layer_times(kind, mapping, strategies))
-        return mapping.num_micro_batches(pricer.workload.global_batch_size) / mapping.pp * seconds
+        return mapping.num_micro_batches(cost_model.workload.global_batch_size) / mapping.pp * seconds
 
     def pass_times(
         self,
@@ -85,23 +85,23 @@ class StrategyCosts:
         strategies: MemoryStrategies,
         indices: NDArray[np.intp] | None = None,
     ) -> PassTimes:
-        """Price the pipelines.
+        """Compute the times of the pipelines.
 
         Args:
             mapping: the mapping; its schedule and virtual stages do not count.
-            pipelines: that are legal with it.
-            strategies: the same ones for all mappings with or without overlap.
-            which: numbers of those that are priced; None: all.
+            pipelines: pipelines that are legal with it.
+            strategies: the strategies; equal for all mappings with, or without, overlap.
+            indices: indices of the strategies to price; None: all.
         """
         layers = [self.layer_times(kind, mapping, strategies) for kind in range(len(self._num_layers))]
         if indices is not None:
-            layers = [(ahead[indices], behind[indices]) for ahead, behind in layers]
+            layers = [(forward[indices], backward[indices]) for forward, backward in layers]
         return self._price_passes(mapping, pipelines, np.array(layers))
 
     def plain_pass_times(self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...]) -> PassTimes:
-        """With each of some pipelines where nothing saves activations, [pipelines, 1].
+        """Compute the times of the pipelines without recomputation and offload, [pipelines, 1].
 
-        Whatever does makes passes longer, and no sum of them shorter.
+        They are lower bounds: every memory strategy makes passes longer.
         """
         layers = np.array([self.cost_model.plain_layer(kind, mapping) for kind in range(len(self._num_layers))])
         return self._price_passes(mapping, pipelines, layers[:, :, None])
@@ -109,69 +109,72 @@ class StrategyCosts:
     def _price_passes(
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
     ) -> PassTimes:
-        """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
-        pricer, times = self.cost_model, self.cost_model.layer_costs
-        n = mapping.num_micro_batches(pricer.workload.global_batch_size)
-        ranks, head = (
-            self._rank_contents(mapping.pp, pipelines),
-            pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs),
-        )
-        counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
+        """Compute the times of the pipelines from their layers, forward and backward, [kinds, 2, strategies]."""
+        cost_model = self.cost_model
+        layer_costs = self.cost_model.layer_costs
+        n = mapping.num_micro_batches(cost_model.workload.global_batch_size)
+        ranks = self._rank_contents(mapping.pp, pipelines)
+        head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+        counts = ranks.counts[:, :, :-1]
+        has_loss = ranks.counts[:, :, -1:]
         forward = counts @ layers[:, 0] + has_loss * head[0]
         backward = counts @ layers[:, 1] + has_loss * head[1]
         slowest = _slowest_rank(forward, backward)
         weights = [
-            times.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
-            + times.feed_forward(
+            layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
+            + layer_costs.feed_forward(
                 kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
             ).wgrad_s
             for kind in range(len(layers))
         ]
         weight = (ranks.shares @ (counts @ np.array(weights))[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
-        sends, send_back = pricer.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
-        return PassTimes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
+        sends, send_back = cost_model.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
+        sends_and_bubble = sends + _bubbles(
+            (mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines
+        )
+        return PassTimes(n * (slowest[0] + slowest[1]) + sends_and_bubble, slowest[0], slowest[1], sends_and_bubble)
 
     def add_data_parallel_s(self, pass_times: PassTimes, mapping: ParallelMapping, num_micro_batches: int) -> Seconds:
-        """Seconds of a step in all, [savers].
+        """Return the total seconds of a step, [strategies].
 
         Args:
-            pass_times: of one pipeline.
-            mapping: a mapping with that pipeline, with what is sharded and the home of its moments.
-            num_micro_batches: micro-batches.
+            pass_times: times of one pipeline.
+            mapping: a mapping with that pipeline, its ZeRO stage and the placement of its moments.
+            num_micro_batches: micro-batches of a step.
         """
-        replicas = self.cost_model.data_parallel_cost(mapping)
-        shown = self.cost_model.exposed_data_parallel_s(
-            mapping, replicas, pass_times.forward, pass_times.backward, num_micro_batches
+        data_parallel = self.cost_model.data_parallel_cost(mapping)
+        exposed_s = self.cost_model.data_parallel.exposed_s(
+            mapping, data_parallel, pass_times.forward, pass_times.backward, num_micro_batches
         )
-        seconds: Seconds = pass_times.seconds + shown + replicas.optimizer_s + STEP_OVERHEAD_S
+        seconds: Seconds = pass_times.seconds + exposed_s + data_parallel.optimizer_s + STEP_OVERHEAD_S
         return seconds
 
     def lower_bound_data_parallel_s(
         self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], num_micro_batches: int
     ) -> float:
-        """Seconds of a step at least that data parallelism and the optimizer add to `pass_times`, whatever the pipeline.
+        """Return a lower bound of what data parallelism and the optimizer add to `pass_times`, over all pipelines.
 
         Args:
-            mapping: a mapping with what is sharded and the home of its moments; its pipeline does not count.
-            pipelines: of which it has one.
-            num_micro_batches: micro-batches.
+            mapping: a mapping with a ZeRO stage and a placement of its moments; its pipeline does not count.
+            pipelines: the pipelines.
+            num_micro_batches: micro-batches of a step.
         """
         key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
         if key not in self._min_parameters:
             sizes = [
-                self.cost_model.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp)) for p in pipelines
+                self.cost_model.data_parallel.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp))
+                for p in pipelines
             ]
             self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        least = self.cost_model.lower_bound_data_parallel_cost(mapping, self._min_parameters[key])
-        # As if there was time without end to hide them.
-        return least.optimizer_s + float(
-            self.cost_model.exposed_data_parallel_s(mapping, least, inf, inf, num_micro_batches)
+        lower_bound = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
+        # Infinite compute hides all that can be hidden.
+        return lower_bound.optimizer_s + float(
+            self.cost_model.data_parallel.exposed_s(mapping, lower_bound, inf, inf, num_micro_batches)
         )
 
     def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Seconds of a step with each of some savers, of which `mapping` has none: what `step_time` says of each."""
+        """Return the `step_time` of a mapping, which neither recomputes nor offloads, under each strategy."""
         passes = self.pass_times(mapping, (PipelineVariant(mapping.schedule, mapping.vpp),), strategies).of_pipeline(0)
         return self.add_data_parallel_s(
             passes, mapping, mapping.num_micro_batches(self.cost_model.workload.global_batch_size)
@@ -184,39 +187,45 @@ class StrategyCosts:
         return self._rank_contents_cache[key]
 
     def _count_rank_contents(self, pp: int, pipelines: Sequence[PipelineVariant]) -> _RankContents:
-        every: list[dict[tuple[int, ...], int]] = []
+        all_contents: list[dict[tuple[int, ...], int]] = []
         for pipeline in pipelines:
             found: dict[tuple[int, ...], int] = {}
             for layers, _, has_loss in self.cost_model.rank_contents(pp, pipeline.vpp, pipeline.schedule):
                 row = (*layers, int(has_loss))
                 found[row] = found.get(row, 0) + 1
-            every.append(found)
-        most, width = max(map(len, every)), len(self.cost_model.model_spec.kinds) + 1
-        # Rows that are left over have nothing and are no rank's.
-        counts: Seconds = np.zeros((len(every), most, width))
-        shares: Seconds = np.zeros((len(every), 1, most))
-        for i, contents in enumerate(every):
+            all_contents.append(found)
+        max_contents = max(map(len, all_contents))
+        width = len(self.cost_model.model_spec.kinds) + 1
+        # Padding: contents that no rank has.
+        counts: Seconds = np.zeros((len(all_contents), max_contents, width))
+        shares: Seconds = np.zeros((len(all_contents), 1, max_contents))
+        for i, contents in enumerate(all_contents):
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
         return _RankContents(counts, shares)
 
 
 def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
-    """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
+    """Return the forward and backward seconds of the slowest rank, the first of equal ones, [pipelines, strategies].
+
+    The inputs are [pipelines, contents, strategies].
+    """
     # One content after another: contents are few, and argmax over an inner axis is many times slower.
-    ahead, behind, both = forward[:, 0].copy(), backward[:, 0].copy(), forward + backward
+    slowest_forward = forward[:, 0].copy()
+    slowest_backward = backward[:, 0].copy()
+    both = forward + backward
     longest = both[:, 0]
     for i in range(1, both.shape[1]):
         is_longer = both[:, i] > longest
-        for found, seconds in ((ahead, forward), (behind, backward), (longest, both)):
+        for found, seconds in ((slowest_forward, forward), (slowest_backward, backward), (longest, both)):
             np.copyto(found, seconds[:, i], where=is_longer)
-    return ahead, behind
+    return slowest_forward, slowest_backward
 
 
 def _bubbles(
     mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
 ) -> Seconds:
-    """Idle seconds of a rank in a step, [pipelines, savers]."""
+    """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
     found = np.zeros_like(mean[0])
     for schedule in dict.fromkeys(p.schedule for p in pipelines):
         which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]

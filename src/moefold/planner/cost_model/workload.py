@@ -1,8 +1,7 @@
-"""What a step has to do, whatever its mapping: the batch, the precision, the routing and the software.
+"""Workload of a step, whatever its mapping: the batch, precision, routing and software. Torch-free, with numpy.
 
-How uneven the recorded routing of a real run loads the ranks of ep. numpy alone.
-
-Length of a step's pipeline in closed form, by schedule. Torch-free; the simulator plays the same schedules out.
+It also has the load imbalance of recorded routing, and pipeline bubbles in closed form, by schedule; the simulator
+executes the same schedules.
 """
 
 from dataclasses import dataclass
@@ -17,16 +16,17 @@ from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
-"""Of the matrix products. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
+"""Precisions of the GEMMs. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
 128 x 128 of a weight, mxfp8 one for 32 values, nvfp4 one for 16 values of 4 bits."""
 
 NATURAL_IMBALANCE = 1.26
-"""Copies that reach the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
-loss. Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
+"""Routed tokens of the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
+loss.
+Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
 
 FP8_DISPATCH_BYTES_PER_VALUE = {"fp8-blockwise": 1 + 4 / 128}
-"""Of a value on its way to experts, by `moe.dispatch_precision`, where it is not of the compute type: 8 bits, and a
-float32 scale for 128."""
+"""Bytes of a dispatched value, by `moe.dispatch_precision`, where it is not of the compute type: 8 bits, and a float32
+scale for 128."""
 
 CudaGraphs = Literal["none", "partial", "full"]
 
@@ -36,20 +36,20 @@ class BytesPerParam:
     """Bytes of the states of a parameter."""
 
     master: int
-    """Of a master weight; 0 where the bfloat16 weight is the only one."""
+    """Master weight; 0 where the bfloat16 weight is the only one."""
     gradient: int
     moment: int
-    """Of each of two."""
+    """Each of the two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUpdate:
-    """What the optimizer is; published steps are AdamW's."""
+    """The optimizer; published steps use AdamW."""
 
     has_bf16_moments: bool = False
-    """Whether moments are bfloat16 between steps."""
+    """True if moments are bfloat16 between steps."""
     muon_groups: tuple[str, ...] = ()
-    """Parts whose matrices are Muon's; empty for AdamW."""
+    """Parts whose matrices Muon updates; empty for AdamW."""
     ns_steps: int = 5
     """Newton-Schulz steps of Muon."""
 
@@ -63,93 +63,102 @@ class TrainingWorkload:
     global_batch_size: int
     """Samples of a step."""
     precision: str = "bf16"
-    """One of PRECISIONS; bf16 stands for products in the compute type, whatever it is."""
+    """One of PRECISIONS; bf16 stands for GEMMs in the compute type, whatever it is."""
     dtype: str = "bfloat16"
-    """The compute type: of activations and of what travels, and of products that are no narrower."""
+    """The compute type: of activations, of communicated values, and of GEMMs that are not in a lower precision."""
     capacity_factor: float = 0.0
-    """0: dropless. Else every expert takes at most so many times its even share of copies."""
+    """0: dropless. Otherwise the maximum of an expert's routed tokens over its even share."""
     imbalance: float = 1.0
-    """Copies of the busiest expert-parallel rank over the mean: 1 for forced balance, else NATURAL_IMBALANCE."""
+    """Routed tokens of the busiest expert-parallel rank over the mean: 1 for forced balance, otherwise
+    NATURAL_IMBALANCE."""
     dispatch_precision: str = "dtype"
-    """`moe.dispatch_precision`: of the rows that experts are sent. Results and gradients travel in the compute type."""
+    """`moe.dispatch_precision` of the dispatched tokens. Results and gradients are sent in the compute type."""
     cuda_graphs: CudaGraphs = "none"
-    """What is captured and so costs no launches: nothing, all but the experts and their exchange, or the whole step."""
+    """Scope of the CUDA graphs, which cost no launches: nothing, all but the experts and their all-to-all, or the whole
+    step."""
     fused_experts: bool = False
-    """Whether grouped products of mxfp8 quantise, apply SwiGLU and permute in their own kernels (CuTe DSL kernels of
-    2026 on Blackwell), instead of in passes over memory of their own. Other activations and precisions have none."""
+    """True if grouped GEMMs of mxfp8 fuse quantisation, SwiGLU and permutation (CuTe DSL kernels of 2026 on Blackwell),
+    instead of separate memory-bound passes. Other activations and precisions have no such kernels."""
     counts_causal_attention: bool = False
-    """The FLOP count of the MFU takes half of the attention core, as its mask leaves, instead of all of it. The time
-    is that of a causal kernel either way."""
+    """The FLOP count of the MFU takes half of the attention core, as the causal mask leaves, instead of all of it. The
+    time is
+    that of a causal kernel either way."""
     counts_mtp: bool = True
-    """The FLOP count of the MFU has the layers of multi-token prediction that run, as they are work that is done; some
-    count the model alone that is used later."""
+    """The FLOP count of the MFU includes the MTP layers that run, as they are work that is done; some sources count the
+    model
+    without them."""
     is_coupled: bool = False
     """The experts' ranks lie within data parallelism, as before MoE Parallel Folding: ep neighbours are tp*cp apart."""
     overlaps_dp_comm: bool = True
-    """Whether gathers of parameters and sums of gradients run under compute. One hardware queue for all kernels, as
-    tensor parallelism of Megatron-Core asks for (CUDA_DEVICE_MAX_CONNECTIONS=1), runs them one after the other."""
+    """True if parameter all-gathers and gradient reductions overlap with compute. One hardware queue for all kernels,
+    which
+    tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1), serialises them."""
     prefetches_expert_weights: bool = True
-    """Whether the weights of a layer's experts are gathered a layer ahead. moefold leaves that to FSDP2, which starts
-    the gather when the host comes to the experts: a host that has waited for the counts of an exchange comes late, and
-    the gather runs in the open (torchtitan prefetches explicitly for this reason)."""
+    """True if the weights of a layer's experts are gathered a layer ahead. moefold leaves that to FSDP2, which starts
+    the
+    all-gather when the host reaches the experts: a host that has waited for the counts of an all-to-all reaches them
+    late,
+    and the all-gather is exposed (torchtitan prefetches explicitly for this reason)."""
     shards_over_dp_only: bool = False
-    """ZeRO shards over dp, with copies over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM for
-    465B parameters on 256 GPUs with cp=8)."""
+    """ZeRO shards over dp and replicates over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM
+    for 465B
+    parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
     """Types of master weights, gradients and moments; None: those of the recipe."""
     update: OptimizerUpdate = OptimizerUpdate()
     """The optimizer."""
     is_megatron: bool = False
     """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
-    moefold or another on torch's FSDP and pipelines: its kernels keep less, its pipelines free what was sent,
-    expert_activation runs no product again, and an offloaded optimizer updates on the host."""
+    moefold or
+    another on torch's FSDP and pipelines: its kernels save less, its pipelines free sent tensors, expert_activation
+    recomputes no GEMM, and an offloaded optimizer updates on the host."""
     overlaps_tp_comm: bool = False
-    """Whether gathers and scatters of tensor parallelism run in pieces under their products."""
+    """True if the tensor-parallel all-gathers and reduce-scatters overlap with their GEMMs in chunks."""
     reduce_bytes: float = 4.0
-    """Of each gradient that ZeRO-3 sums over ranks; 2 where it does so in bfloat16."""
+    """Bytes of each gradient that ZeRO-3 reduces; 2 for bfloat16."""
     runs_mtp: bool = True
-    """Whether layers of multi-token prediction run, where the model has them."""
+    """True if MTP layers run, where the model has them."""
 
     @property
     def effective_imbalance(self) -> float:
-        """Copies that the busiest expert-parallel rank works on, over the mean."""
+        """Routed tokens that the busiest expert-parallel rank computes, over the mean."""
         return min(self.imbalance, self.capacity_factor) if self.capacity_factor else self.imbalance
 
     @property
     def value_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes of an activation value."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def dispatch_bytes(self) -> float:
-        """Of a value on its way to experts."""
+        """Bytes of a dispatched value."""
         return FP8_DISPATCH_BYTES_PER_VALUE.get(self.dispatch_precision, float(self.value_bytes))
 
     @property
     def gemm_precision(self) -> str:
-        """The precision of the products, as a reader is told it."""
+        """The precision of the GEMMs, for display."""
         is_wide = self.dtype != "bfloat16" and not self.is_low_precision
         return self.dtype if is_wide else self.precision
 
     @property
     def flop_description(self) -> str:
-        """What the FLOP count of the MFU has, in words."""
+        """Description of what the FLOP count of the MFU includes."""
         attention = "half of" if self.counts_causal_attention else "all of"
         return f"{attention} the attention matrix" + ("" if self.counts_mtp else " and no multi-token prediction")
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether products run below 16 bits."""
+        """True if GEMMs run below 16 bits."""
         return self.precision != "bf16"
 
 
 def workload_from_config(cfg: Config, precision: str, **software: Any) -> TrainingWorkload:
-    """One step of a recipe.
+    """Build the workload of a recipe.
 
     Args:
         cfg: the recipe.
-        precision: of its products, one of PRECISIONS.
-        software: what else is known: further fields of a workload.
+        precision: precision of its GEMMs, one of PRECISIONS.
+        software: other fields of the workload.
     """
     return TrainingWorkload(
         seq_len=cfg.train.seq_len,
@@ -169,11 +178,11 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
 
 
 class RecordedRouting:
-    """The recorded choices of a run, as loads of expert-parallel ranks.
+    """Recorded routing of a run, as load imbalance of expert-parallel ranks.
 
     Args:
         folder: a run with `moe.trace_every`, or its folder `routing`.
-        model: whose mappings are priced; it has the experts of the trace.
+        model: the model that is priced; it has the experts of the trace.
 
     Raises:
         ConfigError: there is no trace, it holds no step, or it is of another model.
@@ -193,10 +202,11 @@ class RecordedRouting:
         self._imbalance_by_ep: dict[int, float] = {}
 
     def imbalance(self, ep: int) -> float:
-        """Copies of the busiest ep rank over the mean, averaged over steps, layers and exchanges.
+        """Return the routed tokens of the busiest ep rank over the mean, averaged over steps, layers and all-to-alls.
 
-        One exchange is of ep samples, or of the whole batch where it has fewer: a sample for each rank, as with
-        micro-batches of one and attention that is not cut.
+        One all-to-all has ep samples, or the whole batch if it has fewer: a sample for each rank, as with micro-batches
+        of
+        one and attention that is not sharded.
         """
         if ep not in self._imbalance_by_ep:
             steps = [self._step_imbalance(step, ep) for step in self._trace.steps]
@@ -209,9 +219,9 @@ class RecordedRouting:
         ratios = []
         for choices in self._trace.step(step):
             for first in range(0, shape.global_batch_size - samples + 1, samples):
-                some = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
-                copies = np.bincount(some.ravel(), minlength=shape.num_experts)
-                loads = copies.reshape(ep, -1).sum(1)
+                expert_indices = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
+                routed_tokens = np.bincount(expert_indices.ravel(), minlength=shape.num_experts)
+                loads = routed_tokens.reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())
         return float(np.mean(ratios))
 
@@ -219,38 +229,41 @@ class RecordedRouting:
 def bubble_s(
     forward_s: Any, backward_s: Any, wgrad_s: Any, *, pp: int, vpp: Any, num_micro_batches: int, schedule: str
 ) -> Any:
-    """Idle seconds of a rank in one step.
+    """Return the idle seconds of a rank in one step, in closed form.
 
     Args:
-        forward_s: a number, or an array as all that is measured may be: one micro-batch through all chunks of one rank.
-        backward_s: the same backward, weights' gradients included.
-        wgrad_s: the part of `backward_s` that makes weights' gradients.
+        forward_s: one micro-batch forward through all chunks of one rank; like the other times a number or an array.
+        backward_s: the same backward, weight gradients included.
+        wgrad_s: the weight-gradient part of `backward_s`.
         pp: pipeline ranks.
         vpp: chunks on each rank.
-        num_micro_batches: micro-batches of a step. With fewer than pp no schedule keeps all ranks busy: one goes from rank to rank.
+        num_micro_batches: micro-batches of a step. With fewer than pp, no schedule keeps all ranks busy.
         schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
 
     Returns:
         gpipe and 1f1b: (pp-1)(f+b). interleaved: the same over vpp, and (pp-n)(f+b) while a chunk waits for the last
-        rank of the chunk before. zero-bubble (ZB-H1, arXiv:2401.10241) fills a rank's wait with weights' gradients of
-        the micro-batches behind it: (pp-1)(f + b - 2w) over vpp, at least a third of interleaved's; with fewer than pp
-        micro-batches either (pp-n)w more, or what one after the other takes through all chunks. zbv: half as long a way
-        in and out again, with 2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b - 3w)/2. docs/pipeline.md has the
-        same in parts of a chunk, measured.
+        rank of the chunk before. zero-bubble (ZB-H1, arXiv:2401.10241) fills a rank's wait with weight gradients of
+        earlier micro-batches: (pp-1)(f + b - 2w) over vpp, at least a third of interleaved's; with fewer than pp
+        micro-batches either (pp-n)w more, or the sequential time through all chunks. zbv: half as long at both ends,
+        with
+        2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b - 3w)/2. docs/pipeline.md has the same in parts of a
+        chunk,
+        measured.
     """
     if pp == 1:
         return 0.0
     both = forward_s + backward_s
     if schedule == "zero-bubble":
-        few, without = min(num_micro_batches, pp), both - wgrad_s
-        in_turn = pp * without + ((few - 1) * without + wgrad_s) / vpp - few * both
-        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - few) * wgrad_s
-        return elementwise_max(in_turn, filled)
+        num_active = min(num_micro_batches, pp)
+        without_wgrad = both - wgrad_s
+        sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / vpp - num_active * both
+        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - num_active) * wgrad_s
+        return elementwise_max(sequential, filled)
     if schedule == "zbv":
-        alone = (pp - 1) * (both - wgrad_s)
-        filled = elementwise_max(alone - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
+        unfilled = (pp - 1) * (both - wgrad_s)
+        filled = elementwise_max(unfilled - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
         share = min(1.0, (num_micro_batches - 1) / (2 * pp - 2))
-        return (1 - share) * alone + share * filled / 2
+        return (1 - share) * unfilled + share * filled / 2
     if schedule == "dualpipev":
         return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2
     if schedule == "gpipe" or num_micro_batches >= pp:
@@ -259,7 +272,7 @@ def bubble_s(
 
 
 def elementwise_max(left: Any, right: Any) -> Any:
-    """The larger of two numbers, or of each pair of two arrays."""
+    """Return the larger of two numbers, or the element-wise maximum of two arrays."""
     return (
         np.maximum(left, right) if isinstance(left, np.ndarray) or isinstance(right, np.ndarray) else max(left, right)
     )

@@ -1,4 +1,4 @@
-"""Bytes of activations by what is counted of them (`moments.Columns`), by the runtime's formula. Torch-free."""
+"""Activation memory: bytes of each activation column, by the runtime's formula (numpy). Torch-free."""
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -20,13 +20,13 @@ from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
 
 ACTIVATION_PARTS = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
-"""Parts of the ledger that are shown by themselves; the others are activations."""
+"""Parts of the memory ledger that are reported separately; the others are activations."""
 
 UNSUPPORTED_LAYER = "foreign"
-"""What a layer keeps that the runtime does not know."""
+"""Label of the saved tensors of a layer that the runtime does not support."""
 
 OFFLOAD_RUNS_IN_TRANSIT = 2
-"""Runs of an offloaded part that are in memory at most: one on its way out or back, and the next (docs/memory.md)."""
+"""Maximum number of offloaded parts in memory: one being copied, and the next (docs/memory.md)."""
 
 OFFLOADED_LABELS = {
     "norms": ("norms", "residual stream"),
@@ -36,7 +36,7 @@ OFFLOADED_LABELS = {
     "shared_experts": ("shared experts",),
     "moe": ("router", "dispatch buffers", "experts", "shared experts"),
 }
-"""What of a layer leaves memory with each part of train.offload, in the ledger's parts; `layer`: everything."""
+"""Labels of the memory ledger that each part of train.offload offloads; `layer` offloads everything."""
 
 OFFLOADABLE_LABELS = (
     *dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels),
@@ -44,30 +44,30 @@ OFFLOADABLE_LABELS = (
 )
 
 PARTS_NOT_IN_KIND = {"D": frozenset({"moe", "expert_activation", "shared_experts"}), "M": frozenset({"dense_mlp"})}
-"""Parts that may run again and that a layer of a kind has not."""
+"""Recomputable parts that a layer of a kind does not have."""
 
 ByteTable = NDArray[np.float64]
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
-"""Parts that run again, and parts whose activations leave memory."""
+"""Parts to recompute, and parts to offload."""
 
 
 class MemoryStrategies(tuple[MemoryStrategy, ...]):
-    """Thousands of savers that a search asks for again and again: what they share is found once, their hash too."""
+    """Thousands of memory strategies of a search, with their derived values and hash cached."""
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
-        """The sets of parts that run again, each once: far fewer than savers."""
+        """The distinct sets of parts to recompute, far fewer than strategies."""
         return tuple(dict.fromkeys(recompute for recompute, _ in self))
 
     @cached_property
     def recompute_set_indices(self) -> NDArray[np.intp]:
-        """Number of each one's set among `recompute_sets`, [savers]."""
+        """Index of each strategy's set in `recompute_sets`, [strategies]."""
         number = {recompute: i for i, recompute in enumerate(self.recompute_sets)}
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
 
     @cached_property
     def recomputes_comm(self) -> NDArray[np.intp]:
-        """1 for each one with which exchanges of experts run again, else 0, [savers]."""
+        """1 for each strategy that recomputes expert all-to-alls, else 0, [strategies]."""
         return np.array([recomputes_comm(recompute) for recompute in self.recompute_sets])[
             self.recompute_set_indices
         ].astype(np.intp)
@@ -81,14 +81,14 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
 
 
 class ActivationMemoryTable:
-    """What the layers of one model keep, under any mapping.
+    """Activation memory of the layers of one model under any mapping.
 
     Args:
         model_spec: the model.
-        workload: the batch and the routing, whose imbalance the dispatch buffers follow.
-        cfg: the recipe; of its mapping nothing counts.
-        columns: for the kinds of the model.
-        on_cpu: whether the kernels are those of a CPU.
+        workload: the batch and the routing, whose imbalance scales the dispatch buffers.
+        cfg: the recipe; its mapping does not count.
+        columns: columns of the model.
+        on_cpu: whether the CPU kernels run.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class ActivationMemoryTable:
         *,
         on_cpu: bool = False,
     ) -> None:
-        self.model_spec, self.workload, self.columns = model_spec, workload, columns
+        self.model_spec = model_spec
+        self.workload = workload
+        self.columns = columns
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS
@@ -110,64 +112,63 @@ class ActivationMemoryTable:
         self._allgather_may_need_less: dict[tuple[Any, ...], bool] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
-        """Bytes of one of each column under a mapping, [parts, columns]."""
+        """Return the bytes of each activation column under a mapping, [parts, columns]."""
         recompute, offload = memory_strategy(mapping)
-        base, scale = self._recompute_table(mapping, recompute), mapping.mbs / mapping.cp
+        base = self._recompute_table(mapping, recompute)
+        scale = mapping.mbs / mapping.cp
         table = base.table * scale
         if offload:
-            away = _offload_mask((offload,)) @ base.label_bytes.T
-            for kind, leaving in enumerate(away[0] * scale):
+            offloaded = _offload_mask((offload,)) @ base.label_bytes.T
+            for kind, leaving in enumerate(offloaded[0] * scale):
                 column = table[:, self.columns.saved + kind]
                 column *= 1 - leaving / column.sum() if leaving else 1.0
-            table[0, self.columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * away.max() * scale
+            table[0, self.columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max() * scale
         return self._with_head_columns(table, mapping, axis=1)
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
-        """The same without parts, for every saver, [savers, columns]."""
+        """Return the sums over parts under every memory strategy, [strategies, columns]."""
         totals = self._per_sample_tables(mapping, strategies)[0] * (mapping.mbs / mapping.cp)
         return self._with_head_columns(totals, mapping, axis=-1)
 
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
-        """Bytes of one micro-batch that leave memory of one layer of each kind, [savers, kinds]."""
-        # It is what rests, whatever runs beside it.
-        away: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
+        """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
+        # Offloaded tensors are saved tensors, which do not depend on overlap.
+        offloaded: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
             mapping.mbs / mapping.cp
         )
-        return away
+        return offloaded
 
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
-        """Totals and what leaves, of micro-batches of one sample without cp: all of them are linear in the tokens."""
+        """Return the totals and the offloaded bytes of one sample without cp: both are linear in the tokens."""
         key = (self.cache_key(mapping), strategies)
         if key not in self._per_sample_cache:
             columns = self.columns
-            bases, which = (
-                [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets],
-                strategies.recompute_set_indices,
-            )
+            bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
+            which = strategies.recompute_set_indices
             totals = np.array([base.column_totals for base in bases])[which]
             masks = _offload_mask(tuple(offload for _, offload in strategies))
-            away = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
-            totals[:, columns.saved : columns.saved + columns.num_kinds] -= away
-            totals[:, columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * away.max(axis=1, initial=0.0)
-            self._per_sample_cache[key] = totals, away
+            offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
+            totals[:, columns.saved : columns.saved + columns.num_kinds] -= offloaded
+            totals[:, columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
+            self._per_sample_cache[key] = totals, offloaded
         return self._per_sample_cache[key]
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """What all of it depends on, beside the tokens of a micro-batch."""
-        gathers = mapping.dispatcher == "allgather"
-        # Else ep counts as rows travel over it or not, and by how many of them it can pile up on one rank.
-        ep = mapping.ep if gathers or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
+        """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
+        is_allgather = mapping.dispatcher == "allgather"
+        # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
+        ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
             mapping.tp,
             mapping.etp,
             ep,
             min(self.workload.effective_imbalance, mapping.ep),
-            gathers,
+            is_allgather,
             mapping.overlap,
         )
 
     def allgather_may_need_less(self, mapping: ParallelMapping) -> bool:
-        """Whether tokens that are gathered may need less memory at some moment than rows that are sent."""
+        """Return whether the allgather dispatcher may need less memory than all-to-all at some snapshot."""
         if self.model_spec.config is None:
             return False
         key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap)
@@ -198,7 +199,7 @@ class ActivationMemoryTable:
         return self._recompute_tables[key]
 
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
-        """The columns of the head for these tokens: chunks of the loss have a size of their own."""
+        """Replace the head columns for these tokens: chunks of the loss have a fixed size."""
         if self.cfg.train.loss_chunk == 0 or self.model_spec.config is None:
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
@@ -218,35 +219,36 @@ class ActivationMemoryTable:
         formula = _activation_memory(
             self.cfg, mapping, recompute, self.kernel_profile, self.workload.effective_imbalance
         )
-        kept: dict[int, BytesByPart] = {}
+        saved: dict[int, BytesByPart] = {}
         for kind in range(columns.num_kinds):
-            kept[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
+            saved[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
         for name, parts in self._end_parts(formula).items():
             table[:, columns.end_column(name)] = group_parts(parts)
-        return kept, table
+        return saved, table
 
     def _layer_bytes(
         self, formula: ActivationMemory, letter: str, mapping: ParallelMapping
     ) -> tuple[BytesByPart, dict[int, ByteTable]]:
-        """What a layer of kind "D" or "M" keeps, and its bytes by the first of their columns.
+        """Return the saved bytes of a layer of kind "D" or "M", and its bytes by first column.
 
-        Many mappings and sets of parts that run again differ in nothing that this kind has.
+        Cached by the parts of the mapping and of the recomputation that this kind has.
         """
         degrees = self.cache_key(mapping) if letter == "M" else (mapping.tp,)
         key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
         if key not in self._layer_cache:
-            columns, kept = self.columns, formula.layer_saved(letter)
+            columns = self.columns
+            saved = formula.layer_saved(letter)
             found = {
-                columns.at_snapshot_point(moment): group_parts(parts)
-                for moment, parts in layer_snapshots(formula, letter).items()
+                columns.at_snapshot_point(point): group_parts(parts)
+                for point, parts in layer_snapshots(formula, letter).items()
             }
-            found[columns.saved] = group_parts(kept)
+            found[columns.saved] = group_parts(saved)
             found[columns.transient] = group_parts(formula.transient[letter])
             found[columns.recompute_peak] = group_parts(formula.recompute_peak[letter])
             found[columns.delayed_wgrad] = group_parts(formula.delayed_wgrad_layer(letter))
-            self._layer_cache[key] = kept, found
+            self._layer_cache[key] = saved, found
         return self._layer_cache[key]
 
     def _end_parts(self, formula: ActivationMemory) -> dict[str, BytesByPart]:
@@ -263,31 +265,33 @@ class ActivationMemoryTable:
     def _unsupported_model_table(
         self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
     ) -> tuple[dict[int, BytesByPart], ByteTable]:
-        """Layers that the runtime does not know: widths of what their mixers and experts keep, in the same columns."""
-        tokens, columns = mapping.mbs * self.workload.seq_len / mapping.cp, self.columns
-        kept = {}
+        """Compute the table of layers that the runtime does not support, from the widths of their blocks."""
+        tokens = mapping.mbs * self.workload.seq_len / mapping.cp
+        columns = self.columns
+        saved = {}
         for kind in range(columns.num_kinds):
             size = _unsupported_layer_bytes(self.model_spec, kind, mapping, self.workload, recompute) * tokens
-            kept[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
-            table[0, columns.saved + kind] = kept[kind].total()
-        copies = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
-        dispatch = 2 * tokens / mapping.tp * copies * self.model_spec.hidden_size * BF16_BYTES
+            saved[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
+            table[0, columns.saved + kind] = saved[kind].total()
+        routed_tokens = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
+        dispatch = 2 * tokens / mapping.tp * routed_tokens * self.model_spec.hidden_size * BF16_BYTES
         for kind in range(columns.num_kinds):
             table[1, columns.transient + kind] = dispatch
-            for moment in SNAPSHOT_POINTS:
-                if moment not in SPLIT_BACKWARD_POINTS:
-                    table[0, columns.at_snapshot_point(moment) + kind] = table[0, columns.saved + kind]
-                    table[1, columns.at_snapshot_point(moment) + kind] = dispatch
+            for point in SNAPSHOT_POINTS:
+                if point not in SPLIT_BACKWARD_POINTS:
+                    table[0, columns.at_snapshot_point(point) + kind] = table[0, columns.saved + kind]
+                    table[1, columns.at_snapshot_point(point) + kind] = dispatch
         table[2, columns.end_column("head")] = tokens * self.model_spec.vocab_size / mapping.tp * 4
         table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
-        return kept, table
+        return saved, table
 
 
 class _RecomputeTable:
-    """What layers keep with some parts that run again, and nothing offloaded."""
+    """Activation bytes with one set of recomputed parts, and nothing offloaded."""
 
     def __init__(self, saved: dict[int, BytesByPart], table: ByteTable) -> None:
-        self.table, self.column_totals = table, table.sum(axis=0)
+        self.table = table
+        self.column_totals = table.sum(axis=0)
         self.label_bytes = np.array(
             [[saved[kind].get(label, 0) for label in OFFLOADABLE_LABELS] for kind in sorted(saved)], dtype=float
         )
@@ -295,7 +299,7 @@ class _RecomputeTable:
 
 @lru_cache(maxsize=256)
 def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
-    """Which of LABELS leave with each set of parts, [sets, labels]."""
+    """Return which of `OFFLOADABLE_LABELS` each set of parts offloads, [sets, labels]."""
     found = [
         [
             float("layer" in parts or any(label in OFFLOADED_LABELS[part] for part in parts))
@@ -307,18 +311,18 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
-    """What a mapping does to save activations."""
+    """Return the memory strategy of a mapping."""
     return mapping.recompute, tuple(part for part in mapping.offload if part != "optimizer")
 
 
 def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
-    """A recipe that says nothing but the model and the length of its samples."""
+    """Return a recipe with the model and the sequence length alone."""
     cfg = Config(train=TrainConfig(seq_len=workload.seq_len))
     return replace(cfg, model=model_spec.config) if model_spec.config is not None else cfg
 
 
 def group_parts(parts: BytesByPart) -> ByteTable:
-    """Bytes by `ACTIVATION_PARTS`."""
+    """Return the bytes by `ACTIVATION_PARTS`."""
     found = np.zeros(len(ACTIVATION_PARTS))
     for part, size in parts.items():
         found[ACTIVATION_PARTS.index(PART_GROUPS.get(part, "activations"))] += size
@@ -337,7 +341,7 @@ def _activation_memory(
         pp=1,
         ep=mapping.ep,
         etp=mapping.etp,
-        # What is moved where and when does not change how much of it stays.
+        # Other dispatchers save as many tokens as all-to-all.
         dispatcher="allgather" if mapping.dispatcher == "allgather" else "alltoall",
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
@@ -347,19 +351,20 @@ def _activation_memory(
 def _unsupported_layer_bytes(
     model_spec: ModelSpec, kind: int, mapping: ParallelMapping, workload: TrainingWorkload, recompute: tuple[str, ...]
 ) -> float:
-    """Bytes for each token of the rank's tp group."""
-    layer, h = model_spec.kinds[kind], model_spec.hidden_size
+    """Return the saved bytes of a layer for each token of the rank's tp group."""
+    layer = model_spec.kinds[kind]
+    h = model_spec.hidden_size
     if "layer" in recompute:
         return h * BF16_BYTES / mapping.tp
-    kept = 0.0
+    saved = 0.0
     norm = 0 if "norms" in recompute else h * BF16_BYTES
     if layer.mixer:
         core = 0 if "core_attention" in recompute else layer.mixer.output_width
-        kept += (h * BF16_BYTES + norm) / mapping.tp + (layer.mixer.sharded_width + core) * BF16_BYTES / mapping.tp
+        saved += (h * BF16_BYTES + norm) / mapping.tp + (layer.mixer.sharded_width + core) * BF16_BYTES / mapping.tp
     if layer.feed_forward:
-        kept += (h * BF16_BYTES + norm) / mapping.tp
-        kept += _unsupported_experts_bytes(layer.feed_forward, h, mapping, workload, recompute)
-    return kept
+        saved += (h * BF16_BYTES + norm) / mapping.tp
+        saved += _unsupported_experts_bytes(layer.feed_forward, h, mapping, workload, recompute)
+    return saved
 
 
 def _unsupported_experts_bytes(
@@ -370,13 +375,13 @@ def _unsupported_experts_bytes(
     shared = 0 if "shared_experts" in recompute else layer.num_matrices * layer.shared_width
     if "moe" in recompute:
         return shared * BF16_BYTES / mapping.tp
-    rows = routed_tokens_per_token(layer, workload) * mapping.etp
+    routed_tokens = routed_tokens_per_token(layer, workload) * mapping.etp
     inner = (layer.num_matrices - ("expert_activation" in recompute)) * layer.width / mapping.etp
-    return (shared + rows * (inner + (layer.expert_hidden_size or h))) * BF16_BYTES / mapping.tp
+    return (shared + routed_tokens * (inner + (layer.expert_hidden_size or h))) * BF16_BYTES / mapping.tp
 
 
 def routed_tokens_per_token(layer: FeedForward | None, workload: TrainingWorkload) -> float:
-    """Copies for each token of a rank that its experts receive."""
+    """Return the routed tokens that a rank's experts receive, for each of its tokens."""
     if layer is None or layer.kind != "moe":
         return 0.0
     factor = workload.capacity_factor

@@ -1,10 +1,8 @@
-"""The memory of the fullest rank of a mapping, by the formulas that the runtime is held to. Torch-free.
+"""Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
 
-Weights, gradients, moments and activations are those of `cost/state_memory.py` and `cost/activation_memory.py`,
-in the order of the schedule. They are linear in a few counts (`snapshots.py`) and a few prices (`held_states.py`,
-`kept.py`), each found once, so that a search may ask for the memory of hundreds of thousands of mappings.
-
-Memory that the planner leaves free on each device, beyond what its formulas count. Torch-free.
+Weights, gradients, moments and activations are those of `cost/state_memory.py` and `cost/activation_memory.py`, in the
+order of the schedule. They are linear in a few counts (`snapshots.py`) and a few sizes (`states.py`, `activations.py`),
+each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +29,13 @@ from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import ModelChunk, StageSplitter, chunks_of_rank, make_stage_splitter
 
 OVERHEAD_GIB = 3.0
-"""CUDA context, buffers of NCCL and of the libraries of products, and what the allocator cannot fill."""
+"""CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""
 EXPERT_BACKWARD_BUFFERS = 4
-"""Rows of the inner width that the backward pass of an expert has at once for each of its rows, beside what was kept or
-computed again: the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
+"""Buffers of [routed tokens, FFN width] in the backward pass of the experts, in addition to saved or recomputed
+tensors:
+the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
-"""Of `MemoryEstimate`."""
+"""Parts of a `MemoryEstimate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +45,15 @@ class MemoryEstimate:
     weights: float
     """Master weights: this rank's shards."""
     gathered: float
-    """The weights in the compute type, as much as is there at once."""
+    """Weights in the compute type, as many as are gathered at once."""
     gradients: float
     optimizer: float
-    """Moments, and those that an update brings back beyond the room that activations leave."""
+    """Moments on the device, and the part of prefetched moments that exceeds the activations of the peak."""
     buffers: float
-    """Biases and counts of the router, and the rotation."""
+    """Biases and counts of the router, and the RoPE table."""
     activations: float
     dispatch: float
-    """Rows under way to and from experts."""
+    """Buffers of routed tokens."""
     logits: float
     pipeline: float
     """Hidden states that were sent or are awaited."""
@@ -63,12 +62,12 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return float(sum(getattr(self, part) for part in MEMORY_PARTS))
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much."""
+        """True if the device has this much memory."""
         return self.total <= self.capacity
 
 
@@ -76,14 +75,14 @@ FindSnapshots = Callable[[ScheduleSpec, Sequence[ModelChunk], Sequence[Sequence[
 
 
 class MemoryModel:
-    """The memory of the mappings of one model.
+    """Memory model of the mappings of one model.
 
     Args:
         model_spec: the model.
         workload: the batch and the routing.
-        device: whose memory it is.
-        cfg: the recipe; None: one with nothing but the model and the batch.
-        split: which stage holds what.
+        device: the GPU.
+        cfg: the recipe; None: one with the model and the batch alone.
+        split: the layers of each stage.
     """
 
     def __init__(
@@ -95,7 +94,9 @@ class MemoryModel:
         split: StageSplitter | None = None,
     ) -> None:
         cfg = cfg or minimal_config(model_spec, workload)
-        self.model_spec, self.workload, self.device = model_spec, workload, device
+        self.model_spec = model_spec
+        self.workload = workload
+        self.device = device
         self.split = split or make_stage_splitter(model_spec, workload.seq_len)
         self.columns = build_columns(model_spec)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns)
@@ -109,96 +110,102 @@ class MemoryModel:
         self._backward_bytes_cache: dict[tuple[int, ...], float] = {}
 
     def workspace(self, mapping: ParallelMapping) -> float:
-        """Bytes of `OVERHEAD_GIB`, and of what the backward pass of one layer makes and forgets."""
+        """Return the bytes of `OVERHEAD_GIB` and of the temporary buffers of one layer's backward pass."""
         key = (mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp)
         if key not in self._backward_bytes_cache:
             self._backward_bytes_cache[key] = self._backward_bytes(mapping)
         return self._overhead_bytes + (self._backward_bytes_cache[key] if mapping.world_size > 1 else 0.0)
 
     def _backward_bytes(self, mapping: ParallelMapping) -> float:
-        """Bytes of the fullest module of FSDP2: its whole gradients, and what makes or what reduces them.
+        """Return the bytes of the largest FSDP2 module: its full gradients, and the buffers to compute or reduce them.
 
-        Experts make them with `EXPERT_BACKWARD_BUFFERS` of their inner width for each row (`SortedExperts.backward`; on a CPU
-        these are made in place). FSDP2 copies them together into one buffer of the reduced type (`foreach_reduce`),
-        whatever is sharded. Megatron-Core adds and reduces gradients in place, and its rows that were fitted had room.
+        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`_FusedExperts.backward`; on a
+        CPU these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type
+        (`foreach_reduce`), whatever is sharded. Megatron-Core adds and reduces gradients in place, and its published
+        rows had headroom.
         """
-        w, found = self.workload, 0.0
+        w = self.workload
+        found = 0.0
         if w.is_megatron:
             return 0.0
         tokens = mapping.mbs * w.seq_len / (mapping.cp * mapping.tp)
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
         for kind, layer in enumerate(self.model_spec.kinds):
             dense, experts = layer_parameters(self.model_spec, kind)
-            copies = routed_tokens_per_token(layer.feed_forward, w)
-            rows = tokens * copies * layer.feed_forward.width if layer.feed_forward else 0.0
-            for size, work in ((dense / mapping.tp, 0.0), (experts / (mapping.ep * mapping.etp), rows * working)):
+            routed_per_token = routed_tokens_per_token(layer.feed_forward, w)
+            hidden_values = tokens * routed_per_token * layer.feed_forward.width if layer.feed_forward else 0.0
+            for size, work in (
+                (dense / mapping.tp, 0.0),
+                (experts / (mapping.ep * mapping.etp), hidden_values * working),
+            ):
                 found = max(found, size * w.value_bytes + max(size * max(w.reduce_bytes, w.value_bytes), work))
         return found
 
     def estimate(self, mapping: ParallelMapping) -> MemoryEstimate:
-        """All of it, by part."""
-        moments = self.snapshots(mapping)
+        """Return the bytes of the fullest rank, by part."""
+        snapshots = self.snapshots(mapping)
         states = self.state_memory.bytes_by_part(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
-        kept = self.activation_memory.bytes_by_part(mapping)
-        # At the update activations are gone, and moments that live elsewhere come back.
-        active, back = (
-            moments.activations @ kept.sum(axis=0),
-            self.optimizer_prefetch.extra_bytes(mapping, moments.states),
-        )
-        at = int(np.argmax(moments.states @ states.sum(axis=0) + np.maximum(active, back)))
-        parts = dict(zip(STATE_PARTS, (states @ moments.states[at]).tolist(), strict=True))
-        parts |= dict(zip(ACTIVATION_PARTS, (kept @ moments.activations[at]).tolist(), strict=True))
-        parts["optimizer"] += max(0.0, float(back[at] - active[at]))
+        saved = self.activation_memory.bytes_by_part(mapping)
+        # During the update there are no activations, and offloaded moments are prefetched.
+        activations = snapshots.activations @ saved.sum(axis=0)
+        prefetched = self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)
+        at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
+        parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
+        parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
+        parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
 
     def memory_budget(
         self, mapping: ParallelMapping, saved: NDArray[np.float64], recomputes_comm: NDArray[np.intp]
     ) -> "MemoryBudget":
-        """What the savers of a pipeline are asked about.
+        """Return the memory of one pipeline, as a function of sharding and memory strategies.
 
         Args:
-            mapping: the mapping; what is sharded, where the moments live, and what saves activations does not count.
-            kept: `ActivationMemoryTable.totals` of savers.
-            recomputes_comm: `MemoryStrategies.pauses` of them.
+            mapping: the mapping; its sharding, offload and recomputation do not count.
+            saved: `ActivationMemoryTable.total_bytes` of the memory strategies.
+            recomputes_comm: `MemoryStrategies.recomputes_comm` of them.
         """
-        moments = self._all_snapshots(mapping)
+        snapshots = self._all_snapshots(mapping)
         return MemoryBudget(
-            self, moments, saved, moments.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
+            self, snapshots, saved, snapshots.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
         )
 
     def persistent_bytes(self, mapping: ParallelMapping) -> NDArray[np.float64]:
-        """Bytes of each state column under a mapping."""
+        """Return the bytes of each state column under a mapping."""
         return self.state_memory.total_bytes(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
-        """What may be in memory at once."""
-        moments = self._all_snapshots(mapping)
+        """Return the snapshots of a step that may be the memory peak."""
+        snapshots = self._all_snapshots(mapping)
         if not mapping.overlap:
-            return moments
-        at = moments.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
+            return snapshots
+        at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
         return MemorySnapshots(
-            moments.states[at], moments.activations[at], moments.occurrence[at], moments.messages_per_micro_batch[at]
+            snapshots.states[at],
+            snapshots.activations[at],
+            snapshots.occurrence[at],
+            snapshots.messages_per_micro_batch[at],
         )
 
     def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
-        """The same whatever runs again."""
+        """Return the snapshots of all memory strategies, whether or not they recompute communication."""
         return self._find_cached(self._schedule_spec(mapping), self._snapshots, find_snapshots)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
-        """Two of those moments, or some that others outdo: found at a fraction of the cost."""
+        """Return two of the snapshots, or lower bounds of them, at a fraction of the cost."""
         return self._find_cached(self._schedule_spec(mapping), self._peak_candidates, find_peak_candidates)
 
     def _find_cached(
         self, schedule_spec: ScheduleSpec, cache: dict[ScheduleSpec, MemorySnapshots], find: FindSnapshots
     ) -> MemorySnapshots:
-        """The moments of an order, found once for all that differ in the length of the steady phase alone."""
+        """Return the snapshots of a schedule, cached for all lengths of its steady phase."""
         if schedule_spec not in cache:
             shortest = schedule_spec.shortest_equivalent
             if shortest not in cache:
                 cache[shortest] = find(shortest, *self._stage_chunks(schedule_spec), self.columns)
-            further = schedule_spec.num_micro_batches - shortest.num_micro_batches
+            extra = schedule_spec.num_micro_batches - shortest.num_micro_batches
             cache[schedule_spec] = (
-                cache[shortest].with_more_micro_batches(further, self.columns) if further else cache[shortest]
+                cache[shortest].with_more_micro_batches(extra, self.columns) if extra else cache[shortest]
             )
         return cache[schedule_spec]
 
@@ -222,13 +229,13 @@ class MemoryModel:
 
 
 class MemoryBudget:
-    """The memory of one pipeline, before it is said what is sharded and what saves activations.
+    """Memory of one pipeline, as a function of sharding and of the memory strategy.
 
     Args:
-        memory_model: whose mapping it is.
-        snapshots: of the pipeline.
-        kept: bytes of each column of activations with each saver, [savers, columns].
-        occurs: which moments there are with which savers, [moments, savers]; None: all with all.
+        memory_model: the memory model of the mapping.
+        snapshots: snapshots of the pipeline.
+        saved: bytes of each activation column under each strategy, [strategies, columns].
+        occurs: whether a snapshot occurs with a strategy, [snapshots, strategies]; None: always.
     """
 
     def __init__(
@@ -238,34 +245,39 @@ class MemoryBudget:
         saved: NDArray[np.float64],
         occurs: NDArray[np.bool_] | None = None,
     ) -> None:
-        self._memory_model, self._snapshots, self._saved, self._occurs = memory_model, snapshots, saved, occurs
+        self._memory_model = memory_model
+        self._snapshots = snapshots
+        self._saved = saved
+        self._occurs = occurs
 
     def activations(self, indices: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
-        """Bytes of activations at each moment with some of the savers, [moments, savers]; -inf where there is none."""
+        """Return the activation bytes at each snapshot, [snapshots, strategies]; -inf where it does not occur."""
         found: NDArray[np.float64] = self._snapshots.activations @ self._saved[indices].T
         if self._occurs is not None:
             found[~self._occurs[:, indices]] = -np.inf
         return found
 
     def totals(self, mapping: ParallelMapping, activations: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bytes of the fullest rank, [savers].
+        """Return the bytes of the fullest rank, [strategies].
 
         Args:
-            mapping: the mapping, whatever saves its activations.
-            activations: those of some savers, [moments, savers].
+            mapping: the mapping; its recomputation and offload of activations do not count.
+            activations: activation bytes under the strategies, [snapshots, strategies].
         """
-        memory, held = self._memory_model, self._snapshots.states
-        states = held @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
-        least: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, held)).max()
-        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=least)
+        memory = self._memory_model
+        state_counts = self._snapshots.states
+        states = state_counts @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
+        min_total: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, state_counts)).max()
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=min_total)
         return found
 
 
 RESERVE_FRACTION = 0.05
-"""Share of the device's memory that a planned mapping leaves free: for fragmentation of the allocator and for what the
-formulas have too little. The constants of `plan.memory` (context, NCCL, libraries) are counted separately."""
+"""Share of the device's memory that a planned mapping leaves free: for fragmentation of the allocator, and for errors
+of
+the formulas. `OVERHEAD_GIB` (context, NCCL, libraries) is counted separately."""
 
 
 def default_reserve_gib(device: Device) -> float:
-    """Return the memory that `moefold plan` and `parallel = "auto"` leave free on a device by default."""
+    """Return the memory in GiB that `moefold plan` and `parallel = "auto"` leave free on a device by default."""
     return RESERVE_FRACTION * device.memory_gib

@@ -1,13 +1,9 @@
-"""The moments of a step at which a pipeline rank may have most in memory, as counts of what is there. Torch-free.
+"""Memory snapshots: candidate memory peaks of a pipeline rank in a step, as counts of what is in memory. Torch-free.
 
-The counts depend on the schedule and on what the stages hold, not on any size: a search finds them once and multiplies
-them with the bytes of each mapping. They are read off the runtime's own order of work, as `cost/peak_memory.py`
-does for one recipe; a test holds the two to the same bytes.
-
-What a forward and a backward pass that take turns at exchanges have in memory, as counts. Torch-free.
-
-The runtime's formula (`cost/overlap_memory.py`) adds up bytes on the same course (`cost/overlap_memory.py`). Which
-moment is the fullest depends on sizes; here all stay that may be.
+The counts depend on the schedule and on the layers of the stages, not on any size: a search finds them once and
+multiplies them with the bytes of each mapping. They follow the runtime's own order of work, as `cost/peak_memory.py`
+does for one recipe, and, within an overlapped forward and backward pass, `cost/overlap_memory.py`; a test checks that
+the bytes agree. Sizes decide which snapshot is the peak, so all candidates are kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,36 +28,36 @@ from moefold.topology.pipeline_action import SlotRow, one_per_slot
 from moefold.topology.schedule_tables import SCHEDULES, overlapped_row, rank_row, to_slot_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
-"""Micro-batches for each rank behind which nothing new happens until the way out; see `ScheduleSpec.shortest`."""
+"""Micro-batches for each rank after which the steady phase only repeats; see `ScheduleSpec.shortest_equivalent`."""
 
 
 RunningChunks = tuple[int, int]
-"""Numbers of what the stages hold that run forward and backward; -1: none does."""
+"""Indices of the distinct chunks that run forward and backward; -1: none."""
 
 
 @dataclass(frozen=True)
 class MemorySnapshots:
-    """Rows of counts, one for each moment of some rank that no other one outdoes."""
+    """Counts at each snapshot of some rank that no other snapshot dominates."""
 
     states: Counts
-    """What of the model the rank has, [moments, `MemoryColumns.state_size`]."""
+    """State counts of the rank, [snapshots, `MemoryColumns.state_size`]."""
     activations: Counts
-    """What is there of activations, [moments, `MemoryColumns.size`]."""
+    """Activation counts, [snapshots, `MemoryColumns.size`]."""
     occurrence: Counts
-    """1 where there is such a moment if no exchange of experts runs again, and if some do, [moments, 2]."""
+    """1 if the snapshot occurs without recomputed expert all-to-alls, and with them, [snapshots, 2]."""
     messages_per_micro_batch: Counts
-    """Hidden states that each further micro-batch adds, [moments]: sent and kept, or awaited."""
+    """Hidden states that each additional micro-batch adds, [snapshots]: sent and kept, or awaited."""
 
     def with_more_micro_batches(self, count: int, columns: MemoryColumns) -> "MemorySnapshots":
-        """The same with so many more micro-batches in the steady phase."""
-        active = self.activations.copy()
-        active[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
-        return replace(self, activations=active)
+        """Return the snapshots with `count` more micro-batches in the steady phase."""
+        activations = self.activations.copy()
+        activations[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
+        return replace(self, activations=activations)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """How a step is ordered."""
+    """The schedule of a step."""
 
     schedule: str
     pp: int
@@ -69,18 +65,22 @@ class ScheduleSpec:
     num_micro_batches: int
     overlap: bool = False
     keeps_sent_messages: bool = True
-    """Whether what is sent stays until the step ends, and room for all that comes is made when it begins."""
+    """True if sent tensors stay until the step ends, and all receive buffers are allocated when it begins."""
 
     @property
     def shortest_equivalent(self) -> "ScheduleSpec":
-        """With as many micro-batches as have all moments of a step: more only repeat the steady phase, and send."""
-        n, most = self.num_micro_batches, STEADY_MICRO_BATCHES_PER_RANK * self.pp
-        if n <= most or self.schedule == "gpipe" and self.pp > 1:
+        """The same schedule with the fewest micro-batches that have all its snapshots.
+
+        More micro-batches only repeat the steady phase.
+        """
+        n = self.num_micro_batches
+        limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        if n <= limit or self.schedule == "gpipe" and self.pp > 1:
             return self
-        # Rounds of another length than pp would change with their number.
+        # Rounds that are not pp long change with the number of micro-batches.
         per_round = n // max(1, n // self.pp)
         repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
-        return replace(self, num_micro_batches=most) if repeats else self
+        return replace(self, num_micro_batches=limit) if repeats else self
 
 
 def find_snapshots(
@@ -89,23 +89,23 @@ def find_snapshots(
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
 ) -> MemorySnapshots:
-    """The moments that count.
+    """Find all snapshots that may be the memory peak.
 
     Args:
-        schedule_spec: of the step.
-        chunks: what each stage holds, in the order of the model.
-        stages_by_rank: for each pipeline rank the numbers of its stages.
-        columns: for the kinds of the model.
+        schedule_spec: the schedule.
+        chunks: layers of each stage, in model order.
+        stages_by_rank: stage indices of each pipeline rank.
+        columns: columns of the model.
     """
     walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
     found = []
     for rank, stages in enumerate(stages_by_rank):
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
         found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
-    active = columns.state_size + columns.size
+    end = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
     return MemorySnapshots(
-        rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1]
+        rows[:, : columns.state_size], rows[:, columns.state_size : end], rows[:, end:-1], rows[:, -1]
     )
 
 
@@ -115,23 +115,25 @@ def find_peak_candidates(
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
 ) -> MemorySnapshots:
-    """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
+    """Find a cheap lower bound of the peak: the snapshots of the first and last rank with most layers in flight.
 
-    Of pairs it is the one before they begin, which does not depend on what runs again.
+    In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
 
     Args:
-        schedule_spec: as for `find_snapshots`.
-        chunks: the same.
-        stages_by_rank: the same.
-        columns: the same.
+        schedule_spec: as in `find_snapshots`.
+        chunks: as in `find_snapshots`.
+        stages_by_rank: as in `find_snapshots`.
+        columns: as in `find_snapshots`.
     """
     walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    held, found = [], []
+    held = []
+    found = []
     for rank in (0, len(stages_by_rank) - 1):
         rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
-        # Of those with as many layers in flight the one with most beside them.
-        layers, beside = rows[:, : columns.num_kinds].sum(axis=1), rows[:, columns.num_kinds : columns.size].sum(axis=1)
-        found.append(rows[np.lexsort((beside, layers))[-1]])
+        # Most layers in flight; among these the most other activations.
+        layers = rows[:, : columns.num_kinds].sum(axis=1)
+        others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
+        found.append(rows[np.lexsort((others, layers))[-1]])
         held.append(_state_counts(chunks, stages_by_rank[rank], columns))
     rows = np.array(found)
     return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
@@ -139,7 +141,7 @@ def find_peak_candidates(
 
 @lru_cache(maxsize=16384)
 def schedule_row(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
-    """The work of a pipeline rank."""
+    """Return the slots of a pipeline rank."""
     count = schedule_spec.num_micro_batches
     if schedule_spec.overlap:
         return to_slot_row(overlapped_row(schedule_spec.schedule, rank, schedule_spec.pp, schedule_spec.vpp, count))
@@ -162,14 +164,14 @@ def _make_rank_walker(
 
 
 class _RankWalker:
-    """Follows one rank through its step.
+    """Walks through the slots of one rank.
 
     Args:
-        schedule_spec: of the step.
-        chunks: what each stage holds.
-        rank_of: of each stage.
-        columns: for the kinds of the model.
-        finds_all: whether all moments of pairs count, or only that before they begin.
+        schedule_spec: the schedule.
+        chunks: layers of each stage.
+        rank_of: rank of each stage.
+        columns: columns of the model.
+        finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
     """
 
     def __init__(
@@ -181,9 +183,12 @@ class _RankWalker:
         *,
         finds_all: bool,
     ) -> None:
-        self.schedule_spec, self.chunks, self.rank_of, self.columns = schedule_spec, chunks, rank_of, columns
+        self.schedule_spec = schedule_spec
+        self.chunks = chunks
+        self.rank_of = rank_of
+        self.columns = columns
         self.splits_backward = schedule_spec.pp > 1 and SCHEDULES[schedule_spec.schedule].splits_backward
-        # Stages that hold the same are counted together.
+        # Stages with equal chunks share a class.
         known: dict[ModelChunk, int] = {}
         self._chunk_class = [known.setdefault(chunk, len(known)) for chunk in chunks]
         self._distinct_chunks = list(known)
@@ -193,19 +198,21 @@ class _RankWalker:
         self._running_cache: dict[RunningChunks, Counts] = {}
 
     def snapshots(self, row: SlotRow, stages: Sequence[int]) -> Counts:
-        """The counts at the start of every slot that differs from those before.
+        """Return the distinct counts at the start of the slots.
 
         Returns:
-            [moments, `MemoryColumns.size` + 3]: behind the counts `MemorySnapshots.occurs` and `MemorySnapshots.messages` of them.
+            [snapshots, `MemoryColumns.size` + 3]: the counts, `MemorySnapshots.occurrence` (2 columns) and
+            `MemorySnapshots.messages_per_micro_batch`.
         """
-        order, columns = self.schedule_spec, self.columns
+        order = self.schedule_spec
+        columns = self.columns
         awaited = self._num_recv_buffers(stages) if order.keeps_sent_messages else 0
         sent = {stage: self._num_sent(stage) for stage in stages}
         states = self._slot_states(row, sent)
-        flying, left, running = zip(*states, strict=True)
+        in_flight, delayed, running = zip(*states, strict=True)
         base = np.zeros((len(states), columns.size + 3))
         base[:, : columns.size] = (
-            np.array(flying) @ self._saved_by_class + np.array(left) @ self._delayed_wgrad_by_class
+            np.array(in_flight) @ self._saved_by_class + np.array(delayed) @ self._delayed_wgrad_by_class
         )
         messages, is_steady = np.array(list(states.values())).T
         base[:, columns.end_column("hidden")] += messages + awaited * order.num_micro_batches
@@ -218,51 +225,61 @@ class _RankWalker:
     def _slot_states(
         self, row: SlotRow, sent: dict[int, int]
     ) -> dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]]:
-        """What is in flight and postponed as a slot begins, with what runs.
+        """Return the chunks in flight and with delayed weight gradients as a slot begins, and what runs.
 
-        Of each, the most that was sent by then, and whether what is left out of the steady phase was sent before it.
+        The values are the most messages sent by then, and whether each steady-phase micro-batch adds to them.
         """
-        flying, left, messages = [0] * len(self._distinct_chunks), [0] * len(self._distinct_chunks), 0
+        in_flight = [0] * len(self._distinct_chunks)
+        delayed = [0] * len(self._distinct_chunks)
+        messages = 0
         is_steady = not self.schedule_spec.overlap
         found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
         for slot in row:
-            ahead = behind = -1
+            forward = backward = -1
             if len(slot) > 1:
-                # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
+                # The steady phase begins; states before it, such as a first backward pass alone, have fewer messages.
                 is_steady = True
             for action in slot:
-                own, kind = self._chunk_class[action.stage], action.kind
+                own = self._chunk_class[action.stage]
+                kind = action.kind
                 if kind == "F":
-                    ahead = own
+                    forward = own
                 elif kind == "W":
-                    left[own] -= 1
+                    delayed[own] -= 1
                 else:
-                    behind = own
-                    flying[own] -= 1
-            if ahead < 0 and behind < 0:
+                    backward = own
+                    in_flight[own] -= 1
+            if forward < 0 and backward < 0:
                 continue
-            # What was sent only grows.
-            found[tuple(flying), tuple(left), (ahead, behind)] = messages, is_steady
-            if ahead >= 0:
-                flying[ahead] += 1
-            if behind >= 0:
+            # The number of messages only grows.
+            found[tuple(in_flight), tuple(delayed), (forward, backward)] = messages, is_steady
+            if forward >= 0:
+                in_flight[forward] += 1
+            if backward >= 0:
                 messages += sent[slot[-1].stage]
-                left[behind] += slot[-1].kind == "I"
+                delayed[backward] += slot[-1].kind == "I"
         return found
 
     def _running_snapshots(self, running: RunningChunks) -> Counts:
-        """The moments of what runs at once, with `MemorySnapshots.occurs` behind them, [moments, `MemoryColumns.size` + 2]."""
+        """Return the snapshots of concurrently running chunks, [snapshots, `MemoryColumns.size` + 2].
+
+        The last two columns are `MemorySnapshots.occurrence`.
+        """
         if running not in self._running_cache:
-            ahead, behind = (None if own < 0 else self._distinct_chunks[own] for own in running)
-            if ahead and behind:
-                self._running_cache[running] = self._overlap_snapshots(ahead, behind)
+            forward, backward = (None if own < 0 else self._distinct_chunks[own] for own in running)
+            if forward and backward:
+                self._running_cache[running] = self._overlap_snapshots(forward, backward)
             else:
                 run = np.array(
                     list(
-                        self._forward_snapshots(ahead) if ahead else self._backward_snapshots(behind) if behind else ()
+                        self._forward_snapshots(forward)
+                        if forward
+                        else self._backward_snapshots(backward)
+                        if backward
+                        else ()
                     )
                 )
-                # Of two micro-batches at a time, one is on its way out and the other on its way back.
+                # With two micro-batches at a time, one is being offloaded and the other prefetched.
                 run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
                 self._running_cache[running] = _with_occurs(run, 1.0, 1.0)
         return self._running_cache[running]
@@ -273,8 +290,8 @@ class _RankWalker:
             before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurs(before[None], 1.0, 1.0)
         plain, paused = (
-            OverlapSpec(self.columns, self.splits_backward, again, self._keeps_sent_messages())
-            for again in (False, True)
+            OverlapSpec(self.columns, self.splits_backward, recomputes, self._keeps_sent_messages())
+            for recomputes in (False, True)
         )
         runs = (
             overlap_snapshots(plain, forward_chunk, backward_chunk),
@@ -283,7 +300,7 @@ class _RankWalker:
         return np.concatenate([_with_occurs(runs[0], 1.0, 0.0), _with_occurs(runs[1], 0.0, 1.0)])
 
     def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
-        """The end of the forward pass, and the last layer of each kind at work."""
+        """Yield the end of the forward pass, and the last layer of each kind while it runs."""
         whole = self._saved(chunk)
         if chunk.has_loss:
             whole[self.columns.end_column("logits")] += 1
@@ -294,7 +311,7 @@ class _RankWalker:
             yield now
 
     def _backward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
-        """The last layer of each kind at work, and, where those behind have postponed something, the first of each."""
+        """Yield the last layer of each kind while it runs, and the first of each if weight gradients are delayed."""
         now = self._saved_before(chunk, 0)
         yield now + (self._delayed_wgrad(chunk) if self.splits_backward else 0)
         last = _last_of_each(chunk.kinds)
@@ -307,7 +324,7 @@ class _RankWalker:
             yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
 
     def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
-        """The embedding and the first so many layers."""
+        """Return the counts of the embedding and the first `num_layers` layers."""
         row = np.zeros(self.columns.size)
         row[self.columns.end_column("embedding")] += chunk.has_embedding
         for kind in chunk.kinds[:num_layers]:
@@ -331,16 +348,16 @@ class _RankWalker:
         return row
 
     def _num_sent(self, stage: int) -> int:
-        """Hidden states and gradients that a micro-batch leaves behind."""
+        """Return the hidden states and gradients that a micro-batch sends and keeps."""
         return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent_messages() else 0
 
     def _keeps_sent_messages(self) -> bool:
         order = self.schedule_spec
-        lets_go = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
-        return order.keeps_sent_messages and order.pp > 1 and not lets_go
+        frees_sent = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        return order.keeps_sent_messages and order.pp > 1 and not frees_sent
 
     def _num_recv_buffers(self, stages: Iterable[int]) -> int:
-        """Buffers for each micro-batch: one for each neighbour of a stage on another rank."""
+        """Return the receive buffers for each micro-batch: one for each neighbour of a stage on another rank."""
         return sum(
             neighbour in self.rank_of and self.rank_of[neighbour] != self.rank_of[stage]
             for stage in stages
@@ -369,7 +386,7 @@ def _state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: 
         bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
         row[columns.first_kind_set + bits] += 1
     if own and own[-1].has_loss and not own[-1].has_embedding:
-        # The second copy of the embedding, if the model needs one, follows a first one on the same rank.
+        # The last stage's copy of the embedding, if the model needs one; "following" if the rank has the first as well.
         name = "following_embedding" if own[0].has_embedding else "second_embedding"
         row[columns.state_column(name)] += 1
     return row
@@ -377,27 +394,27 @@ def _state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: 
 
 @dataclass(frozen=True)
 class OverlapSpec:
-    """How the passes of a pair run."""
+    """Options of an overlapped forward and backward pass."""
 
     columns: MemoryColumns
     splits_backward: bool
-    """Whether the schedule splits backward passes."""
+    """True if the schedule splits backward passes."""
     recomputes_comm: bool
-    """Whether exchanges run again before the gradients."""
+    """True if all-to-alls are recomputed before the gradients."""
     keeps_sent_messages: bool
-    """Whether what a backward pass has sent stays."""
+    """True if the tensors that a backward pass has sent stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotInterval:
     peak: Counts
-    """All that may be most, [moments, columns]."""
+    """Counts of all candidates for the peak, [snapshots, columns]."""
     during_comm: Counts
-    """[1, columns]"""
+    """Counts during the all-to-all, [1, columns]."""
 
 
 class _SnapshotIntervalBuilder:
-    """A pass under construction."""
+    """Builder of the intervals of a pass."""
 
     def __init__(self) -> None:
         self.intervals: list[_SnapshotInterval] = []
@@ -413,58 +430,59 @@ class _SnapshotIntervalBuilder:
 
 @lru_cache(maxsize=4096)
 def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
-    """The moments of a pair that no other one outdoes, [moments, columns].
+    """Return the snapshots of an overlapped pair that no other one dominates, [snapshots, columns].
 
     Args:
-        spec: how they run.
-        forward_chunk: what runs forward.
-        backward_chunk: what runs backward.
+        spec: options of the pair.
+        forward_chunk: the chunk that runs forward.
+        backward_chunk: the chunk that runs backward.
     """
     columns = spec.columns
     nothing = _UnitRows(columns).row(in_transit=1.0)
     sent = nothing.copy()
     if spec.keeps_sent_messages:
         sent[columns.end_column("hidden")] += (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
-    forward, backward = _forward_intervals(spec, forward_chunk), _backward_intervals(spec, backward_chunk)
+    forward = _forward_intervals(spec, forward_chunk)
+    backward = _backward_intervals(spec, backward_chunk)
     found = [one + other for one, other in interleave(forward, backward, nothing[None], sent[None])]
     return drop_dominated(np.unique(np.concatenate(found), axis=0))
 
 
 @lru_cache(maxsize=1024)
 def _forward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
-    drawn = _SnapshotIntervalBuilder()
-    visit_forward(drawn, _stage_rows(spec, chunk))
-    return tuple(drawn.intervals)
+    builder = _SnapshotIntervalBuilder()
+    visit_forward(builder, _stage_rows(spec, chunk))
+    return tuple(builder.intervals)
 
 
 @lru_cache(maxsize=1024)
 def _backward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
-    drawn = _SnapshotIntervalBuilder()
-    visit_backward(drawn, _stage_rows(spec, chunk))
-    return tuple(drawn.intervals)
+    builder = _SnapshotIntervalBuilder()
+    visit_backward(builder, _stage_rows(spec, chunk))
+    return tuple(builder.intervals)
 
 
 class _UnitRows:
-    """Rows with one of something."""
+    """Builder of count rows with one unit in a column."""
 
     def __init__(self, columns: MemoryColumns) -> None:
         self._columns = columns
 
     def row(self, **ends: float) -> Counts:
-        """So many of some end columns."""
+        """Return a row with the given counts in end columns."""
         found = np.zeros(self._columns.size)
         for name, count in ends.items():
             found[self._columns.end_column(name)] = count
         return found
 
     def layer(self, first: int, kind: int, in_transit: float = 0.0) -> Counts:
-        """A layer of a kind in the columns from `first` on."""
+        """Return a row with a layer of a kind in the columns from `first` on."""
         found = self.row(in_transit=in_transit)
         found[first + kind] = 1.0
         return found
 
     def layer_rows(self, kind: int, delayed_wgrad: Counts) -> LayerMemory[Counts]:
-        """A layer. At work it is there as a whole: of offloaded parts one run less is in transit, half of its two."""
+        """Return the rows of a layer; while it runs, it holds one offloaded part less in transit, half of its two."""
         columns = self._columns
         at = {
             name: self.layer(columns.at_snapshot_point(name), kind, 0.0 if name in SPLIT_BACKWARD_POINTS else -0.5)
@@ -474,21 +492,23 @@ class _UnitRows:
 
 
 def _stage_rows(spec: OverlapSpec, chunk: ModelChunk) -> StageMemory[Counts]:
-    columns, units = spec.columns, _UnitRows(spec.columns)
-    nothing, splits = units.row(), spec.splits_backward
+    columns = spec.columns
+    units = _UnitRows(spec.columns)
+    nothing = units.row()
+    splits = spec.splits_backward
     known = {
         kind: units.layer_rows(kind, units.layer(columns.delayed_wgrad, kind) if splits else nothing)
         for kind in set(chunk.kinds)
     }
-    further = []
+    mtp_layers = []
     if chunk.num_mtp_layers:
         postponed = units.row(postponed_further=1.0) if splits else nothing
-        further = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
+        mtp_layers = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
     postponed_heads = chunk.has_loss * splits * (1.0 + chunk.num_mtp_layers)
     return StageMemory(
         embedding=units.row(embedding=float(chunk.has_embedding), in_transit=1.0),
         layers=[known[kind] for kind in chunk.kinds],
-        mtp_layers=further,
+        mtp_layers=mtp_layers,
         mtp_layer_saved=units.row(further=1.0),
         head=units.row(head=float(chunk.has_loss)),
         logits=units.row(logits=1.0),

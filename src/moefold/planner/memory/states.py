@@ -1,9 +1,8 @@
-"""Bytes of weights, gradients and moments of each unit of a model, by the runtime's formula. Torch-free.
+"""State memory: bytes of weights, gradients and moments of each unit of a model, by the runtime's formula. Torch-free.
 
-A unit is the embedding, a layer of a kind, the head, or a layer of multi-token prediction. Its dense weights depend on
-tp and on the ranks that data parallelism cuts them over, its experts on ep, etp and edp: each is counted once.
-
-What an update brings back of the moments that live outside of memory, by the runtime's formula. Torch-free.
+A unit is the embedding, a layer of a kind, the head, or an MTP layer. Its dense weights depend on tp and on the
+data-parallel ranks that shard them, its experts on ep, etp and edp: each is computed once. `OptimizerPrefetch` counts
+the offloaded moments that an update prefetches.
 """
 
 from collections.abc import Sequence
@@ -36,16 +35,20 @@ ByteTable = NDArray[np.float64]
 
 
 class StateMemoryTable:
-    """The states of the units of one model.
+    """State memory of the units of one model.
 
     Args:
         model_spec: the model.
-        workload: whose types of gradients and moments count, where they are not those of the recipe.
-        cfg: the recipe; of its mapping nothing counts.
+        workload: its dtypes of gradients and moments count, where they are not those of the recipe.
+        cfg: the recipe; its mapping does not count.
+        columns: columns of the model.
     """
 
     def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, columns: MemoryColumns) -> None:
-        self.model_spec, self.workload, self.cfg, self.columns = model_spec, workload, cfg, columns
+        self.model_spec = model_spec
+        self.workload = workload
+        self.cfg = cfg
+        self.columns = columns
         self._unit_bytes_cache: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
@@ -53,11 +56,11 @@ class StateMemoryTable:
         self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
-        """Bytes of one of each state column, [parts, columns].
+        """Return the bytes of each state column, [parts, columns].
 
         Args:
             mapping: the mapping.
-            accumulates_gradients: whether it has several micro-batches, whose gradients are added up.
+            accumulates_gradients: whether it accumulates the gradients of several micro-batches.
         """
         key = self._cache_key(mapping, accumulates_gradients)
         if key not in self._bytes_by_part:
@@ -67,7 +70,7 @@ class StateMemoryTable:
         return self._bytes_by_part[key]
 
     def total_bytes(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
-        """The same without parts, [columns]."""
+        """Return the sum of `bytes_by_part` over parts, [columns]."""
         key = self._cache_key(mapping, accumulates_gradients)
         if key not in self._total_bytes:
             self._total_bytes[key] = self.bytes_by_part(mapping, accumulates_gradients=accumulates_gradients).sum(
@@ -76,13 +79,14 @@ class StateMemoryTable:
         return self._total_bytes[key]
 
     def units(self) -> list[tuple[int, str | int]]:
-        """(column, name) of each unit: kinds of layers, both ends, and layers of multi-token prediction."""
-        kinds, columns = range(self.columns.num_kinds), self.columns
+        """Return (column, name) of each unit: kinds of layers, embedding and head, and MTP layers."""
+        kinds = range(self.columns.num_kinds)
+        columns = self.columns
         names = ("embedding", "head", *(("further",) if self.model_spec.mtp_layers else ()))
         return [*((kind, kind) for kind in kinds), *((columns.state_column(name), name) for name in names)]
 
     def offloaded_sizes(self, name: str | int, mapping: ParallelMapping) -> list[int]:
-        """Bytes of the moments of each weight of a unit that leave memory where moments do."""
+        """Return the bytes of the offloadable moments of each weight of a unit."""
         degrees = self.sharding_degrees(mapping)
         weights = (weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self.weights(name, mapping.tp))
         return list(
@@ -93,21 +97,21 @@ class StateMemoryTable:
 
     def _cache_key(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[bool, *tuple[object, ...]]:
         accumulates_gradients = accumulates_gradients and mapping.zero < 2 and mapping.world_size > 1
-        cut = self.sharding_degrees(mapping)
+        degrees = self.sharding_degrees(mapping)
         return (
             accumulates_gradients,
             mapping.tp,
             mapping.cp,
             mapping.ep,
             mapping.etp,
-            *cut,
+            *degrees,
             mapping.zero,
             mapping.world_size == 1,
             "optimizer" in mapping.offload,
         )
 
     def sharding_degrees(self, mapping: ParallelMapping) -> tuple[int, int]:
-        """Ranks that share the states of dense weights and of experts."""
+        """Return the number of ranks that shard the states of dense weights and of experts."""
         if mapping.zero == 0 or mapping.world_size == 1:
             return 1, 1
         if self.workload.shards_over_dp_only:
@@ -117,29 +121,31 @@ class StateMemoryTable:
     def _build_table(
         self, mapping: ParallelMapping, degrees: tuple[int, int], accumulates_gradients: bool, is_offloaded: bool
     ) -> ByteTable:
-        columns, gathered = self.columns, {}
+        columns = self.columns
+        gathered = {}
         table = np.zeros((len(STATE_PARTS), columns.state_size))
         for column, name in self.units():
-            weights, copies, summed, moments, buffers = self._unit_bytes(
+            weights, gathered_bytes, summed, optimizer, buffers = self._unit_bytes(
                 name, mapping, degrees, accumulates_gradients=accumulates_gradients, is_offloaded=is_offloaded
             )
-            table[:, column] = weights, copies, summed, moments, buffers
-            gathered[name] = copies
+            table[:, column] = weights, gathered_bytes, summed, optimizer, buffers
+            gathered[name] = gathered_bytes
         if self.model_spec.has_second_embedding:
             for name in ("second_embedding", "following_embedding"):
                 table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
             table[STATE_PARTS.index("optimizer"), columns.state_column("following_embedding")] = 0
         table[STATE_PARTS.index("buffers"), columns.state_column("stage")] = self._rope_bytes(mapping)
         if is_offloaded and self.workload.is_megatron:
-            # Megatron-Core updates on the host, where the master weights are too.
+            # Megatron-Core updates on the host, and keeps the master weights there.
             table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
         if mapping.zero == 3 and mapping.world_size > 1:
             self._keep_largest_gathered_layer(table, gathered)
         return table
 
     def _keep_largest_gathered_layer(self, table: ByteTable, gathered: dict[str | int, int]) -> None:
-        """With ZeRO-3 the layers of a stage are there one after another: the largest of them counts."""
-        row, columns = table[STATE_PARTS.index("gathered")], self.columns
+        """Count only the largest gathered layer of each stage: ZeRO-3 gathers one layer after another."""
+        row = table[STATE_PARTS.index("gathered")]
+        columns = self.columns
         layers = [*range(columns.num_kinds), "further"]
         for kind, name in enumerate(layers):
             row[kind if name != "further" else columns.state_column("further")] = 0
@@ -159,10 +165,13 @@ class StateMemoryTable:
     ) -> tuple[int, ...]:
         if mapping.world_size == 1:
             return self._single_rank_bytes(name, is_offloaded=is_offloaded)
-        holding = self._shard_spec(degrees, accumulates_gradients)
+        shard_spec = self._shard_spec(degrees, accumulates_gradients)
         total = (0, 0, 0, 0)
-        for is_expert, cut in ((False, (mapping.tp, degrees[0])), (True, (mapping.ep, mapping.etp, degrees[1]))):
-            key = (name, is_expert, *cut, accumulates_gradients, is_offloaded)
+        for is_expert, shard_degrees in (
+            (False, (mapping.tp, degrees[0])),
+            (True, (mapping.ep, mapping.etp, degrees[1])),
+        ):
+            key = (name, is_expert, *shard_degrees, accumulates_gradients, is_offloaded)
             if key not in self._unit_bytes_cache:
                 weights = [
                     w.shard(mapping.tp, mapping.ep, mapping.etp)
@@ -170,7 +179,7 @@ class StateMemoryTable:
                     if w.is_expert == is_expert
                 ]
                 self._unit_bytes_cache[key] = self._sharded_bytes(
-                    holding, weights, holding.gathered_bytes(weights), is_offloaded=is_offloaded
+                    shard_spec, weights, shard_spec.gathered_bytes(weights), is_offloaded=is_offloaded
                 )
             total = _add(total, self._unit_bytes_cache[key])
         return (*total, self._buffer_bytes(name))
@@ -178,11 +187,11 @@ class StateMemoryTable:
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
         weights = self.weights(name, 1)
         if self.model_spec.config is not None:
-            copies = cast_copy_bytes(self.cfg, [self._unit_name(name)])
+            gathered_bytes = cast_copy_bytes(self.cfg, [self._unit_name(name)])
         else:
-            copies = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
+            gathered_bytes = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
         counted = self._sharded_bytes(
-            self._shard_spec((1, 1), accumulates_gradients=False), weights, copies, is_offloaded=is_offloaded
+            self._shard_spec((1, 1), accumulates_gradients=False), weights, gathered_bytes, is_offloaded=is_offloaded
         )
         return (*counted, self._buffer_bytes(name))
 
@@ -196,13 +205,13 @@ class StateMemoryTable:
         return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
 
     def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
-        holding, states = (
-            make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients),
-            self.workload.state_bytes,
-        )
+        shard_spec = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
+        states = self.workload.state_bytes
         if states is None:
-            return holding
-        return replace(holding, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient)
+            return shard_spec
+        return replace(
+            shard_spec, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient
+        )
 
     def _unit_name(self, name: str | int) -> str:
         return name if isinstance(name, str) else layer_letter(self.model_spec, name)
@@ -223,7 +232,7 @@ class StateMemoryTable:
         return self._rope_bytes_by_cp[mapping.cp]
 
     def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
-        """The whole weights of a unit: a kind of layers, or "embedding", "head", "further"."""
+        """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "further" (MTP)."""
         key = (name, tp)
         if key not in self._weights:
             if self.model_spec.config is not None:
@@ -235,7 +244,7 @@ class StateMemoryTable:
 
 
 def layer_letter(model_spec: ModelSpec, kind: int) -> str:
-    """The runtime's name of a kind of layers."""
+    """Return the runtime's letter of a kind of layers."""
     layer = model_spec.kinds[kind].feed_forward
     return "M" if layer is not None and layer.kind == "moe" else "D"
 
@@ -245,7 +254,7 @@ def _add(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> t
 
 
 def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[WeightShape, ...]:
-    """Those of a model that the runtime does not know: one matrix for all that is cut alike."""
+    """Return the weights of a model without a runtime config: one matrix for all weights with equal sharding."""
     hidden = model_spec.hidden_size
     if name in ("embedding", "head"):
         return (WeightShape("embedding", (model_spec.vocab_size, hidden), tp_dim=0),)
@@ -262,10 +271,10 @@ def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[
 
 
 class OptimizerPrefetch:
-    """The moments that are in memory at once while parameters are updated, one after another.
+    """Offloaded moments that are in memory at once while parameters are updated, one after another.
 
     Args:
-        state_memory: of the model.
+        state_memory: state memory of the model.
     """
 
     def __init__(self, state_memory: StateMemoryTable) -> None:
@@ -273,11 +282,11 @@ class OptimizerPrefetch:
         self._largest: dict[tuple[object, ...], list[int]] = {}
 
     def extra_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bytes beside the states, [moments]; 0 where moments never leave, or are updated where they are.
+        """Return the bytes of prefetched moments, [snapshots]; 0 if none are offloaded, or if the host updates them.
 
         Args:
             mapping: the mapping.
-            state_counts: what of the model the rank has, [moments, `MemoryColumns.state_size`].
+            state_counts: state counts of the rank, [snapshots, `MemoryColumns.state_size`].
         """
         found = np.zeros(len(state_counts))
         # Megatron-Core updates on the host.
@@ -285,7 +294,7 @@ class OptimizerPrefetch:
             return found
         units = [(column, self._largest_of_unit(name, mapping)) for column, name in self._state_memory.units()]
         if self._state_memory.model_spec.has_second_embedding:
-            # A second copy that follows the first has no moments; one alone does.
+            # A second embedding on the rank of the first has no moments; on another rank it does.
             units.append(
                 (
                     self._state_memory.columns.state_column("second_embedding"),
@@ -297,7 +306,7 @@ class OptimizerPrefetch:
         return sums[which.reshape(-1)]
 
     def _largest_of_unit(self, name: str | int, mapping: ParallelMapping) -> list[int]:
-        """The largest of one unit."""
+        """Return the largest offloaded moments of one unit."""
         key = (
             name,
             mapping.tp,

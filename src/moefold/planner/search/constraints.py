@@ -1,10 +1,9 @@
-"""Which mappings are legal: the runtime's own rules, asked once for each combination of what they read. Torch-free.
+"""Legality of mappings, by the runtime's own rules, each cached by the axes that it reads. Torch-free.
 
-No rule is written here. A rule of `validate/config.py` that looks at the mapping looks at a few of its axes only, so a
-search over millions of mappings asks it some thousand times. `MAPPING_RULES` says which axes those are; a test runs
-every rule on a config that notes what is read, and compares.
-
-Parts of the space of mappings: axes that are fixed, and the five methods of arXiv:2504.14960. Torch-free.
+No rule is defined here. A rule of `validate/config.py` that reads the mapping reads few of its axes, so a search over
+millions of mappings evaluates it some thousand times. `MAPPING_RULES` lists those axes; a test runs every rule on a
+config that records what is read, and compares. `Restriction` fixes axes, or selects one of the five methods of
+arXiv:2504.14960.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,53 +49,55 @@ AXIS_KEYS = {
     "offload": ("train", "offload"),
     "moments": ("train", "offload_optimizer"),
 }
-"""What a mapping sets, and the key of a recipe for it."""
+"""Recipe section and key of each axis of a mapping."""
 
 
 AxisValues = Mapping[str, Any]
 
 
 def _model_parallel_size(values: AxisValues) -> int:
-    """The product that stands in the place of dp, ranks left out, as they are the same for all mappings."""
+    """Return tp*cp*pp, which stands for dp: the world size is the same for all mappings."""
     return int(values["tp"] * values["cp"] * values["pp"])
 
 
 def _samples_per_dispatch(values: AxisValues) -> tuple[int, int]:
-    """Samples whose tokens meet in one dispatch, mbs*ep*etp / (cp*tp), as a reduced fraction."""
-    above, below = values["mbs"] * values["ep"] * values["etp"], values["cp"] * values["tp"]
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp), as a reduced fraction."""
+    above = values["mbs"] * values["ep"] * values["etp"]
+    below = values["cp"] * values["tp"]
     common = gcd(above, below)
     return above // common, below // common
 
 
 def _crosses_ranks(values: AxisValues) -> bool:
-    """Whether tokens leave their rank for an expert."""
+    """Return whether tokens are sent to experts on other ranks."""
     return bool(values["ep"] * values["etp"] > 1)
 
 
 def _samples_per_step(values: AxisValues) -> tuple[int, int]:
-    """Samples of a step of all replicas with one micro-batch each, mbs/(tp*cp*pp), as a reduced fraction."""
-    above, below = values["mbs"], _model_parallel_size(values)
+    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), as a reduced fraction."""
+    above = values["mbs"]
+    below = _model_parallel_size(values)
     common = gcd(above, below)
     return above // common, below // common
 
 
 DERIVED: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {
     "dp": (_model_parallel_size, ("tp", "cp", "pp")),
-    "travels": (_crosses_ranks, ("ep", "etp")),
+    "crosses_ranks": (_crosses_ranks, ("ep", "etp")),
     "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
-    "exchanged": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp")),
+    "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp")),
 }
-"""What rules read of several axes at once: the value, and the axes."""
+"""Values that rules derive from several axes: the function, and the axes."""
 
 
 @dataclass(frozen=True)
 class MappingRule:
-    """A rule of the runtime, and what it reads of a mapping: axes, and names of `DERIVED`."""
+    """A rule of the runtime with the mapping axes, or names of `DERIVED`, that it reads."""
 
     validate: Rule
     reads: tuple[str, ...]
     applies_when: tuple[str, Any] = ("", "")
-    """An axis with the one value at which the rule reads further and may refuse; it is among `reads`."""
+    """An axis among `reads` and its one value at which the rule applies."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
@@ -128,11 +129,15 @@ DISPATCH_OVERLAP_RULES = (MappingRule(validate_deepep, ("ep", "etp", "dispatcher
 DISPATCH_RULES = (
     MappingRule(validate_dispatcher, ("ep", "etp", "dispatcher")),
     *DISPATCH_OVERLAP_RULES,
-    MappingRule(validate_least_loaded, ("dispatcher", "ep", "exchanged"), applies_when=("dispatcher", "leastloaded")),
+    MappingRule(
+        validate_least_loaded, ("dispatcher", "ep", "samples_per_dispatch"), applies_when=("dispatcher", "leastloaded")
+    ),
 )
 OVERLAP_RULES = (
     MappingRule(
-        validate_expert_overlap, ("travels", "schedule", "zero", "step", "overlap"), applies_when=("overlap", True)
+        validate_expert_overlap,
+        ("crosses_ranks", "schedule", "zero", "step", "overlap"),
+        applies_when=("overlap", True),
     ),
 )
 OFFLOAD_RULES = (
@@ -154,11 +159,11 @@ MAPPING_RULES = (
     *OFFLOAD_RULES,
 )
 ALL_AXES_RULE = validate_degrees
-"""The rule that yields what the functions of `DEGREE_RULES` yield, with a way out behind it."""
+"""The rule that yields the errors of `DEGREE_RULES`, each with a suggestion appended."""
 
 
 class MappingConstraints:
-    """The runtime's answers for the mappings of one recipe.
+    """Cached results of the runtime's rules for the mappings of one recipe.
 
     Args:
         cfg: a recipe; of its mapping only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout` count.
@@ -170,14 +175,14 @@ class MappingConstraints:
     def __init__(self, cfg: Config) -> None:
         raise_all(validate_ranges(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE}
-        raise_all(fault for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for fault in rule(cfg))
+        raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
         uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
         raise_all(validate_routing(uncut))
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
 
     def config_of(self, values: AxisValues) -> Config:
-        """The recipe under another mapping; axes that are left out stay as they are."""
+        """Return the recipe with another mapping; axes that are left out stay unchanged."""
         changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
         for axis, value in values.items():
             section, key = AXIS_KEYS[axis]
@@ -189,16 +194,16 @@ class MappingConstraints:
         )
 
     def allows(self, rules: Iterable[MappingRule], values: AxisValues) -> bool:
-        """Whether none of some rules refuses a mapping.
+        """Return whether a mapping satisfies all given rules.
 
         Args:
-            rules: all of one level.
-            values: of every axis that the rules read, and of the levels above.
+            rules: rules of one level.
+            values: values of every axis that the rules read.
         """
         return all(self._is_satisfied(rule, values) for rule in rules)
 
     def can_fold(self, degrees: Mapping[str, int]) -> bool:
-        """Whether the two views fold over each other under the recipe's orders of the ranks."""
+        """Return whether both views fold over each other under the recipe's rank orders."""
         p = self.base_config.parallel
         try:
             fold(world_size=p.world_size, order=p.order, moe_order=p.moe_order, **degrees)
@@ -254,18 +259,19 @@ class Degrees(Protocol):
 
 @dataclass(frozen=True)
 class MappingMethod:
-    """A way of mapping that others have, as a part of the space."""
+    """A mapping method of other frameworks, as a subset of the space."""
 
     summary: str
     accepts: Callable[[Degrees], bool]
     zero: int | None = None
-    """What it shards over the data-parallel ranks; None: any."""
+    """Its ZeRO stage; None: any."""
     ep_may_span_cp: bool = False
-    """Whether ep may take ranks of cp, so that ep neighbours are etp apart; else those of tp and cp lie between."""
+    """True if ep may span cp ranks, so that ep neighbours are etp apart; otherwise the ranks of tp and cp lie between
+    them."""
 
 
 def _is_coupled(degrees: Degrees) -> bool:
-    """Experts are cut as attention is, and ep lies within dp: what there was before folding."""
+    """Return whether experts are sharded like attention and ep lies within dp, as before folding."""
     return degrees.etp == degrees.tp and degrees.dp % degrees.ep == 0
 
 
@@ -281,7 +287,8 @@ COUPLED = "coupled"
 
 COUPLED_WITH_CP = "coupled+cp"
 """The largest space without folding: the baselines that arXiv:2504.14960 measured with context parallelism, where EP4
-stands on DP2 x CP4, which `coupled` cannot express."""
+lies
+on DP2 x CP4, which `coupled` cannot express."""
 
 METHODS = {
     FOLDED: MappingMethod("any ep and etp that fold over the ranks of a stage", lambda d: True, ep_may_span_cp=True),
@@ -297,7 +304,7 @@ METHODS = {
     ),
     "tp+ep+dp": MappingMethod("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
 }
-"""By the name that `moefold plan --method` takes. As far as the paper describes its baselines (sec. 4.1)."""
+"""Mapping methods by their name in `moefold plan --method`, as far as the paper describes its baselines (sec. 4.1)."""
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 
@@ -307,12 +314,13 @@ class Restriction:
     """The mappings of a method with some axes fixed."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute offload moments overlap."""
+    """Fixed value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute offload moments
+    overlap."""
     method: str = FOLDED
     """A key of `METHODS`."""
 
     def allows_fold(self, degrees: Degrees) -> bool:
-        """Whether the degrees are as fixed, and the method's."""
+        """Return whether the degrees match the fixed ones and the method."""
         fixed = self._fixed_degrees
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
@@ -321,7 +329,7 @@ class Restriction:
         return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
 
     def allows(self, axis: str, value: Any) -> bool:
-        """Whether another axis may have a value."""
+        """Return whether an axis other than the degrees may have a value."""
         method = METHODS[self.method]
         if axis == "zero" and method.zero not in (None, value):
             return False

@@ -1,4 +1,4 @@
-"""Why no mapping of a question is legal: what the runtime says against the nearest one that is. Torch-free."""
+"""Explanation of why no mapping is legal: the runtime's error for the nearest legal mapping. Torch-free."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,19 @@ from moefold.planner.search.space import HOST, MappingSpace
 from moefold.validate.config import check_config
 
 MAX_SAMPLED_FOLDS = 8
-"""Folds on which a fixed value is tried, evenly over those that are legal without it."""
+"""Folds on which a fixed value is tried, evenly spaced over those that are legal without it."""
 
 
 def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """What keeps a part of a space empty, in one line.
+    """Explain in one line why a part of the space is empty.
 
-    A mapping that is legal but for one fixed axis takes that axis's value, so that what the runtime then refuses is
-    the reason. Where no single axis is to blame, the fixed axes are tried with few other degrees.
+    A mapping that is legal without one of the fixed axes is given that axis's value; the runtime's error is the reason.
+    If
+    no single axis is the cause, the fixed axes are tried with few other degrees.
 
     Args:
-        constraints: the runtime's answers for the recipe.
-        restriction: the part, without a legal mapping.
+        constraints: the runtime's rules for the recipe.
+        restriction: a part of the space without a legal mapping.
     """
     return (
         _unsearchable_reason(MappingSpace(constraints, restriction), restriction)
@@ -35,22 +36,23 @@ def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -
 
 
 def _unsearchable_reason(space: MappingSpace, restriction: Restriction) -> str:
-    """What the runtime may allow and no search prices."""
-    fixed, method = restriction.fixed, METHODS[restriction.method]
+    """Return why the search prices no such mapping, although the runtime may allow it."""
+    fixed = restriction.fixed
+    method = METHODS[restriction.method]
     zero = fixed.get("zero", method.zero)
     if method.zero not in (None, zero):
         return f"zero={zero} is not of method {restriction.method!r}, which has zero={method.zero}"
     if not space.has_host_memory and (fixed.get("offload") or fixed.get("moments") == HOST):
         axis = "offload" if fixed.get("offload") else "moments"
         value = "+".join(fixed[axis]) if axis == "offload" else fixed[axis]
-        return f"{axis}={value} needs a GPU and train.offload_to='host': nothing else has a memory that is priced"
+        return f"{axis}={value} needs a GPU and train.offload_to='host': no other memory is priced"
     return ""
 
 
 def _single_axis_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """What stands against the mappings that are legal without one fixed value, once they have it.
+    """Return the error of mappings that are legal without one fixed value and illegal with it.
 
-    Of several faults the one that names most of the fixed keys, then the one that is found most often.
+    Of several errors, the one that names most of the fixed keys, then the most frequent one.
     """
     keys = [AXIS_KEYS[axis] for axis in restriction.fixed if axis in AXIS_KEYS]
     ranked: dict[str, tuple[int, float]] = {}
@@ -61,18 +63,18 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
             _validation_errors(constraints.config_of({**v, axis: value}))
             for v in _legal_samples_without(constraints, restriction, axis)
         ]
-        # What the runtime takes anyway is kept out by the restriction, not by its rules.
+        # If the runtime accepts one of them, the restriction excludes it, and not a rule.
         refused = tried if all(tried) else []
-        for fault, count in Counter(fault for faults in refused for fault in faults).items():
-            rank = sum(f"{section}.{key}" in fault for section, key in keys), count / len(tried)
-            ranked[fault] = max(rank, ranked.get(fault, rank))
-    return max(ranked, key=lambda fault: ranked[fault], default="")
+        for error, count in Counter(error for errors in refused for error in errors).items():
+            rank = sum(f"{section}.{key}" in error for section, key in keys), count / len(tried)
+            ranked[error] = max(rank, ranked.get(error, rank))
+    return max(ranked, key=lambda error: ranked[error], default="")
 
 
 def _legal_samples_without(
     constraints: MappingConstraints, restriction: Restriction, axis: str
 ) -> Iterator[Mapping[str, Any]]:
-    """Mappings of some folds that are legal where an axis is free."""
+    """Yield mappings of some folds that are legal if an axis is free."""
     space = MappingSpace(constraints, _drop_axis(restriction, axis))
     for fold, view in space.folds[:: 1 + len(space.folds) // MAX_SAMPLED_FOLDS]:
         yield from space.sample_mappings(fold, view)
@@ -83,15 +85,16 @@ def _drop_axis(restriction: Restriction, axis: str) -> Restriction:
 
 
 def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """Of what stands against the fixed axes alone, the fault that most of the mappings with one more degree have."""
-    values, world = _fixed_axes_only(restriction), constraints.base_config.parallel.world_size
+    """Return the error of the fixed axes alone that recurs most often with one more degree."""
+    values = _fixed_axes_only(restriction)
+    world = constraints.base_config.parallel.world_size
     others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
-    found = Counter(fault for degrees in others for fault in _validation_errors(constraints.config_of(degrees)))
-    return max(_validation_errors(constraints.config_of(values)), key=lambda fault: found[fault], default="")
+    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_of(degrees)))
+    return max(_validation_errors(constraints.config_of(values)), key=lambda error: found[error], default="")
 
 
 def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
-    """The fixed axes, and 1 for all other degrees."""
+    """Return the fixed axes, with 1 for all other degrees."""
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:
@@ -100,24 +103,24 @@ def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
 
 
 def _derived_degree_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """What is wrong with degrees that follow from others."""
+    """Return why a fixed dp or edp contradicts the other degrees."""
     for axis in ("dp", "edp"):
         folds = MappingSpace(constraints, _drop_axis(restriction, axis)).folds if axis in restriction.fixed else ()
         if folds:
             may_be = " or ".join(map(str, sorted({getattr(fold, axis) for fold, _ in folds})))
             return (
-                f"{axis}={may_be} follows from the other degrees on {constraints.base_config.parallel.world_size} GPUs, not "
-                f"{restriction.fixed[axis]}"
+                f"{axis}={may_be} follows from the other degrees on {constraints.base_config.parallel.world_size} "
+                f"GPUs, not {restriction.fixed[axis]}"
             )
     return ""
 
 
 def _validation_errors(cfg: Config) -> list[str]:
-    """What the runtime finds; empty if there is nothing."""
+    """Return the errors of the runtime's checks."""
     try:
         check_config(cfg)
     except ConfigError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        # Several faults come one a line, under a line that counts them.
+        # Several errors are listed one a line, after a line that counts them.
         return lines[1:] or lines
     return []

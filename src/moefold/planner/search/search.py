@@ -1,28 +1,23 @@
-"""The fastest mappings that fit into memory, exactly, without pricing the others. Torch-free.
+"""Best-first search: the fastest mappings that fit into memory, exactly, without pricing all others. Torch-free.
 
-A fold stands for many thousand mappings: micro-batch sizes x dispatchers x overlap x schedules with virtual stages x
-zero x homes of the moments x parts to make again or to offload. What is left out is left out because it cannot win:
+A fold has many thousand mappings: micro-batch sizes x dispatchers x overlap x schedules with virtual stages x ZeRO
+stages x placements of the moments x parts to recompute or offload. Lower bounds exclude most of them:
 
-* The layers of one micro-batch with nothing made again, over the pipeline ranks, take less than any mapping with the
-  same fold, micro-batch size, dispatcher and overlap: bubbles, sends, sums and the optimizer are positive.
-* The times of all pipelines of such a base, nothing made again, are below those of all mappings with that pipeline,
-  and so are their sends and bubbles by themselves.
-* With a saver the layers take longer, and what data parallelism and the optimizer add is least for the states that are
-  sharded least. Only what fits counts: the states of each kind of sharding and home of the moments, with the
-  activations of each saver in two moments of the step.
-* The times of all pipelines of a base with many savers are made at once, exactly but for data parallelism and the
-  optimizer (`saver_time.py`), and then exactly for each kind of sharding that fits in those two moments.
-* What is left is asked, fastest first, whether it fits in all moments of the step: the first that does is the best.
+* The layers of one micro-batch without recomputation, divided by the pipeline ranks, take less than any mapping with
+  the same fold, micro-batch size, dispatcher and overlap: bubbles, sends, reductions and the optimizer are positive.
+* The times of all pipelines of such a choice, without recomputation, are lower bounds of all mappings with that
+  pipeline, and so are their sends and bubbles alone.
+* With a memory strategy the layers take longer, and data parallelism and the optimizer add least for the least sharded
+  states. Only mappings that may fit count: the states of each ZeRO stage and placement of the moments, with the
+  activations of each strategy at two snapshots of the step.
+* The times of all pipelines of a choice under many strategies are computed at once, without data parallelism and the
+  optimizer (`planner/cost_model/strategy.py`), and then exactly for each sharding that fits at those two snapshots.
+* The remaining mappings are checked, fastest first, against all snapshots of the step: the first that fits is the best.
 
-Candidates are taken in ascending order of these bounds, over all folds, always that one further which may be the
-fastest of all (`fold_search.py`). So the best few folds come out in their order, and of the others only what may be
-faster than the last of these has been looked into.
+Candidates of all folds are expanded in ascending order of these bounds (`FoldSearch`), so the best folds are found in
+their order, and of the other folds only candidates that may be faster than the last of these are examined.
 
-`tests/plan/test_search.py` compares with pricing every mapping.
-
-The fastest mapping of one fold that fits, found a step at a time. Torch-free.
-
-`search.py` says what is left out, and why.
+`tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
 from collections.abc import Iterator
@@ -48,20 +43,23 @@ from moefold.planner.search.pipeline_search import (
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
 
 _QueueEntry = tuple[float, int, int, int]
-"""Seconds at least; numbers of a base, of a portion of its savers, and of a pipeline; -1: none is chosen yet."""
+"""Lower bound in seconds; indices of the micro-batch choice, of the strategy batch and of the pipeline; -1: not chosen
+yet."""
 
 
 class FoldSearch:
-    """Best first: bases unfold into portions of savers, these into pipelines, and what may fit is priced.
+    """Best-first search in one fold: choices expand into strategy batches, these into pipelines.
 
     Args:
-        fold_costs: of the space.
+        fold_costs: cost and memory of the space.
         fold: the degrees.
-        choices: of the fold.
+        choices: the micro-batch choices of the fold.
     """
 
     def __init__(self, fold_costs: FoldCosts, fold: Fold, choices: tuple[MicroBatchChoice, ...]) -> None:
-        self._fold_costs, self._fold, self._micro_batch_choices = fold_costs, fold, choices
+        self._fold_costs = fold_costs
+        self._fold = fold
+        self._micro_batch_choices = choices
         self._sends_and_bubble_s: dict[int, float] = {}
         self._strategy_batches: dict[int, list[StrategyBatch]] = {}
         self._priced_choices: dict[tuple[int, int], PricedChoice] = {}
@@ -69,17 +67,17 @@ class FoldSearch:
         self._queue: list[_QueueEntry] = [(base.lower_bound_s, i, -1, -1) for i, base in enumerate(choices)]
         heapify(self._queue)
         self.best: TimedMapping | None = None
-        """The fastest so far."""
+        """The fastest mapping so far."""
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds at least of the fastest mapping that fits; inf if none is left."""
+        """Lower bound in seconds of the fastest mapping that fits; inf if none is left."""
         left = self._queue[0][0] if self._queue else inf
         return min(left, self._best_s)
 
     @property
     def is_finished(self) -> bool:
-        """Whether `best` is the fastest of all."""
+        """True if `best` is the fastest of all."""
         return not self._queue or self._queue[0][0] >= self._best_s
 
     @property
@@ -87,39 +85,40 @@ class FoldSearch:
         return self.best[0] if self.best else inf
 
     def finish(self, limit: float = inf, *, stop_at_first: bool = False) -> TimedMapping | None:
-        """The fastest below a limit, or any below it where one is enough; None if there is none."""
+        """Return the fastest mapping below a limit, or any below it if one is enough; None if there is none."""
         while not self.is_finished and self.lower_bound_s < limit and not (stop_at_first and self.best):
             self.advance(limit)
         return self.best
 
     def advance(self, limit: float = inf) -> None:
-        """Look further into what may be fastest, if it may be below a limit."""
-        floor, i, part, which = heappop(self._queue)
-        limit, base = min(limit, self._best_s), self._micro_batch_choices[i]
+        """Expand the candidate with the lowest bound, if it may be below a limit."""
+        bound, i, part, which = heappop(self._queue)
+        limit = min(limit, self._best_s)
+        base = self._micro_batch_choices[i]
         if part < 0 and i not in self._sends_and_bubble_s:
-            least, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
-            self._push(least, floor, (i, -1, -1), limit)
+            lower_bound, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
+            self._push(lower_bound, bound, (i, -1, -1), limit)
         elif part < 0:
             self._strategy_batches[i] = self._fold_costs.strategy_batches(
                 self._fold, base, self._sends_and_bubble_s[i], limit
             )
             if self._strategy_batches[i]:
-                self._push(self._strategy_batches[i][0].lower_bound_s, floor, (i, 0, -1), limit)
+                self._push(self._strategy_batches[i][0].lower_bound_s, bound, (i, 0, -1), limit)
         elif which < 0:
-            self._price_batch(floor, i, part, limit)
+            self._price_batch(bound, i, part, limit)
         elif (i, part, which) not in self._pipeline_choices:
             choice = PipelineChoice(self._fold_costs, self._fold, self._priced_choices[i, part], which)
             self._pipeline_choices[i, part, which] = choice
-            self._push(choice.lower_bound_s(limit), floor, (i, part, which), limit)
+            self._push(choice.lower_bound_s(limit), bound, (i, part, which), limit)
         elif (found := self._pipeline_choices.pop((i, part, which)).fastest(limit)) is not None:
             self.best = found
 
     def _price_batch(self, lower_bound: float, i: int, batch: int, limit: float) -> None:
-        """Price the pipelines with a portion of the savers; the next portion waits for its turn."""
+        """Price the pipelines with a batch of memory strategies, and queue the next batch."""
         portions = self._strategy_batches[i]
-        opened = self._fold_costs.price_choice(self._fold, self._micro_batch_choices[i], portions[batch].below(limit))
-        self._priced_choices[i, batch] = opened
-        for number, least in enumerate(opened.lower_bounds_s):
+        priced = self._fold_costs.price_choice(self._fold, self._micro_batch_choices[i], portions[batch].below(limit))
+        self._priced_choices[i, batch] = priced
+        for number, least in enumerate(priced.lower_bounds_s):
             self._push(least, lower_bound, (i, batch, number), limit)
         if batch + 1 < len(portions):
             self._push(portions[batch + 1].lower_bound_s, lower_bound, (i, batch + 1, -1), limit)
@@ -131,7 +130,7 @@ class FoldSearch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMapping:
-    """A mapping with its price."""
+    """A mapping with its predicted time and memory."""
 
     mapping: ParallelMapping
     time: StepTime
@@ -144,33 +143,33 @@ class PlannedMapping:
 
     @property
     def sort_key(self) -> tuple[bool, float, float]:
-        """Sorts plans best first: what fits, then what is fast, then what needs little."""
+        """Sort key, best first: mappings that fit, then fast ones, then those with less memory."""
         return not self.memory.fits, self.time.total_s, self.memory.total
 
     @property
     def bottleneck(self) -> str:
-        """What the step is bound by: the part that takes longest, and memory where it asked for a price in time."""
+        """The part of the step that takes longest, and "memory" if saving memory costs time."""
         pays = "memory" if self.mapping.recompute or self.mapping.zero > 1 else ""
         return " + ".join(filter(None, (self.time.bottleneck.replace("_", " "), pays)))
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerTotals:
-    """All layers and the head for one micro-batch, nothing made again."""
+    """Seconds of all layers and the head for one micro-batch, without recomputation."""
 
     forward_s: float
     backward_s: float
     kinds: tuple[float, ...]
-    """One layer of each kind, forward and backward."""
+    """Seconds of one layer of each kind, forward and backward."""
 
     def is_no_faster_than(self, other: "_LayerTotals") -> bool:
-        """Whether no part of it takes less time."""
+        """Return whether no part takes less time than in `other`."""
         mine = (self.forward_s, self.backward_s, *self.kinds)
         return all(a >= b for a, b in zip(mine, (other.forward_s, other.backward_s, *other.kinds), strict=True))
 
 
 class Search:
-    """Finds the best mapping of each fold of a space.
+    """Search of the best mapping of each fold of a space.
 
     Args:
         space: the legal mappings.
@@ -179,7 +178,9 @@ class Search:
     """
 
     def __init__(self, space: MappingSpace, cost_model: CostModel, memory_model: MemoryModel) -> None:
-        self.space, self.cost_model, self.memory_model = space, cost_model, memory_model
+        self.space = space
+        self.cost_model = cost_model
+        self.memory_model = memory_model
         self.fold_costs = FoldCosts(space, StrategyCosts(cost_model), memory_model)
         self._global_batch_size = cost_model.workload.global_batch_size
         self._layer_totals_cache: dict[tuple[object, ...], _LayerTotals] = {}
@@ -193,56 +194,57 @@ class Search:
         self._has_experts = any(k.feed_forward and k.feed_forward.kind == "moe" for k in cost_model.model_spec.kinds)
 
     def rank_all(self) -> list[PlannedMapping]:
-        """The best mapping of every fold, best first; those that do not fit stand behind the others."""
+        """Return the best mapping of every fold, best first; those that do not fit come last."""
         return sorted((self.best(fold, view) for fold, view in self.space.folds), key=lambda plan: plan.sort_key)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """The first so many of `rank_all`, or fewer if fewer fit."""
+        """Return the first `count` plans of `rank_all` that fit."""
         best = islice(self._fastest_mappings(), count)
         return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.sort_key)
 
     def num_faster(self, seconds: float) -> int:
-        """Folds whose best mapping that fits takes less."""
-        near = {view for view in self.space.views if self._view_lower_bound_s(view) < seconds}
+        """Return the number of folds whose best mapping that fits takes less than `seconds`."""
+        near_views = {view for view in self.space.views if self._view_lower_bound_s(view) < seconds}
         return sum(
             self._fold_search(fold, view).finish(seconds, stop_at_first=True) is not None
             for fold, view in self.space.folds
-            if view in near and self._fold_lower_bound_s(fold, view) < seconds
+            if view in near_views and self._fold_lower_bound_s(fold, view) < seconds
         )
 
     def best(self, fold: Fold, view: AttentionView) -> PlannedMapping:
-        """The fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
+        """Return the fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
         if fold not in self._best_by_fold:
             self._best_by_fold[fold] = self._fold_search(fold, view).finish()
         best = self._best_by_fold[fold]
         return self.price(best[1]) if best is not None else self._min_memory_plan(fold, view)
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
-        """The price of any mapping."""
+        """Return any mapping with its time and memory."""
         return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
 
     def can_fit(self, fold: Fold, view: AttentionView) -> bool:
-        """Whether any mapping of a fold fits."""
+        """Return whether any mapping of a fold fits."""
         return self._min_memory_plan(fold, view).memory.fits
 
     def _fold_search(self, fold: Fold, view: AttentionView) -> FoldSearch:
         return FoldSearch(self.fold_costs, fold, self._micro_batch_choices_of(fold, view))
 
     def _fastest_mappings(self) -> Iterator[TimedMapping]:
-        """The fastest mappings of the folds that have one, fastest first.
+        """Yield the fastest mapping of each fold that has one that fits, fastest first.
 
-        The folds come by the least time of attention, with experts at the speed of large products; then they are
-        looked into, always that one further which may be the fastest.
+        Folds are ordered by the lower bound of attention, with experts at the speed of large GEMMs, and then expanded
+        one
+        candidate at a time, always the one with the lowest bound.
         """
-        floors = {view: self._view_lower_bound_s(view) for view in self.space.views}
+        bounds = {view: self._view_lower_bound_s(view) for view in self.space.views}
         searches: dict[int, FoldSearch] = {}
-        queue = [(floors[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
+        queue = [(bounds[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
         heapify(queue)
         while queue and queue[0][0] < inf:
-            floor, i, is_known = heappop(queue)
+            bound, i, is_known = heappop(queue)
             fold, view = self.space.folds[i]
             if not is_known:
-                heappush(queue, (max(floor, self._fold_lower_bound_s(fold, view)), i, True))
+                heappush(queue, (max(bound, self._fold_lower_bound_s(fold, view)), i, True))
                 continue
             if i not in searches:
                 searches[i] = self._fold_search(fold, view)
@@ -251,20 +253,21 @@ class Search:
                 continue
             else:
                 searches[i].advance()
-            heappush(queue, (max(floor, searches[i].lower_bound_s), i, True))
+            heappush(queue, (max(bound, searches[i].lower_bound_s), i, True))
 
     def _view_lower_bound_s(self, view: AttentionView) -> float:
-        """Seconds of a step at least, whatever the degrees of the experts."""
-        pricer, least = self.cost_model, inf
+        """Return a lower bound of a step's seconds over all degrees of the experts."""
+        cost_model = self.cost_model
+        lower_bound = inf
         for size, _ in view.pipelines_by_mbs:
-            seconds = sum(pricer.head_and_loss_s(view.tp, view.cp, size))
+            seconds = sum(cost_model.head_and_loss_s(view.tp, view.cp, size))
             for kind, count in enumerate(self._kind_counts):
-                seconds += count * pricer.lower_bound_layer_s(kind, view.tp, view.cp, size)
-            least = min(least, self._global_batch_size // (size * view.dp) * seconds / view.pp)
-        return least
+                seconds += count * cost_model.lower_bound_layer_s(kind, view.tp, view.cp, size)
+            lower_bound = min(lower_bound, self._global_batch_size // (size * view.dp) * seconds / view.pp)
+        return lower_bound
 
     def _fold_lower_bound_s(self, fold: Fold, view: AttentionView) -> float:
-        """Seconds of a step at least, with the experts as they are cut."""
+        """Return a lower bound of a step's seconds with the experts' degrees of a fold."""
         return (
             min(
                 self._global_batch_size // (size * fold.dp) * self._lower_bound_layers_s(fold, size)
@@ -274,12 +277,14 @@ class Search:
         )
 
     def _lower_bound_layers_s(self, fold: Fold, mbs: int) -> float:
-        """Seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
+        """Return the seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
         key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp)
         if key not in self._lower_bound_layers:
-            ways = product(self._dispatchers(fold, mbs), (False, True))
-            every = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in ways]
-            self._lower_bound_layers[key] = min((layers.forward_s + layers.backward_s for layers in every), default=inf)
+            options = product(self._dispatchers(fold, mbs), (False, True))
+            totals = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in options]
+            self._lower_bound_layers[key] = min(
+                (layers.forward_s + layers.backward_s for layers in totals), default=inf
+            )
         return self._lower_bound_layers[key]
 
     def _micro_batch_choices_of(self, fold: Fold, view: AttentionView) -> tuple[MicroBatchChoice, ...]:
@@ -288,10 +293,10 @@ class Search:
         return self._micro_batch_choice_cache[fold]
 
     def _micro_batch_choices(self, fold: Fold, view: AttentionView) -> Iterator[MicroBatchChoice]:
-        """Every micro-batch size and dispatcher, plain and overlapped, with the pipelines that go with them."""
+        """Yield every micro-batch size and dispatcher, with and without overlap, and the pipelines legal with them."""
         for size, pipelines in view.pipelines_by_mbs:
             n = self._global_batch_size // (size * fold.dp)
-            # Without a pipeline all schedules take as long.
+            # Without a pipeline all schedules take equally long.
             plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == "1f1b")
             for overlap in (False, True):
                 fastest: list[_LayerTotals] = []
@@ -300,23 +305,26 @@ class Search:
                     layers = self._layer_totals(fold, size, dispatcher, overlap) if legal else None
                     if layers is None:
                         continue
-                    base = MicroBatchChoice(
+                    choice = MicroBatchChoice(
                         n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
                     )
-                    # All keep the same rows, so the one whose parts are all faster stands for others; not allgather.
-                    if self._may_need_less_memory(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
+                    # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
+                    if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
                         fastest += [] if dispatcher == "allgather" else [layers]
-                        yield base
+                        yield choice
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
-        """Whether its dispatcher may be the one that fits: with few ranks and many copies, or a capacity below 1."""
+        """Return whether a choice's dispatcher may need less memory than others.
+
+        Allgather does with few ranks and many routed tokens, or with a capacity factor below 1.
+        """
         m = build_mapping(fold, choice, choice.pipelines[0])
         return choice.dispatcher == "allgather" and self.memory_model.activation_memory.allgather_may_need_less(m)
 
     def _legal_pipelines(
         self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: str, overlap: bool
     ) -> tuple[PipelineVariant, ...]:
-        """Those of some pipelines that go with a dispatcher and overlap."""
+        """Return the pipelines that are legal with a dispatcher and overlap."""
         if not overlap:
             return pipelines if self.space.legal_zero_stages(fold, mbs, "", dispatcher, overlap) else ()
         key = (fold.ep, fold.etp, fold.dp, fold.pp, mbs, dispatcher)
@@ -329,17 +337,17 @@ class Search:
         return self._overlapped_pipelines[key]
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
-        """The legal ones, without those that are priced as another one."""
+        """Return the legal dispatchers, without those that are priced like another one."""
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
         return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
 
     def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
-        """The mapping of least memory, with the smallest micro-batches and the first dispatcher that are legal."""
+        """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""
         for size, pipelines in view.pipelines_by_mbs:
             for dispatcher in self.space.dispatchers(fold, size):
-                leanest: list[tuple[float, ParallelMapping]] = []
+                smallest: list[tuple[float, ParallelMapping]] = []
                 for overlap in (False, True):
                     legal = [
                         p
@@ -347,14 +355,14 @@ class Search:
                         if self.space.legal_zero_stages(fold, size, p.schedule, dispatcher, overlap)
                     ]
                     if legal:
-                        opened = self.fold_costs.price_choice(
+                        priced = self.fold_costs.price_choice(
                             fold, MicroBatchChoice(0.0, size, dispatcher, overlap, tuple(legal))
                         )
-                        leanest += [
-                            PipelineChoice(self.fold_costs, fold, opened, i).min_memory() for i in range(len(legal))
+                        smallest += [
+                            PipelineChoice(self.fold_costs, fold, priced, i).min_memory() for i in range(len(legal))
                         ]
-                if leanest:
-                    return self.price(min(leanest, key=lambda entry: entry[0])[1])
+                if smallest:
+                    return self.price(min(smallest, key=lambda entry: entry[0])[1])
         raise AssertionError(f"{fold} is a fold of no legal mapping")
 
     def _layer_totals(self, fold: Fold, mbs: int, dispatcher: str, overlap: bool) -> _LayerTotals:
@@ -366,9 +374,9 @@ class Search:
             forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []
             for kind, count in enumerate(self._kind_counts):
-                ahead, behind = self.cost_model.plain_layer(kind, probe)
-                kinds.append(ahead + behind)
-                forward += count * ahead
-                backward += count * behind
+                forward_s, backward_s = self.cost_model.plain_layer(kind, probe)
+                kinds.append(forward_s + backward_s)
+                forward += count * forward_s
+                backward += count * backward_s
             self._layer_totals_cache[key] = _LayerTotals(forward, backward, tuple(kinds))
         return self._layer_totals_cache[key]

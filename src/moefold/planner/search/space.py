@@ -1,11 +1,9 @@
-"""All legal mappings of a recipe over a number of ranks, level by level. Torch-free.
+"""Space of all legal mappings of a recipe over a number of ranks, level by level. Torch-free.
 
-A mapping is a fold (tp cp pp ep etp, and dp edp that follow), a micro-batch size, a schedule with its virtual stages,
-a dispatcher, whether the experts' exchange hides under another micro-batch (overlap), what is sharded over the
-data-parallel ranks (zero), where the optimizer's moments live, and what is made again in the backward pass or leaves
-memory until then. The
-runtime's rules on each level read that level and those above it, so the legal mappings are the sum over folds and
-micro-batch sizes of products of short lists. They are counted so, and the search prices them so.
+A mapping is a fold (tp cp pp ep etp, from which dp edp follow), a micro-batch size, a schedule with its virtual stages,
+a dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to
+recompute or offload. The runtime's rules on each level read that level and those above it, so the legal mappings are
+the sum over folds and micro-batch sizes of products of short lists. Counting and search use this structure.
 """
 
 from collections import Counter
@@ -41,12 +39,12 @@ from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.validate.memory import OFFLOAD_PARTS
 
 CSV_SCHEDULE = "csv"
-"""Reads a file that is written for one mapping: legal, but nothing to search."""
+"""Schedule from a file that is written for one mapping: legal, but not searched."""
 AUTO_DISPATCHER = "auto"
-"""The dispatcher that stands for another one."""
+"""The dispatcher that is resolved to another one."""
 HOST = "host"
 NON_LAYER_STAGE_PARTS = ("E", "L")
-"""What a balanced layout may give a stage of its own, beside each layer."""
+"""Parts other than layers to which a balanced layout may give a stage."""
 
 
 class Fold(NamedTuple):
@@ -65,12 +63,12 @@ class Fold(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """The degrees that are set; dp and edp follow."""
+        """The degrees that determine the fold; dp and edp follow."""
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
 class PipelineVariant(NamedTuple):
-    """A schedule with the chunks of each rank."""
+    """A schedule with its virtual stages."""
 
     schedule: str
     vpp: int
@@ -78,7 +76,7 @@ class PipelineVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The degrees of attention, with what may run on them whatever the experts' degrees are."""
+    """The degrees of attention, with the micro-batch sizes and pipelines that are legal with them."""
 
     tp: int
     cp: int
@@ -92,8 +90,8 @@ class MappingSpace:
     """The legal mappings of one recipe, by level.
 
     Args:
-        constraints: the runtime's answers for the recipe.
-        restriction: the part of the space that is wanted.
+        constraints: the runtime's rules for the recipe.
+        restriction: the requested part of the space.
     """
 
     def __init__(self, constraints: MappingConstraints, restriction: Restriction | None = None) -> None:
@@ -108,24 +106,24 @@ class MappingSpace:
 
     @cached_property
     def views(self) -> tuple[AttentionView, ...]:
-        """Every way to map attention that some micro-batch size and schedule goes with."""
+        """Every attention view with a legal micro-batch size and schedule."""
         return tuple(self._iterate_views())
 
     @cached_property
     def folds(self) -> tuple[tuple[Fold, AttentionView], ...]:
-        """Every fold that a legal mapping has, with the view of attention that it shares."""
+        """Every fold with a legal mapping, and its attention view."""
         if next(self._legal_strategies(), None) is None or not self.optimizer_placements:
             return ()
         return tuple((fold, view) for fold, view in self._iterate_folds() if self._has_mapping(fold, view))
 
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
-        """What is sharded over the data-parallel ranks; no rule reads it."""
+        """The ZeRO stages; no rule without overlap reads them."""
         return tuple(self._allowed_values("zero"))
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
-        """Every set of parts that may be made again, the empty one first."""
+        """Every legal set of parts to recompute, the empty one first."""
         subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
         return tuple(
             parts
@@ -136,7 +134,7 @@ class MappingSpace:
 
     @cached_property
     def strategies(self) -> MemoryStrategies:
-        """Every set of parts that may be made again with every set whose activations may leave memory with it."""
+        """Every legal pair of parts to recompute and parts to offload."""
         return MemoryStrategies(self._legal_strategies())
 
     def _legal_strategies(self) -> Iterator[MemoryStrategy]:
@@ -152,17 +150,17 @@ class MappingSpace:
 
     @cached_property
     def optimizer_placements(self) -> tuple[str, ...]:
-        """Where the moments of the optimizer may live: with the weights, or in memory of the host."""
-        homes = ("none", HOST) if self.has_host_memory else ("none",)
-        return tuple(home for home in homes if self.restriction.allows("moments", home))
+        """Placements of the optimizer's moments: on the device, or in host memory."""
+        placements = ("none", HOST) if self.has_host_memory else ("none",)
+        return tuple(placement for placement in placements if self.restriction.allows("moments", placement))
 
     @cached_property
     def has_host_memory(self) -> bool:
-        """Whether there is another memory that is priced: a CPU has none, and disks have no price."""
+        """True if offload to host memory is priced: a CPU has none, and disks have no price."""
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
 
     def legal_zero_stages(self, fold: Fold, mbs: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
-        """What may be sharded; empty where the experts' exchange cannot hide under another micro-batch as asked."""
+        """Return the legal ZeRO stages; empty if the expert all-to-all cannot overlap as requested."""
         if overlap not in self._allowed_overlaps:
             return ()
         if not overlap:
@@ -170,7 +168,7 @@ class MappingSpace:
         return self._legal_overlapped_zero_stages(fold, mbs, schedule) if self._may_overlap(fold, dispatcher) else ()
 
     def _may_overlap(self, fold: Fold, dispatcher: str) -> bool:
-        """Whether a dispatcher can hide its exchange."""
+        """Return whether a dispatcher can overlap its all-to-all."""
         key = (fold.ep, fold.etp, dispatcher)
         if key not in self._overlapping_dispatchers:
             values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
@@ -191,7 +189,7 @@ class MappingSpace:
         return tuple(overlap for overlap in (False, True) if self.restriction.allows("overlap", overlap))
 
     def dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
-        """The legal ways of tokens to their experts."""
+        """Return the legal dispatchers."""
         key = (fold.ep, fold.etp, fold.tp * fold.cp, mbs)
         if key not in self._dispatchers:
             values = {**fold.values, "mbs": mbs, "overlap": False}
@@ -203,14 +201,15 @@ class MappingSpace:
         return self._dispatchers[key]
 
     def count(self) -> int:
-        """How many legal mappings there are."""
+        """Return the number of legal mappings."""
         return sum(self.count_by_fold())
 
     def count_by_fold(self) -> list[int]:
-        """How many legal mappings each of `folds` has."""
-        counts, known = [], {}
+        """Return the number of legal mappings of each fold."""
+        counts = []
+        known = {}
         for fold, view in self.folds:
-            # Of the degrees of attention, rules between levels read tp*cp and dp alone.
+            # Rules that read several levels read only tp*cp and dp of the attention degrees.
             key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.pipelines_by_mbs))
             if key not in known:
                 known[key] = self._count_of(fold, view) * len(self.optimizer_placements)
@@ -223,20 +222,24 @@ class MappingSpace:
         for size, pipelines in view.pipelines_by_mbs:
             dispatchers = self.dispatchers(fold, size)
             total += len(pipelines) * len(dispatchers) * plain
-            hiding = sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
-            for schedule, number in Counter(pipeline.schedule for pipeline in pipelines).items() if hiding else ():
-                total += hiding * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
+            num_overlapping = (
+                sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
+            )
+            for schedule, number in (
+                Counter(pipeline.schedule for pipeline in pipelines).items() if num_overlapping else ()
+            ):
+                total += num_overlapping * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
         return total * len(self.strategies)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every legal mapping by itself, as the values of its axes; of use for small worlds."""
+        """Yield every legal mapping as the values of its axes; for small worlds."""
         for fold, view in self.folds:
             for run, zeros in self._iterate_runs(fold, view):
-                for zero, moments, saver in product(zeros, self.optimizer_placements, self.strategies):
-                    yield {**run, "zero": zero, "recompute": saver[0], "offload": saver[1], "moments": moments}
+                for zero, moments, strategy in product(zeros, self.optimizer_placements, self.strategies):
+                    yield {**run, "zero": zero, "recompute": strategy[0], "offload": strategy[1], "moments": moments}
 
     def sample_mappings(self, fold: Fold, view: AttentionView) -> Iterator[dict[str, Any]]:
-        """A legal mapping of a fold for each schedule with each dispatcher."""
+        """Yield a legal mapping of a fold for each schedule with each dispatcher."""
         recompute, offload = next(self._legal_strategies())
         rest = {"recompute": recompute, "offload": offload, "moments": self.optimizer_placements[0]}
         known = set()
@@ -247,7 +250,7 @@ class MappingSpace:
                 yield {**run, "zero": zeros[0], **rest}
 
     def _iterate_runs(self, fold: Fold, view: AttentionView) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Every micro-batch size, pipeline, dispatcher and overlap of a fold, and what may be sharded with them."""
+        """Yield every micro-batch size, pipeline, dispatcher and overlap of a fold, with the legal ZeRO stages."""
         for size, pipelines in view.pipelines_by_mbs:
             for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
                 run = {
@@ -261,7 +264,7 @@ class MappingSpace:
                 yield run, self.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)
 
     def _has_mapping(self, fold: Fold, view: AttentionView) -> bool:
-        """Whether what the two views allow by themselves goes together under some dispatcher and overlap."""
+        """Return whether both views are legal together under some dispatcher and overlap."""
         return any(
             self.legal_zero_stages(fold, size, schedule, dispatcher, overlap)
             for size, pipelines in view.pipelines_by_mbs
@@ -271,7 +274,7 @@ class MappingSpace:
         )
 
     def _iterate_views(self) -> Iterator[AttentionView]:
-        """Every axis is tried on its own rules before it is combined."""
+        """Yield the attention views; each axis is checked by its own rules before it is combined."""
         world = self._cfg.parallel.world_size
         for pp in divisors(world):
             for tp in divisors(world // pp):
@@ -303,7 +306,7 @@ class MappingSpace:
                     yield fold, view
 
     def _legal_micro_batches(self, values: dict[str, int]) -> Iterator[tuple[int, tuple[PipelineVariant, ...]]]:
-        """`validate_batch_size` refuses all sizes but divisors of the samples of a replica."""
+        """Yield the legal micro-batch sizes, divisors of a replica's samples, with their pipelines."""
         dp = self._cfg.parallel.world_size // prod(values.values())
         samples, rest = divmod(self._cfg.train.global_batch_size, dp)
         for size in divisors(samples) if not rest and samples else ():
@@ -322,7 +325,7 @@ class MappingSpace:
                 yield from pipelines
 
     def _pipeline_variants(self, pp: int) -> dict[str, list[PipelineVariant]]:
-        """The virtual stages that go with each schedule, whatever the batch."""
+        """Return the virtual stages of each schedule, whatever the batch."""
         if pp not in self._variants_by_pp:
             self._variants_by_pp[pp] = {
                 schedule: [
@@ -338,8 +341,9 @@ class MappingSpace:
 
     @cached_property
     def _max_stages(self) -> int:
-        """More stages than this no layout has: a stage has a layer, the embedding or the loss, or is spelled out."""
-        text, layers = self._cfg.parallel.pipeline_layout, self._cfg.model.num_layers
+        """Maximum number of stages of a layout: each has a layer, the embedding or the loss, or is written out."""
+        text = self._cfg.parallel.pipeline_layout
+        layers = self._cfg.model.num_layers
         if text in ("", "auto"):
             return layers + len(NON_LAYER_STAGE_PARTS)
         try:
@@ -348,6 +352,6 @@ class MappingSpace:
             return layers
 
     def _allowed_values(self, axis: str) -> list[Any]:
-        """The wanted values of a key that has a few."""
+        """Return the values of an enumerated key that the restriction allows."""
         section, key = AXIS_KEYS[axis]
         return [value for value in get_args(key_types(section)[key]) if self.restriction.allows(axis, value)]

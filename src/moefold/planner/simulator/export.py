@@ -1,4 +1,4 @@
-"""A simulated step as a file: a trace for Perfetto and Chrome, or a picture. Torch-free."""
+"""Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
 
 import json
 from bisect import bisect_right
@@ -35,25 +35,28 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".pdf")
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
-"""Lines of a rank in a trace: what pass it is at, and what its streams do."""
+"""Tracks of a rank in a trace: its passes, and its streams."""
 IDLE_COLOUR = "#f1f3f6"
-HIDDEN_COMM, EXPOSED_COMM = "hidden communication", "exposed communication"
+HIDDEN_COMM = "hidden communication"
+EXPOSED_COMM = "exposed communication"
 LEGEND = (
     {kind: (PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()}
     | {EXPOSED_COMM: (EXPOSED_COLOUR, EXPOSED_COMM), HIDDEN_COMM: (FAINT, HIDDEN_COMM)}
     | {part: (STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items()}
 )
-"""Colour and name of all that a picture may show."""
-WIDTH, LANE, DPI = 16.0, 0.42, 150
+"""Colour and name of everything that a picture may show."""
+WIDTH = 16.0
+LANE = 0.42
+DPI = 150
 MIN_LABELLED_FRACTION = 0.012
-"""Part of the picture's width that a number of a micro-batch needs."""
+"""Minimum width of a pass with a label, as a fraction of the picture's width."""
 
 
 def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
     """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
 
     Raises:
-        ConfigError: the ending is another one, or the file cannot be written.
+        ConfigError: the suffix is another one, or the file cannot be written.
     """
     check_timeline_file(path)
     try:
@@ -66,10 +69,10 @@ def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
 
 
 def check_timeline_file(path: Path) -> None:
-    """Refuse an ending that says neither trace nor picture, or a place that cannot be written, before any work.
+    """Check early that the suffix is supported and the path is writable.
 
     Raises:
-        ConfigError: it is such a one.
+        ConfigError: one of them is not.
     """
     if path.suffix.lower() not in (".json", *PICTURES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
@@ -77,7 +80,10 @@ def check_timeline_file(path: Path) -> None:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The step in the trace event format: a process for each pipeline rank, microseconds, arrows for messages."""
+    """Return the step in the trace event format.
+
+    Each pipeline rank is a process, times are in microseconds, and arrows connect messages.
+    """
     return {"traceEvents": [*_names(timeline), *_slices(timeline), *_message_arrows(timeline)], "displayTimeUnit": "ms"}
 
 
@@ -115,7 +121,7 @@ def _slice(rank: int, track: int, name: str, span: tuple[float, float], action: 
 
 
 def _message_arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """From each message to the pass that reads it."""
+    """Yield the arrows from each message to the pass that receives it."""
     begins = {
         (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track(action))
         for rank in range(timeline.num_ranks)
@@ -138,8 +144,8 @@ def _track(action: Action) -> int:
 
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:
-    """A lane for each rank: its passes above, its collectives below, red where they show; a long step in windows."""
-    # The figure is made without pyplot, which would pick a display and keep every figure alive.
+    """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
+    # No pyplot: it would select a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -147,8 +153,12 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
-    windows, names = choose_windows(timeline), [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
-    left, right, gap, drawn = 0.055, 0.99, 0.012, set()
+    windows = choose_windows(timeline)
+    names = [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
+    left = 0.055
+    right = 0.99
+    gap = 0.012
+    drawn = set()
     width = (right - left - gap * (len(windows) - 1)) / len(windows)
     for i, window in enumerate(windows):
         axes = figure.add_axes((left + i * (width + gap), 0.55 / height, width, 1 - 1.35 / height))
@@ -171,7 +181,7 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
 
 
 def format_summary(timeline: Timeline) -> str:
-    """The step in one line."""
+    """Format the metrics of the step in one line."""
     exposed = max(timeline.exposed_s(rank) for rank in range(timeline.num_ranks)) / timeline.total_s
     return (
         f"step {timeline.total_s:.4g} s, bubble {timeline.bubble:.1%} of the work, ranks idle "
@@ -182,7 +192,7 @@ def format_summary(timeline: Timeline) -> str:
 def _draw_passes(
     axes: "Axes", timeline: Timeline, rank: int, window_and_count: tuple[Span, int], scale: float
 ) -> set[str]:
-    """Draw the passes of a rank within one of so many windows; returns what kinds there are."""
+    """Draw the passes of a rank within one of the windows; return their kinds."""
     window, num_windows = window_and_count
     least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
     spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
@@ -203,7 +213,7 @@ def _draw_passes(
 
 
 def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
-    """Draw collectives as a thin line at the foot of the lane, red where no compute runs beside them; returns which."""
+    """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn kinds."""
     compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
     pieces: dict[str, list[Span]] = {HIDDEN_COMM: [], EXPOSED_COMM: []}
     drawn = set()
@@ -222,7 +232,7 @@ def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, sca
 
 
 def split_by_overlap(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
-    """The pieces of an event in which one of some ordered spans runs too, and those in which none does."""
+    """Yield the parts of an event that overlap with one of the ordered `compute` spans, and those that do not."""
     at = event.start_s
     first = max(0, bisect_right(compute, (at, float("inf"))) - 1)
     for i in range(first, len(compute)):
@@ -239,7 +249,7 @@ def split_by_overlap(event: Event, compute: list[tuple[float, float]]) -> Iterat
 
 
 def _draw_legend(figure: Any, height: float, drawn: set[str]) -> None:
-    """Name the colours that are in the picture."""
+    """Draw the legend of the colours in the picture."""
     left = 0.055
     for kind, (colour, name) in LEGEND.items():
         if kind in drawn:

@@ -1,18 +1,14 @@
-"""A step played out on paper: the actions of a pipeline schedule over stages, streams and links. Torch-free.
+"""Discrete-event simulation of a step: a pipeline schedule over stages, streams and links. Torch-free.
 
 Every pipeline rank has two streams, for compute and for the collectives inside a stage (tp, cp, ep, etp), and a link to
-each rank that it sends to. A rank goes through the slots of its row in order. An action is a chain of pieces, each on
-one stream, each behind the one before it. Alone in its slot an action has both streams to itself; two that overlap
-begin when both have what they need and share the streams, each of which serves whoever comes first, the backward pass
-where both come at once. What another rank waits for goes over the link when the slot has ended and the link is free;
-the receiver need not be ready.
+each rank that it sends to. A rank runs the slots of its row in order. An action is a chain of segments, each on one
+stream, each after the one before it. An action alone in its slot has both streams to itself; two that overlap begin
+when the inputs of both are there and share the streams, each of which is first come, first served, the backward pass
+first in a tie. Messages are sent over the link after the slot has ended and when the link is free; the receiver need
+not be ready.
 
-The ranks that share a stage are taken to run in step: one rank stands for all of them.
-
-What a pipeline rank does together: slots of one action, or of a forward and a backward pass of two micro-batches.
-
-The order of the actions is that of `config.schedule_order` and, where exchanges hide under other work, of
-`config.paired_schedule`: that of the runtime. Torch-free.
+The ranks that share a stage are assumed to run in step: one rank stands for all of them. Slots contain one action, or a
+forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedule_tables.py`).
 """
 
 import math
@@ -29,10 +25,10 @@ from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, overlapped_ro
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of an action on one stream."""
+    """A part of an action on one stream."""
 
     part: str
-    """What it is, in the words of the cost model."""
+    """Part of the step, as the cost model names it."""
     seconds: float
     stream: str = COMPUTE
 
@@ -42,34 +38,34 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSegments:
-    """What one stage does with one micro-batch."""
+    """Segments of one stage for one micro-batch."""
 
     forward: Segments
     backward: Segments
-    """The whole of it, where the schedule does not split it."""
+    """The whole backward pass, for schedules that do not split it."""
     input_gradient: Segments
     weight_gradient: Segments
     p2p_s: float = 0.0
-    """Of the hidden states to the next stage, if that is on another rank, and of their gradients back."""
+    """Seconds of sending hidden states to the next stage, if that is on another rank, or their gradients back."""
 
     def segments(self, kind: str) -> Segments:
-        """The chain of an action."""
+        """Return the segments of an action kind."""
         chains = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
         return chains[kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """What keeps a machine from being ideal. It makes compute slower; collectives and messages take as long."""
+    """Stragglers and jitter. They slow down compute; collectives and messages keep their duration."""
 
     slowdown_by_rank: Mapping[int, float] = field(default_factory=dict)
-    """How many times as long a pipeline rank computes."""
+    """Compute slowdown factor by pipeline rank."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of the time of each action, whose median stays."""
+    """Standard deviation of the logarithm of each action's time; the median is unchanged."""
     seed: int = 0
 
     def slowdown(self, rank: int, action: Action) -> float:
-        """How many times as long an action computes; the same whenever and in whatever order it is asked for."""
+        """Return the slowdown factor of an action, which does not depend on the order of calls."""
         times = self.slowdown_by_rank.get(rank, 1.0)
         if self.jitter == 0.0:
             return times
@@ -78,12 +74,12 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class StepTail:
-    """What ends a step, behind the last backward pass of a rank."""
+    """End of a step, after the last backward pass of a rank."""
 
     gradients_s: float = 0.0
-    """Of the gradients' sums over data-parallel ranks that no compute hides."""
+    """Seconds of exposed data-parallel gradient reductions."""
     optimizer_s: float = 0.0
-    """Of the update, which begins everywhere at once: it knows the norm of all gradients."""
+    """Seconds of the update, which begins on all ranks at once: it needs the norm of all gradients."""
 
 
 def simulate(
@@ -94,27 +90,29 @@ def simulate(
     noise: Noise | None = None,
     tail: StepTail | None = None,
 ) -> Timeline:
-    """Play a step out.
+    """Simulate a step.
 
     Args:
-        rows: the slots of every pipeline rank, of `slot.slot_rows`.
-        stages: in the order of the model.
-        overlap: the two actions of a slot run at the same time; else one after the other.
+        rows: the slots of every pipeline rank, of `slot_rows`.
+        stages: segments of the stages, in model order.
+        overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
         noise: stragglers and jitter; None: an ideal machine.
         tail: the end of the step; None leaves it out.
 
     Raises:
-        ValueError: the ranks would wait for each other for ever.
+        ValueError: the schedule deadlocks.
     """
     return _Simulation(rows, stages, overlap, noise or Noise()).run(tail)
 
 
 class _Simulation:
-    """One simulation under way."""
+    """State of one simulation."""
 
     def __init__(self, rows: Sequence[SlotRow], stages: Sequence[StageSegments], overlap: bool, noise: Noise) -> None:
-        self._rows, self._stages = rows, stages
-        self._overlap, self._noise = overlap, noise
+        self._rows = rows
+        self._stages = stages
+        self._overlap = overlap
+        self._noise = noise
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
         self._finished_at: dict[ActionResult, float] = {}
         self._arrived_at: dict[ActionResult, float] = {}
@@ -123,13 +121,13 @@ class _Simulation:
         self._events: list[Event] = []
 
     def run(self, tail: StepTail | None) -> Timeline:
-        # Nothing but a rank's own row and what it is sent decides when it works: any order of visits gives these times.
+        # A rank's times depend on its own row and its messages alone: every order of visits gives the same times.
         num_left = sum(map(len, self._rows))
         for rank, slot in execute_order(self._rows):
             self._run_slot(rank, slot)
             num_left -= 1
         if num_left and (found := find_deadlock(self._rows)):
-            raise ValueError(f"pipeline rank {found[0]} waits for ever before {found[1][0]}")
+            raise ValueError(f"deadlock: pipeline rank {found[0]} waits before {found[1][0]}")
         span = max(self._rank_free_at, default=0.0)
         end = span if tail is None else self._run_tail(tail)
         return Timeline(tuple(self._events), len(self._rows), span, end)
@@ -166,7 +164,7 @@ class _Simulation:
         factors = {action: self._noise.slowdown(rank, action) for action in slot}
         ends = dict.fromkeys(slot, start)
         free = {COMPUTE: start, COMMUNICATION: start}
-        # The backward pass comes first where both could go on.
+        # The backward pass comes first in a tie.
         order = sorted(slot, key=lambda action: action.kind == "F")
         while any(chains.values()):
             action = min(
@@ -212,23 +210,23 @@ class _Simulation:
 def slot_rows(
     schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, *, path: str = "", overlap: bool = False
 ) -> tuple[SlotRow, ...]:
-    """The slots of every pipeline rank, as torch forms them: pairs in DualPipeV, single actions elsewhere.
+    """Return the slots of every pipeline rank, as torch forms them: pairs in DualPipeV, single actions elsewhere.
 
     Args:
-        schedule: a key of `config.schedules.SCHEDULES`; 1f1b with several virtual stages is interleaved.
+        schedule: a key of `SCHEDULES`; 1f1b with several virtual stages is interleaved.
         pp: pipeline ranks; with 1, micro-batches follow each other.
         virtual_stages: stages of each rank.
-        num_micro_batches: of a step.
-        path: of the file, for csv.
-        overlap: whether exchanges hide under other work: then the steady phase is one of pairs.
+        num_micro_batches: micro-batches of a step.
+        path: path of the CSV file, for csv.
+        overlap: whether all-to-alls overlap with compute: then the steady phase consists of pairs.
 
     Raises:
-        ConfigError: the file is wrong, or the schedule has no pairs.
+        ConfigError: the file is invalid, or the schedule has no pairs.
     """
     if overlap:
         if schedule not in OVERLAPPED_SCHEDULES:
             legal = ", ".join(map(repr, OVERLAPPED_SCHEDULES))
-            raise ConfigError(f"overlap needs a schedule of pairs, and {schedule!r} has none; choose one of {legal}")
+            raise ConfigError(f"overlap needs a schedule with paired passes, not {schedule!r}; choose one of {legal}")
         return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
     if schedule == "csv":
         return tuple(one_per_slot(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)

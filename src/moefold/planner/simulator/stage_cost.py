@@ -1,4 +1,4 @@
-"""What every stage of a mapping does with a micro-batch, piece by piece, as the cost model prices it. Torch-free."""
+"""Segments of every pipeline stage for a micro-batch, as the cost model prices them. Torch-free."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,17 +22,17 @@ def simulate_mapping(
     chunks: tuple[ModelChunk, ...] | None = None,
     schedule_csv: str = "",
 ) -> Timeline:
-    """Play out one step of a mapping: its schedule, and the end of the step as the cost model prices it.
+    """Simulate one step of a mapping: its schedule, and the end of the step as the cost model prices it.
 
     Args:
-        cost_model: of the model, the device and the workload.
-        mapping: one that fits them.
+        cost_model: cost model of the model, the device and the workload.
+        mapping: a mapping that fits them.
         noise: stragglers and jitter; None: an ideal machine.
-        chunks: what the stages hold, in the order of the model; None: as the cost model cuts it.
-        schedule_csv: path of the file of a schedule from one.
+        chunks: layers of the stages, in model order; None: split as in the cost model.
+        schedule_csv: path of the file of a CSV schedule.
 
     Raises:
-        ConfigError: the file is wrong, or the schedule cannot overlap as the mapping has it.
+        ConfigError: the file is invalid, or the schedule does not support the mapping's overlap.
     """
     count = mapping.num_micro_batches(cost_model.workload.global_batch_size)
     parts = cost_model.step_time(mapping).parts
@@ -46,15 +46,15 @@ def simulate_mapping(
 
 
 def chunks_from_config(cfg: Config, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
-    """What the stages of a recipe hold, by its `parallel.pipeline_layout`.
+    """Return the chunks of a recipe, by its `parallel.pipeline_layout`.
 
     Raises:
-        ConfigError: the schedule is read from a file, which cannot be read.
+        ConfigError: the schedule's CSV file cannot be read.
     """
     found = []
     for stage in plan_stages(cfg).stages:
         counts = list(model_spec.count_kinds(stage.parts.layers))
-        # A layer of multi-token prediction is one like the last.
+        # An MTP layer is like the last layer.
         counts[model_spec.layers[-1]] += stage.parts.num_mtp_layers
         found.append(ModelChunk(tuple(counts), stage.parts.has_embedding, stage.parts.has_loss))
     return tuple(found)
@@ -63,23 +63,22 @@ def chunks_from_config(cfg: Config, model_spec: ModelSpec) -> tuple[ModelChunk, 
 def stage_segments(
     cost_model: CostModel, mapping: ParallelMapping, chunks: tuple[ModelChunk, ...] | None = None
 ) -> tuple[StageSegments, ...]:
-    """The work of every stage, in the order of the model, with no communication hidden yet.
+    """Return the segments of every stage, in model order, with no communication hidden yet.
 
-    Where nothing overlaps, the layers of one kind are played as one long layer: the times are the same, and the events
-    stay few.
+    Without overlap, the layers of one kind are merged into one long layer: the times are the same, with fewer events.
     """
     plain = replace(mapping, overlap=False)
     layers = [_LayerSegments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
     head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
     if chunks is None:
         chunks = split_stages(cost_model.model_spec, mapping.pp * mapping.vpp, cost_model.workload.seq_len)
-    # All stages hand on hidden states of one size.
+    # All stages send hidden states of the same size.
     send_s = cost_model.stage_times(plain)[0].p2p_s
     return tuple(_combine_stage(chunk, layers, head, send_s, keeps_layers_apart=mapping.overlap) for chunk in chunks)
 
 
 class _LayerSegments:
-    """The chains of one layer of a kind, with its launches and what it computes again."""
+    """Segments of one layer of a kind, with its launches and recomputation."""
 
     def __init__(self, cost_model: CostModel, mapping: ParallelMapping, kind: int) -> None:
         m = mapping
@@ -87,18 +86,21 @@ class _LayerSegments:
         feed_forward = cost_model.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         priced = cost_model.layer_time(kind, m)
         parts = dict(zip(TIME_PARTS, priced.parts, strict=True))
-        ahead, behind = mixer.forward + feed_forward.forward, feed_forward.backward + mixer.backward
-        launches = priced.forward_s - sum(work.seconds for work in ahead)
-        self.forward = (*map(_segment, ahead), Segment("launch", launches))
-        again = Segment("recompute", parts["recompute"])
-        late = Segment("launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in behind))
-        self.backward = (again, *map(_segment, behind), late)
-        computed = sum(work.seconds for work in behind if not work.comm_axis)
-        early = 1.0 - priced.wgrad_s / computed if computed else 1.0
+        forward_items = mixer.forward + feed_forward.forward
+        backward_items = feed_forward.backward + mixer.backward
+        launches = priced.forward_s - sum(work.seconds for work in forward_items)
+        self.forward = (*map(_segment, forward_items), Segment("launch", launches))
+        recompute = Segment("recompute", parts["recompute"])
+        late_launches = Segment(
+            "launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in backward_items)
+        )
+        self.backward = (recompute, *map(_segment, backward_items), late_launches)
+        computed = sum(work.seconds for work in backward_items if not work.comm_axis)
+        input_fraction = 1.0 - priced.wgrad_s / computed if computed else 1.0
         self.input_gradient = (
-            again,
-            *(_scale_segment(_segment(work), 1.0 if work.comm_axis else early) for work in behind),
-            late,
+            recompute,
+            *(_scale_segment(_segment(work), 1.0 if work.comm_axis else input_fraction) for work in backward_items),
+            late_launches,
         )
         self.weight_gradient = (Segment("weight_gradients", priced.wgrad_s),)
 

@@ -1,0 +1,228 @@
+"""Time of data parallelism: parameter all-gathers, gradient reductions and the optimizer update. Torch-free."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from moefold.cost.hardware import Device
+from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s
+from moefold.planner.cost_model.gemm import GemmCost
+from moefold.planner.cost_model.muon import build_muon_cost
+from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.model_spec import ModelSpec, layer_parameters
+from moefold.topology.schedule_tables import SCHEDULES
+
+HIDDEN_DP_FRACTION = 0.9
+"""Part of the gradient reductions and parameter all-gathers that the last backward and the first forward can hide."""
+
+GRADIENT_BYTES = 4
+"""Gradients are reduced in float32, or in float64 where that is the compute type."""
+
+ADAMW_BYTES_PER_PARAM = 34
+"""Memory traffic of AdamW: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the
+bfloat16 copy written."""
+
+BF16_MOMENTS_ADAMW_BYTES_PER_PARAM = 118
+"""The same with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded (26 and
+6),
+the denominator is computed (24) and the weight updated (24), pass by pass (`optim/adamw.py`), in addition to norm and
+copy."""
+
+MUON_BYTES_PER_PARAM = 58
+"""Memory traffic of Muon for the local shard of its matrices: norm 4, decayed weight 8, momentum 20, Nesterov 12,
+update 12, copy 2."""
+
+BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
+"""The same with a bfloat16 momentum, which is upcast and rounded."""
+
+MUON_OWNER_BYTES_PER_PARAM = 52
+"""Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
+
+MEGATRON_OFFLOAD_BYTES_PER_PARAM = 6
+"""Host-link traffic for each parameter whose optimizer state is on the host: gradient down, weight up."""
+
+MOMENT_OFFLOAD_BYTES_PER_PARAM = 8
+"""Host-link traffic in each direction, concurrently, for each parameter with offloaded moments (docs/memory.md)."""
+
+RankContent = tuple[tuple[int, ...], bool, bool]
+"""Layers of each kind on a pipeline rank, and whether the rank has the embedding and the loss."""
+
+
+class DataParallelCost(NamedTuple):
+    """Seconds of each data-parallel collective, once, and of the optimizer update."""
+
+    all_gathers_s: float
+    """All-gather of all parameters."""
+    gradients_s: float
+    """Reduction of all gradients."""
+    optimizer_s: float
+    expert_all_gathers_s: float
+    """Part of `all_gathers_s`: the experts."""
+
+
+class DataParallelCostModel:
+    """Cost model of the data-parallel collectives and the optimizer update of one model.
+
+    Args:
+        model_spec: the model.
+        device: the GPU.
+        workload: the batch and the software.
+        gemm: cost model of memory-bound kernels on the device.
+        rank_contents: returns the contents of each pipeline rank from pp, vpp and the schedule.
+    """
+
+    def __init__(
+        self,
+        model_spec: ModelSpec,
+        device: Device,
+        workload: TrainingWorkload,
+        gemm: GemmCost,
+        rank_contents: Callable[[int, int, str], tuple[RankContent, ...]],
+    ) -> None:
+        self.model_spec = model_spec
+        self.device = device
+        self.workload = workload
+        self.gemm = gemm
+        self.rank_contents = rank_contents
+        self._muon_cost = build_muon_cost(model_spec, device, workload)
+        self._costs: dict[tuple[float, ...], DataParallelCost] = {}
+        self._max_parameters: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def cost(self, mapping: ParallelMapping) -> DataParallelCost:
+        """Return the seconds of the data-parallel collectives and of the optimizer update."""
+        return self._cached_cost(mapping, self.max_parameters(mapping))
+
+    def lower_bound_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
+        """Return a lower bound of the cost over all pipelines, for ranks with at least the given `max_parameters`."""
+        found = self._cached_cost(mapping, parameters)
+        # Muon's work depends on the layers of each stage, so its lower bound is 0.
+        return found._replace(optimizer_s=0.0) if self._muon_cost else found
+
+    def _cached_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
+        dense, experts = parameters
+        is_offloaded = "optimizer" in mapping.offload
+        key: tuple[float, ...] = (
+            dense,
+            experts,
+            mapping.dp * mapping.cp,
+            mapping.tp,
+            mapping.edp,
+            mapping.etp * mapping.ep,
+            mapping.zero,
+            is_offloaded,
+        )
+        if self._muon_cost:
+            key = (*key, mapping.ep, mapping.pp, mapping.vpp, SCHEDULES[mapping.schedule].placement == "v")
+        if key not in self._costs:
+            self._costs[key] = self._price(mapping, dense, experts)
+        return self._costs[key]
+
+    def _price(self, mapping: ParallelMapping, dense: float, experts: float) -> DataParallelCost:
+        device = self.device
+        dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
+        expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
+        value = self.workload.value_bytes
+        expert_all_gathers = all_gather_s(device, expert_group, experts * value)
+        all_gathers = all_gather_s(device, dense_group, dense * value) + expert_all_gathers
+        dtype_factor = max(1.0, value / GRADIENT_BYTES)
+        size = dtype_factor * (self.workload.reduce_bytes if mapping.zero == 3 else GRADIENT_BYTES)
+        gradients = all_gather_s(device, dense_group, dense * size) + all_gather_s(device, expert_group, experts * size)
+        owned = dense / dense_group.size + experts / expert_group.size
+        if mapping.zero == 0:
+            all_gathers = 0.0
+            expert_all_gathers = 0.0
+            owned = dense + experts
+            gradients = all_reduce_s(device, dense_group, dense * dtype_factor * GRADIENT_BYTES)
+            gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
+        optimizer = self._update_s(mapping, owned, dtype_factor)
+        if "optimizer" in mapping.offload and self.workload.is_megatron:
+            optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
+        elif "optimizer" in mapping.offload:
+            moment_factor = 0.5 if self.workload.update.has_bf16_moments else 1.0
+            optimizer = max(optimizer, owned * moment_factor * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
+        return DataParallelCost(all_gathers, gradients, optimizer, expert_all_gathers)
+
+    def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
+        """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
+        update = self.workload.update
+        passes = self.gemm.memory_bound_s
+        adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
+        if self._muon_cost is None:
+            return passes(num_owned * dtype_factor * adamw)
+        muon = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM
+        found = 0.0
+        for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
+            share = self._muon_cost.rank_cost(mapping, counts, has_loss)
+            moved = (
+                max(0.0, num_owned - share.num_local) * adamw
+                + share.num_local * muon
+                + share.num_owned * MUON_OWNER_BYTES_PER_PARAM
+            )
+            found = max(found, share.seconds + passes(dtype_factor * moved))
+        return found
+
+    def max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
+        """Return the parameters of the fullest rank: outside the experts, and of the experts."""
+        key = (
+            mapping.tp,
+            mapping.ep * mapping.etp,
+            mapping.pp,
+            mapping.vpp,
+            SCHEDULES[mapping.schedule].placement == "v",
+        )
+        if key not in self._max_parameters:
+            self._max_parameters[key] = self._count_max_parameters(mapping)
+        return self._max_parameters[key]
+
+    def _count_max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
+        sizes = [layer_parameters(self.model_spec, kind) for kind in range(len(self.model_spec.kinds))]
+        ends = self.model_spec.vocab_size * self.model_spec.hidden_size
+        fullest = (0.0, 0.0)
+        for counts, has_embedding, has_loss in self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule):
+            dense = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
+            experts = sum(count * size[1] for count, size in zip(counts, sizes, strict=True))
+            dense += ends * (has_embedding + has_loss)
+            fullest = max(fullest, (dense / mapping.tp, experts / (mapping.ep * mapping.etp)), key=sum)
+        return fullest
+
+    def exposed_s(
+        self, mapping: ParallelMapping, comm: DataParallelCost, forward: Any, backward: Any, num_micro_batches: int
+    ) -> Any:
+        """Return the exposed seconds of the data-parallel collectives in one step.
+
+        Args:
+            mapping: the mapping.
+            comm: duration of the collectives.
+            forward: seconds of one micro-batch forward on the rank.
+            backward: seconds of one micro-batch backward on the rank.
+            num_micro_batches: micro-batches of the step.
+        """
+        all_gathers = comm.all_gathers_s
+        gradients = comm.gradients_s
+        if mapping.overlap and not self.workload.is_megatron:
+            # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
+            forward = 0.0
+        if not self.workload.overlaps_dp_comm:
+            forwards = all_gathers
+            backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
+        else:
+            late_gathers = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
+            forwards = late_gathers + _exposed_comm_s(all_gathers - late_gathers, forward)
+            backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward)
+        return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
+            num_micro_batches if mapping.zero > 1 else 1
+        ) * backwards
+
+    def _gathers_experts_late(self, mapping: ParallelMapping) -> bool:
+        """Return whether the all-gather of a layer's experts starts only after the layer's attention.
+
+        With a pipeline, torch's schedules gather the weights of a stage before it runs.
+        """
+        w = self.workload
+        host_waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
+        return host_waits and mapping.pp == 1 and not w.prefetches_expert_weights
+
+
+def _exposed_comm_s(comm: float, compute: Any) -> Any:
+    """Return the exposed seconds of a collective that overlaps with `compute` seconds, a number or an array."""
+    return elementwise_max((1 - HIDDEN_DP_FRACTION) * comm, comm - compute)
