@@ -95,7 +95,9 @@ class _FusedExperts(torch.autograd.Function):
         g, u = fc1_outputs if options.saves_fc1 else _fc1(x, w, options)
         grad_rows = GatheredRows(grad.contiguous(), source_R)
         grad_hidden = kernels.grouped_gemm(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
-        hidden, grad_g, grad_u, grad_probs_R = kernels.activation_backward(options.activation, grad_hidden, g, u, probs_R)
+        hidden, grad_g, grad_u, grad_probs_R = kernels.activation_backward(
+            options.activation, grad_hidden, g, u, probs_R
+        )
         if grad_probs_R is not None and w.down_bias_EH is not None:
             bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
             columns = grad_rows.materialize()[:, options.bias_slice].to(grad_probs_R.dtype)
@@ -122,7 +124,9 @@ class _FusedExperts(torch.autograd.Function):
 
         if options.wgrad_store is None:
             return grad_x, None, grad_probs_R, *weight_gradients()
-        options.wgrad_store.put(options.tracked_weights, lambda: [grad for grad in weight_gradients() if grad is not None])
+        options.wgrad_store.put(
+            options.tracked_weights, lambda: [grad for grad in weight_gradients() if grad is not None]
+        )
         return grad_x, None, grad_probs_R, *[None] * num_weights
 
 
