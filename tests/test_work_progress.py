@@ -56,7 +56,7 @@ def test_lines_that_come_too_soon_are_left_out_but_not_the_latest(monkeypatch):
     assert stream.getvalue().count("round") <= 3
 
 
-@pytest.mark.parametrize("shown", [{"patience_s": 1000.0}, {"patience_s": 0.0, "is_shown": False}])
+@pytest.mark.parametrize("shown", [{"show_after_s": 1000.0}, {"show_after_s": 0.0, "is_shown": False}])
 def test_short_work_and_other_ranks_print_nothing(monkeypatch, shown):
     stream = _replaced(monkeypatch, io.StringIO())
     before = threading.active_count()

@@ -100,7 +100,7 @@ class WorkProgress:
             return
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        from moefold.terminal import PrintableConsole
+        from moefold.console import PrintableConsole
 
         columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
         bar = Progress(

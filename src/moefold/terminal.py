@@ -2,10 +2,7 @@
 
 import logging
 import unicodedata
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.text import Text
+from typing import TextIO
 
 MULTILINE_CHARS = "\n\t"
 """Control characters kept in multi-line text."""
@@ -55,17 +52,6 @@ def _is_safe(char: str) -> bool:
 def _escaped(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-class PrintableConsole(Console):
-    """Rich console that escapes control characters of strings, including those in table cells.
-
-    A `Text` is printed as it is: its creator escapes text from files, recipes or the command line.
-    """
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Return the rendered string, escaped before its width is measured."""
-        return super().render_str(printable(text, MULTILINE_CHARS), **options)
 
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))

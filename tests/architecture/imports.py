@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FLOORS = (
-    ("__init__", "terminal", "bounded_read", "errors", "progress", "cache_dir"),
+    ("__init__", "terminal", "console", "bounded_read", "errors", "progress", "cache_dir"),
     ("host",),
     ("config",),
     ("topology",),
@@ -34,7 +34,7 @@ FLOORS = (
     ("cli", "__main__"),
 )
 """Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""
-TORCH_FREE = ("config", "topology", "cost", "validate", "data", "planner")
+TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "planner")
 """Folders that can be imported where torch is not installed."""
 
 

@@ -63,8 +63,8 @@ def test_document_end_marks_every_kind_of_data(part):
     assert marked.has_annotations
     batch = marked.batch(3, 4)
     assert np.array_equal(batch.tokens, plain.batch(3, 4).tokens)
-    assert batch.documents.max() > 1
-    assert (np.diff(batch.documents) == (batch.tokens[:, :-1] == 2)).all()
+    assert batch.document_ids.max() > 1
+    assert (np.diff(batch.document_ids) == (batch.tokens[:, :-1] == 2)).all()
 
 
 def test_arrays_of_the_wrong_length_do_not_pass():

@@ -74,11 +74,11 @@ def test_a_mixture_goes_on_with_the_other_samples_of_each_part(tmp_path):
     data = recipe(tuple(map(str, parts)), weights=(2, 1), validation_fraction=0.0)
     whole = opened(data, {}).train
     left = opened(data, {f"{parts[0]}/2.npy": "gone"}).train
-    kept = [i for i in range(90) if whole.place(i)[0] == 1 or not (whole.sample(i) // 1000 == 2).any()]  # type: ignore[attr-defined]
+    kept = [i for i in range(90) if whole.locate(i)[0] == 1 or not (whole.sample(i) // 1000 == 2).any()]  # type: ignore[attr-defined]
     assert 0 < left.num_dropped < len(left)
     assert list(left.next_sample_indices(0, len(kept))) == kept
     all_of_one = opened(data, {f"{parts[0]}/{number}.npy": "gone" for number in range(4)}).train
-    assert all(whole.place(i)[0] == 1 for i in all_of_one.next_sample_indices(0, 50))  # type: ignore[attr-defined]
+    assert all(whole.locate(i)[0] == 1 for i in all_of_one.next_sample_indices(0, 50))  # type: ignore[attr-defined]
 
 
 def test_what_is_left_out_otherwise_is_stepped_over(tmp_path):

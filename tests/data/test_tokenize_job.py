@@ -29,7 +29,7 @@ def write_jsonl(path: Path, num_lines: int, *, first: int = 0) -> list[str]:
 def tokenize(
     inputs: list[Path], out: Path, *, tokenizer: str = "bytes", column: str = "text", **changes: int | str
 ) -> TokenizationResult:
-    options = {"form": "auto", "shard_bytes": 4000, "num_processes": 1} | changes
+    options = {"input_format": "auto", "shard_bytes": 4000, "num_processes": 1} | changes
     return tokenize_files([str(path) for path in inputs], ShardWriter(out, tokenizer, column), **options)
 
 

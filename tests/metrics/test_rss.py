@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.metrics import memory_tracker
-from moefold.metrics.memory_tracker import peak_memory_gib
+from moefold.metrics.rss import peak_memory_gib
 
 
 def test_grows_with_what_the_process_touches_and_keeps_the_peak() -> None:

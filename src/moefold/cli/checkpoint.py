@@ -144,7 +144,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
     print_checkpoints(PrintableConsole(highlight=False, markup=False), folder, rows)
     return 0
@@ -169,7 +169,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"path": str(path), **asdict(meta), "tensors": [asdict(tensor) for tensor in tensors]}))
         return 0
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
     print_content(PrintableConsole(highlight=False, markup=False), path, meta, tensors, lists_tensors=arguments.tensors)
     return 0

@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(record))
     else:
         from moefold.cli.inspect_table import print_balance
-        from moefold.terminal import PrintableConsole
+        from moefold.console import PrintableConsole
 
         print_balance(PrintableConsole(highlight=False), balance, arguments.layer)
     return 0

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
         from moefold.cli.layout_table import print_layout
-        from moefold.terminal import PrintableConsole
+        from moefold.console import PrintableConsole
 
         print_layout(PrintableConsole(), layout, gpus_per_node)
         if pipeline is not None:

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
     print_accuracy(PrintableConsole(), accuracy)
     return 0

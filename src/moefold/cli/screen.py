@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
 DEFAULT_WIDTH = 240
 """Width without a terminal and without COLUMNS: enough for any table."""
@@ -47,7 +47,7 @@ class Column:
 
 def open_console() -> "PrintableConsole":
     """Return a console with the width of COLUMNS, else of the terminal, else `DEFAULT_WIDTH`."""
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
     width = max(MIN_WIDTH, get_terminal_size((DEFAULT_WIDTH, 25)).columns)
     return PrintableConsole(width=width, highlight=False, markup=False, emoji=False)

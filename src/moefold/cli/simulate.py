@@ -122,7 +122,7 @@ def _print(timeline: Timeline) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
     console = PrintableConsole()
     console.print(format_summary(timeline), highlight=False)

@@ -55,7 +55,7 @@ class _Bar:
     def __init__(self, label: str, total_bytes: int | None) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from moefold.terminal import PrintableConsole
+        from moefold.console import PrintableConsole
 
         self._progress = Progress(
             TextColumn("{task.description}"),

@@ -6,8 +6,6 @@ tensors as well, and needs no allocator to ask. Libraries' own buffers and what 
 The most memory that this process has used.
 """
 
-import resource
-import sys
 import threading
 import weakref
 from collections import deque
@@ -15,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -231,31 +228,3 @@ class MemoryTracker(TorchDispatchMode):
 
 
 GIB = 2**30
-_PROCESS_STATUS = Path("/proc/self/status")
-
-
-def peak_memory_gib(device_type: str) -> float:
-    """Return the peak memory of this process in GiB, since it started.
-
-    On `cuda` this is the most that tensors held at once on the current device (`torch.cuda.max_memory_allocated`):
-    it is what a recipe's sizes decide. The caching allocator's unused blocks, the CUDA context and NCCL's buffers come
-    on top, so leave some room above it.
-
-    On `cpu` it is the peak resident set of the process, code and libraries included (about 0.3 GiB for torch): there
-    is no allocator of tensors alone to ask. Linux tells it as VmHWM. `getrusage`, which other systems have, is second
-    choice, because a child inherits its parent's peak there.
-
-    Args:
-        device_type: "cuda" or "cpu".
-    """
-    if device_type == "cuda":
-        import torch
-
-        return float(torch.cuda.max_memory_allocated()) / GIB
-    if _PROCESS_STATUS.exists():
-        for line in _PROCESS_STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-    return peak_bytes / GIB

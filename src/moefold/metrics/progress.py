@@ -12,7 +12,7 @@ from moefold.terminal import MULTILINE_CHARS, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moefold.terminal import PrintableConsole
+    from moefold.console import PrintableConsole
 
 Clock = Callable[[], float]
 """Returns seconds from any fixed moment."""
@@ -84,7 +84,7 @@ class Progress:
     def _open_display(self) -> Display:
         if self._stream.isatty():
             # rich takes a tenth of a second to import, which a run into a file need not spend.
-            from moefold.terminal import PrintableConsole
+            from moefold.console import PrintableConsole
 
             console = PrintableConsole(file=self._stream, highlight=False, markup=False, emoji=False)
             if not console.is_dumb_terminal:

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart
-from moefold.metrics.memory_tracker import MemoryTracker, peak_memory_gib
+from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
+from moefold.metrics.rss import peak_memory_gib
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.optim.build import build_optimizer, named_moments, set_learning_rate
 from moefold.optim.lr_schedule import learning_rate
