@@ -80,7 +80,9 @@ class StepBreakdown:
     """
 
     def __init__(self, cfg: Config, part: BenchPart, device: torch.device, x: Tensor, router: Tensor) -> None:
-        self._cfg, self._part, self._device = cfg, part, device
+        self._cfg = cfg
+        self._part = part
+        self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
         self._model = _single_layer_model(cfg, part, device, self._dtype)
@@ -103,8 +105,10 @@ class StepBreakdown:
 
     def bare_gemm_loop(self) -> Callable[[], object]:
         """The products of the experts of one layer, forward and backward, one after another, and nothing else."""
-        model, dtype = self._cfg.model, TORCH_GEMM.upcast(self._x).dtype
-        hidden, inner = model.hidden_size, model.moe_ffn_hidden_size
+        model = self._cfg.model
+        dtype = TORCH_GEMM.upcast(self._x).dtype
+        hidden = model.hidden_size
+        inner = model.moe_ffn_hidden_size
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in filter(None, self._rows_per_expert):
             rows = TORCH_GEMM.padded_rows(count, self._x)
@@ -129,7 +133,8 @@ class StepBreakdown:
         return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.moe_ffn_hidden_size
 
     def _attention_parts(self) -> Iterator[StepPart]:
-        model, layers = self._cfg.model, self._cfg.model.num_layers
+        model = self._cfg.model
+        layers = self._cfg.model.num_layers
         if self._part == "layer":
             return
         block: Any = next(iter(self._model.layers.values()))
@@ -155,7 +160,9 @@ class StepBreakdown:
         )
 
     def _moe_parts(self) -> Iterator[StepPart]:
-        moe, model, layers = self._moe, self._cfg.model, self._cfg.model.num_layers
+        moe = self._moe
+        model = self._cfg.model
+        layers = self._cfg.model.num_layers
         tokens_bytes = self._x.numel() * self._element_bytes
         rows_bytes = sum(self._rows_per_expert) * model.hidden_size * self._element_bytes
         router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.num_experts
@@ -191,10 +198,12 @@ class StepBreakdown:
             )
 
     def _model_parts(self) -> Iterator[StepPart]:
-        model, cfg = self._cfg.model, self._cfg
+        model = self._cfg.model
+        cfg = self._cfg
         labels = torch.randint(model.vocab_size, (len(self._x), self._x.shape[1]), device=self._device)
         tokens = labels.t().contiguous()
-        head, embedding = self._model.head, self._model.embedding
+        head = self._model.head
+        embedding = self._model.embedding
         tied = embedding.weight if model.tie_embeddings else None
         logits_bytes = self._tokens * model.vocab_size * 4
         yield StepPart(
@@ -230,7 +239,8 @@ class StepBreakdown:
 
     def _route(self, x_TH: Tensor) -> Tensor:
         """Scores, choice and balance loss: the sum that its gradients come from."""
-        moe, places = self._moe, self._positions
+        moe = self._moe
+        places = self._positions
         routing = moe.router(x_TH, places)
         y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), places)
         return y.sum()

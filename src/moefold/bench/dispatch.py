@@ -138,8 +138,10 @@ class _DispatchLayer:
     def __init__(
         self, groups: ParallelGroups, granularity: Granularity, tokens: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
-        self.world, self.device = groups.world, groups.device
-        ep, etp = groups.moe.ep, groups.moe.etp
+        self.world = groups.world
+        self.device = groups.device
+        ep = groups.moe.ep
+        etp = groups.moe.etp
         self._dispatcher: Dispatcher[Any] = make_dispatcher("alltoall", groups.moe, granularity.num_experts)
         width = granularity.ffn_hidden_size // etp.size
         self._experts = Experts(granularity.num_experts // ep.size, hidden_size, width).to(
@@ -155,7 +157,8 @@ class _DispatchLayer:
 
     def step(self) -> list[float]:
         """Seconds of each of `PHASES`, forward and backward; all ranks begin together."""
-        dispatcher, assignment = self._dispatcher, self._routing_map
+        dispatcher = self._dispatcher
+        assignment = self._routing_map
         plan: Any = None
 
         def preprocess(x: Tensor) -> Tensor:
@@ -173,7 +176,9 @@ class _DispatchLayer:
             lambda rows: dispatcher.combine_postprocess(rows, plan),
         )
         self._barrier()
-        value, ends, seconds = self._x, [], []
+        value = self._x
+        ends = []
+        seconds = []
         for phase in phases:
             leaf = value.detach().requires_grad_()
             started_s = time.perf_counter()

@@ -97,13 +97,16 @@ class _ModelSteps:
     first_moe_layer: MoELayer
 
     def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
-        self._cfg, self._device, self._routing = cfg, device, routing
+        self._cfg = cfg
+        self._device = device
+        self._routing = routing
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._hf: tuple[nn.Module, StepFunction] | None = None
         generator = torch.Generator().manual_seed(cfg.run.seed)
         shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
         samples = torch.randint(cfg.model.vocab_size, shape, generator=generator).to(device)
-        self._tokens, self._labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        self._tokens = samples[:, :-1].contiguous()
+        self._labels = samples[:, 1:].contiguous()
 
     def build_moefold(self) -> StepFunction:
         """The trainer's step with all around it: norm, clipping, schedule, metrics, every degree 1."""
@@ -197,7 +200,9 @@ class _LayerSteps:
     """Forward and backward of one MoE layer, or of a stack of layers, in the type of the run."""
 
     def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
-        self._cfg, self._part, self._device = cfg, part, device
+        self._cfg = cfg
+        self._part = part
+        self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._model = _our_layers(cfg, device, self._dtype)
         layers = self._model.moe_layers()
@@ -228,7 +233,8 @@ class _LayerSteps:
     def build_torch_baseline(self, experts: ExpertsImplementation) -> StepFunction:
         """The same weights and states."""
         plain = TorchBaseline(self._cfg, self._dtype, experts)
-        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+        x = self._x.transpose(0, 1).contiguous()
+        grad = self._grad.transpose(0, 1).contiguous()
 
         def forward(states: Tensor) -> tuple[Tensor, Tensor]:
             if self._part == "stack":
@@ -244,7 +250,8 @@ class _LayerSteps:
             if self._routing == "balanced":
                 _copy_routers(self._hf, [layer.router.weight for layer in self._model.moe_layers().values()])
         model = self._hf
-        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+        x = self._x.transpose(0, 1).contiguous()
+        grad = self._grad.transpose(0, 1).contiguous()
         body = model.model if self._part == "stack" else model.model.layers[0].mlp
 
         def forward(states: Tensor) -> Any:

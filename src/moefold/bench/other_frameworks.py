@@ -79,7 +79,8 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
     except (ImportError, AttributeError, TypeError) as error:
         raise PeerUnavailableError(f"version {version(peer.name)} is not one that the bench knows: {error}") from error
     with torch.no_grad():
-        theirs, expected = layer(x), ours(x)
+        theirs = layer(x)
+        expected = ours(x)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     apart = (theirs.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     difference = float(apart.quantile(MIN_AGREEING_SHARE))

@@ -30,13 +30,11 @@ from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 
-GEMMS, ATTENTION, TENSOR_OPS, COMMUNICATION, PYTHON = (
-    "GEMMs",
-    "attention",
-    "other tensor work",
-    "communication",
-    "Python",
-)
+GEMMS = "GEMMs"
+ATTENTION = "attention"
+TENSOR_OPS = "other tensor work"
+COMMUNICATION = "communication"
+PYTHON = "Python"
 CATEGORIES = (GEMMS, ATTENTION, TENSOR_OPS, COMMUNICATION, PYTHON)
 GEMM_OPS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "_grouped_mm", "linear")
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -63,7 +61,8 @@ def measure_ranks(
     on_progress("first steps")
     for _ in range(2):
         rank.step()
-    plain, timed = [], []
+    plain = []
+    timed = []
     for i in range(steps):
         on_progress(f"step {i + 1} of {steps}, twice each")
         plain.append(rank.step())
@@ -102,7 +101,8 @@ class OpCpuTimer(TorchDispatchMode):
 
     def time_call(self, category: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run what torch does not see, and count its time beside that of the operations in it."""
-        before_s, started_s = sum(self.cpu_s.values()), time.thread_time()
+        before_s = sum(self.cpu_s.values())
+        started_s = time.thread_time()
         result = compute(*args, **kwargs)
         self.cpu_s[category] += max(0.0, time.thread_time() - started_s - (sum(self.cpu_s.values()) - before_s))
         return result
@@ -131,7 +131,9 @@ class _TimedKernel:
     """A kernel in C, whose time counts while a clock is there."""
 
     def __init__(self, kernel: Any, category: str, rank: "_RankTrainer") -> None:
-        self._kernel, self._category, self._rank = kernel, category, rank
+        self._kernel = kernel
+        self._category = category
+        self._rank = rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel."""

@@ -12,7 +12,9 @@ from moefold.ops.gemm import TORCH_GEMM
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Beyond every cache."""
-TORCH_MM, ONEDNN, COPY = "GEMM, torch.mm", "GEMM, oneDNN", "copy"
+TORCH_MM = "GEMM, torch.mm"
+ONEDNN = "GEMM, oneDNN"
+COPY = "copy"
 
 
 @dataclass(frozen=True)

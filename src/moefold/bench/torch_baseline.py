@@ -64,7 +64,8 @@ class TorchBaseline:
 
     def layer(self, moe: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
         """One MoE layer over [..., H]; and its balance loss."""
-        model, x_TH = self._cfg.model, x.flatten(0, -2)
+        model = self._cfg.model
+        x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)
         probs_TK, ids_TK = scores_TE.topk(model.top_k, dim=-1)
         if model.router_softmax == "post":

@@ -26,7 +26,8 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def _config(model: ModelConfig) -> Any:
-    size, num_experts = model.hidden_size, model.num_experts
+    size = model.hidden_size
+    num_experts = model.num_experts
     has_groups = model.num_groups > 1
     is_softmax = model.router_score == "softmax"
     return MoE.Config(
@@ -55,7 +56,8 @@ def _config(model: ModelConfig) -> Any:
 
 
 def _shared_expert(model: ModelConfig) -> Any:
-    size, inner = model.hidden_size, model.shared_expert_ffn_hidden_size
+    size = model.hidden_size
+    inner = model.shared_expert_ffn_hidden_size
     widths = {"w1": _linear(size, inner), "w2": _linear(inner, size), "w3": _linear(size, inner)}
     if model.shared_expert_gate:
         return SigmoidGatedFeedForward.Config(**widths, gate=_linear(size, 1))
@@ -68,7 +70,8 @@ def _linear(inputs: int, outputs: int) -> Any:
 
 @torch.no_grad()
 def _copy_weights(ours: MoELayer, theirs: Any) -> None:
-    experts, inner = ours.experts, theirs.routed_experts.inner_experts
+    experts = ours.experts
+    inner = theirs.routed_experts.inner_experts
     pairs: list[tuple[Tensor, Tensor]] = [
         (theirs.router.gate.weight, ours.router.weight),
         (inner.w1_EFD, experts.w_gate.transpose(1, 2)),

@@ -45,8 +45,11 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
         dataset: the sequences, the same on every rank.
         logits: gets the logits of all of them, on the first rank of the last stage, which opens it.
     """
-    model, cfg, groups = loaded.model, loaded.cfg, loaded.groups
-    width, count = cfg.train.seq_len, cfg.train.micro_batch_size
+    model = loaded.model
+    cfg = loaded.cfg
+    groups = loaded.groups
+    width = cfg.train.seq_len
+    count = cfg.train.micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=groups.device)
     next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
     for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
@@ -86,7 +89,8 @@ class LogitsFile:
             tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
             for rank in groups.attn.stage.ranks
         ]
-        context, seq_len = loaded.cfg.parallel.context, loaded.cfg.train.seq_len
+        context = loaded.cfg.parallel.context
+        seq_len = loaded.cfg.train.seq_len
         self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
         self._file: np.ndarray | None = None
 

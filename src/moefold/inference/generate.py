@@ -59,7 +59,9 @@ def generate(
     found = [Completion() for _ in prompts]
     is_open = [True] * len(prompts)
     sampler = TokenSampler(sampling, len(prompts))
-    first_B, picked_B, num_keys = torch.zeros_like(lengths_B), lengths_B - 1, longest
+    first_B = torch.zeros_like(lengths_B)
+    picked_B = lengths_B - 1
+    num_keys = longest
     with KVCacheDecoder(model, longest + max_tokens) as decoder:
         for step in range(max_tokens):
             logits = decoder.forward(tokens, first_B, picked_B, num_keys)
@@ -71,8 +73,10 @@ def generate(
             if not any(is_open):
                 break
             # Complete samples go on unseen: a batch of one shape is simpler than one that shrinks.
-            tokens, picked_B = chosen.unsqueeze(1), torch.zeros_like(lengths_B)
-            first_B, num_keys = lengths_B + step, longest + step + 1
+            tokens = chosen.unsqueeze(1)
+            picked_B = torch.zeros_like(lengths_B)
+            first_B = lengths_B + step
+            num_keys = longest + step + 1
     return found
 
 

@@ -200,8 +200,10 @@ def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) 
     until = known.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     lengths = [known.pop(name) for name in names if name in known]
-    temperature, samples = float(known.pop("temperature", 0.0)), known.pop("do_sample", None)
-    top_p, top_k = float(known.pop("top_p", 1.0)), int(known.pop("top_k", 0))
+    temperature = float(known.pop("temperature", 0.0))
+    samples = known.pop("do_sample", None)
+    top_p = float(known.pop("top_p", 1.0))
+    top_k = int(known.pop("top_k", 0))
     seed = int(known.pop("seed", 0))
     if known:
         raise ConfigError(f"generation argument {next(iter(known))}= is unknown to moefold; leave it out of gen_kwargs")

@@ -143,7 +143,9 @@ def _parse_options(argv: Sequence[str]) -> list[tuple[str, str]]:
             continue
         option, equals, value = word.partition("=")
         if not word.startswith("--") and len(option) > len("-b"):
-            option, equals, value = word[:2], "=", word[2:]
+            option = word[:2]
+            equals = "="
+            value = word[2:]
         if equals:
             found.append((option, value))
     return found

@@ -48,14 +48,17 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
         loaded: the model.
         request: rows of at least two tokens, of which all but the first can be scored.
     """
-    model, device = loaded.model, loaded.groups.device
+    model = loaded.model
+    device = loaded.groups.device
     tp = loaded.groups.attn.tp.size
     width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
     tokens = torch.zeros(len(request.sequences), width, dtype=torch.int64)
-    labels, is_scored = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    labels = torch.zeros_like(tokens)
+    is_scored = torch.zeros_like(tokens, dtype=torch.bool)
     for i, (row, count) in enumerate(zip(request.sequences, request.num_scored, strict=True)):
         end = len(row) - 1
-        tokens[i, :end], labels[i, :end] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+        tokens[i, :end] = torch.tensor(row[:-1])
+        labels[i, :end] = torch.tensor(row[1:])
         is_scored[i, end - count : end] = True
     model.stage.set_positions(torch.arange(width, device=device))
     logits = model.forward(tokens.to(device))

@@ -201,7 +201,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
     """What is kept of all tokens of a batch on the rank that has most layers: latents, or keys and values."""
-    m, p = cfg.model, cfg.parallel
+    m = cfg.model
+    p = cfg.parallel
     if m.attention == "mla":
         width = m.kv_lora_rank + m.qk_rope_head_dim
     else:

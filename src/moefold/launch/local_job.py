@@ -97,7 +97,8 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess]) -> JobResult:
     while running:
         ended = set(wait([rank.process.sentinel for rank in running.values()]))
         for number in [number for number, rank in running.items() if rank.process.sentinel in ended]:
-            process, answer = running[number].process, running[number].status_pipe
+            process = running[number].process
+            answer = running[number].status_pipe
             del running[number]
             process.join()
             if process.exitcode or not answer.poll():

@@ -204,7 +204,8 @@ def _suggest_port(rank_env: RankEnv) -> str:
 class _MissingRanksError(Exception):  # noqa: N818 - says who, and ends here
     def __init__(self, ranks: list[int], reason: str = "") -> None:
         super().__init__(ranks, reason)
-        self.ranks, self.reason = ranks, reason
+        self.ranks = ranks
+        self.reason = reason
 
 
 class _StartBarrier:

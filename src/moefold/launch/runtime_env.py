@@ -56,7 +56,8 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
     """Return what is set, in one line, for the log of the first rank; empty for a rank by itself."""
     if rank_env.world_size == 1:
         return ""
-    threads, who = torch.get_num_threads(), environment.get(OMP_THREADS_VARIABLE)
+    threads = torch.get_num_threads()
+    who = environment.get(OMP_THREADS_VARIABLE)
     found = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
@@ -76,15 +77,18 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 """Of malloc.h of glibc."""
-TRIM_DISABLED, DEFAULT_TRIM_BYTES = -1, 1 << 17
+TRIM_DISABLED = -1
+DEFAULT_TRIM_BYTES = 1 << 17
 MMAP_THRESHOLD_BYTES = 1 << 20
 MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """What is mapped by itself even where memory is kept; older versions, such as 2.31, take the second at most."""
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 """Variables by which a user tells glibc the same."""
-TUNABLES_VARIABLE, PRELOAD_VARIABLE = "GLIBC_TUNABLES", "LD_PRELOAD"
+TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+PRELOAD_VARIABLE = "LD_PRELOAD"
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:

@@ -325,13 +325,16 @@ class _StoreReporter(threading.Thread):
 
     def _discover_local_peers(self) -> None:
         """Learn of the ranks of this machine once all ranks have come, and which of them keeps the word."""
-        store, machine = self._connected_store, self.own_process.machine
+        store = self._connected_store
+        machine = self.own_process.machine
         if store.add("cards", 0) < self._rank_env.world_size:
             return
-        words, neighbours = {}, {}
+        words = {}
+        neighbours = {}
         for number in range(1, store.add(f"machine/{machine}", 0) + 1):
             card = json.loads(store.get(f"card/{machine}/{number}"))
-            rank, file = card.pop("rank"), card.pop("file")
+            rank = card.pop("rank")
+            file = card.pop("file")
             words[rank] = card.pop("word")
             if rank != self._rank_env.rank:
                 neighbours[rank] = _LocalPeer(ProcessId(machine=machine, **card), file)
@@ -352,7 +355,8 @@ class _StoreReporter(threading.Thread):
 
     def _diagnose_and_exit(self, reason: str, *, is_lost_peer: bool) -> NoReturn:
         """Gather what all ranks know, print it, and leave; unless another rank does."""
-        store, rank = self._connected_store, str(self._rank_env.rank)
+        store = self._connected_store
+        rank = str(self._rank_env.rank)
         if store.compare_set("speaker", "", rank).decode() != rank:
             self._answer_and_exit()
         self._publish_report()

@@ -74,7 +74,8 @@ class ExpertBalance:
     @property
     def cut_short(self) -> str:
         """Says that the loads end before the run's metrics do, by more than their own pace; empty if they do not."""
-        last, end = int(self.steps[-1]), int(self.drop_steps[-1]) if len(self.drop_steps) else 0
+        last = int(self.steps[-1])
+        end = int(self.drop_steps[-1]) if len(self.drop_steps) else 0
         pace = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
         return f"counts end at step {last} of {end}" if end - last >= pace else ""
 
@@ -133,16 +134,20 @@ def read_balance(run_dir: Path) -> ExpertBalance:
     if not run_dir.is_dir():
         raise ConfigError(f"run {str(run_dir)!r} does not exist; name the run.dir of a training run")
     records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
-    counts, source = read_expert_counts(run_dir), COUNTS_FILE
+    counts = read_expert_counts(run_dir)
+    source = COUNTS_FILE
     if counts is None or not len(counts.steps):
-        counts, source = _count_trace(run_dir), f"{TRACE_FOLDER}/"
+        counts = _count_trace(run_dir)
+        source = f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
-        steps, layers = counts.steps, counts.layers
+        steps = counts.steps
+        layers = counts.layers
         at_once = max(1, _COUNTS_PER_CHUNK // (counts.counts.shape[1] * counts.counts.shape[2]))
         parts = split_into_bins(len(steps), -(-len(steps) // at_once))
         load = np.concatenate([_max_over_mean(counts.counts[a:b]) for a, b in parts])
     else:
-        counts, source = None, METRICS_FILE
+        counts = None
+        source = METRICS_FILE
         steps, layers, load = _read_load(run_dir, records)
     drop_steps, dropped, entropy = _read_layers(records, len(layers))
     return ExpertBalance(

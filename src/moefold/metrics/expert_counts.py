@@ -69,7 +69,8 @@ class ExpertCountsWriter:
     def write(self, step: int, counts: Array) -> None:
         """Append the counts of a step, [L, E]; they are on their way to the disk when this returns."""
         record = np.zeros((), self._record_dtype)
-        record["step"], record["counts"] = step, counts
+        record["step"] = step
+        record["counts"] = counts
         self._file.write(record.tobytes())
         self._file.flush()
 
@@ -126,7 +127,8 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
         header = _read_header(file.readline(MAX_HEADER_BYTES))
         if header is None:
             return
-        start, record = file.tell(), _make_record_dtype(len(header.layers), header.num_experts)
+        start = file.tell()
+        record = _make_record_dtype(len(header.layers), header.num_experts)
         whole = (path.stat().st_size - start) // record.itemsize
         # Mapped: the counts of a long run take gigabytes, and its steps alone are read.
         steps = np.memmap(path, record, mode="r", offset=start, shape=(whole,))["step"] if whole else np.empty(0)
@@ -147,7 +149,8 @@ def _read_header(line: bytes) -> _Header | None:
     """What the first line of a file says; None if it is no file of counts."""
     try:
         header = parse_json(line)
-        layers, num_experts = header["layers"], header["num_experts"]
+        layers = header["layers"]
+        num_experts = header["num_experts"]
         is_ours = header["format"] == FORMAT
     except (ValueError, KeyError, TypeError):
         return None

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Self
 
 STATES = ("weights", "gathered weights", "gradients", "optimizer", "buffers", "batch")
-DELAYED_WGRAD, PIPELINE, RELOADED = "postponed gradients", "pipeline", "brought back"
+DELAYED_WGRAD = "postponed gradients"
+PIPELINE = "pipeline"
+RELOADED = "brought back"
 """What a backward pass leaves for another one; what is sent; and what `train.offload` had outside of memory."""
 ACTIVATIONS = (
     "embedding",

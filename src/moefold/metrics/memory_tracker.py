@@ -108,19 +108,22 @@ class MemoryTracker(TorchDispatchMode):
         """These tensors are this part, whenever and wherever they were made."""
         for tensor in tensors:
             block = self._allocation(tensor)
-            block.part, block.is_tagged = name, True
+            block.part = name
+            block.is_tagged = True
 
     def tag_survivors(self, name: str) -> None:
         """What a backward pass made and has left is this part."""
         for block in self._live_allocations():
             if block.phase == "backward" and block.part == UNTAGGED and not block.is_tagged:
-                block.part, block.is_tagged = name, True
+                block.part = name
+                block.is_tagged = True
 
     def tag_untagged(self, name: str) -> None:
         """What has no part yet is this one."""
         for block in self._live_allocations():
             if block.part == UNTAGGED and not block.is_tagged:
-                block.part, block.is_tagged = name, True
+                block.part = name
+                block.is_tagged = True
 
     def retag(self, old: str, new: str) -> None:
         """What of a part is there now belongs to another one."""
@@ -144,7 +147,8 @@ class MemoryTracker(TorchDispatchMode):
             if is_counted(self._effective_part(block)):
                 now += change
                 if now > best:
-                    best, best_at = now, i
+                    best = now
+                    best_at = i
         by_part: dict[str, int] = {}
         for change, block in self._events[:best_at]:
             by_part[self._effective_part(block)] = by_part.get(self._effective_part(block), 0) + change
@@ -166,7 +170,8 @@ class MemoryTracker(TorchDispatchMode):
                 block = self._allocation(leaf)
                 if func is _CAST_OP and self._allocation(args[0]).part == "weights":
                     # One rank by itself reads its weights through casts.
-                    block.part, block.is_tagged = GATHERED_WEIGHTS, True
+                    block.part = GATHERED_WEIGHTS
+                    block.is_tagged = True
         return result
 
     def __enter__(self) -> "MemoryTracker":
@@ -222,7 +227,9 @@ class MemoryTracker(TorchDispatchMode):
         block = self._live.get(storage._cdata)
         if block is not None:
             self._events.append((size - block.size, block))
-            block.size, block.part, block.is_tagged = size, GATHERED_WEIGHTS, True
+            block.size = size
+            block.part = GATHERED_WEIGHTS
+            block.is_tagged = True
 
     def _effective_part(self, allocation: Allocation) -> str:
         # Where a part runs in a backward pass, it runs again: what it makes are activations.

@@ -68,7 +68,8 @@ def plot_loss(run_dir: Path) -> Path:
     for axes, draw in zip(panels, drawers, strict=True):
         _style(axes)
         draw(axes, curves)
-    loss_axes, side_axes = panels[0], panels[-1]
+    loss_axes = panels[0]
+    side_axes = panels[-1]
     loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
     side_axes.set_xlabel("step", color=_TEXT_COLOR)
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
@@ -116,7 +117,8 @@ def smooth(values: list[float], half_window: int) -> list[float]:
     counts = list(accumulate((not isnan(value) for value in values), initial=0))
     averages = []
     for i in range(len(values)):
-        first, end = i - min(half_window, i), min(i + min(half_window, i) + 1, len(values))
+        first = i - min(half_window, i)
+        end = min(i + min(half_window, i) + 1, len(values))
         count = counts[end] - counts[first]
         averages.append((sums[end] - sums[first]) / count if count else nan)
     return averages

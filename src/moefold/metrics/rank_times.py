@@ -10,11 +10,15 @@ from typing import Any, Self
 
 import numpy as np
 
-WINDOW_STEPS, REPORT_SLOW_STEPS, RECOVERED_SLOW_STEPS = 16, 12, 4
+WINDOW_STEPS = 16
+REPORT_SLOW_STEPS = 12
+RECOVERED_SLOW_STEPS = 4
 """A rank that was slow in MANY of the last WINDOW steps is named; it is well again once it was in FEW at most."""
 MIN_IMPACT = 0.05
 """What makes a rank slow must be at least this part of the step: less is not worth a look at a machine."""
-COMPUTE, DATA, COMM = 0, 1, 2
+COMPUTE = 0
+DATA = 1
+COMM = 2
 """Columns of what a step knows of each rank, in seconds."""
 NUM_TIMES = 3
 
@@ -79,7 +83,8 @@ class Stragglers:
         """Take one step, [ranks, (own, data, wait)]; returns a record of each rank that is to be named now."""
         if not times.any():
             return []
-        own, data = times[:, COMPUTE], times[:, DATA]
+        own = times[:, COMPUTE]
+        data = times[:, DATA]
         middle = np.zeros(len(own))
         for stage in self._stages:
             middle[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]

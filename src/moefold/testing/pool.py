@@ -159,7 +159,8 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
             try:
                 ok, value = pickle.loads(ready.recv_bytes())
             except EOFError:
-                ok, value = False, f"the process of rank {rank} died"
+                ok = False
+                value = f"the process of rank {rank} died"
             if ok is None:
                 on_progress(value)
                 continue

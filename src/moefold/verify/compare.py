@@ -87,7 +87,8 @@ def token_chunks(cfg: Config) -> list[list[int]]:
 
 def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     """A global batch, sample by sample."""
-    size, length = cfg.train.global_batch_size, cfg.train.seq_len
+    size = cfg.train.global_batch_size
+    length = cfg.train.seq_len
     samples = [split.annotated_sample(index * size + i) for i in range(size)]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
@@ -105,7 +106,8 @@ def _layer_errors(
     found = []
     for ours, expected in zip(layers, oracle_layers, strict=True):
         for field in fields(expected):
-            a, b = getattr(ours, field.name), getattr(expected, field.name)
+            a = getattr(ours, field.name)
+            b = getattr(expected, field.name)
             if a is None or b is None:
                 error = 0.0 if a is b else float("inf")
             else:

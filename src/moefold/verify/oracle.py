@@ -91,7 +91,8 @@ class Oracle:
         self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
-            aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
+            aux = float(terms.aux[layer].detach())
+            z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
             self.router.end_step(layer, batches)
         return OracleStep(
@@ -159,7 +160,8 @@ class Oracle:
         normed = self._norm(f"{name}.ffn_norm", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
-        weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
+        weight = self.weights[f"{name}.ffn.router.weight"]
+        bias = self.weights.get(f"{name}.ffn.router.bias")
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
@@ -179,7 +181,8 @@ class Oracle:
         routed: dict[int, list[RoutedBatch]],
     ) -> Tensor:
         """A micro-batch's part of the loss of multi-token prediction; tokens are int64 [B, S+1]."""
-        model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
+        model = self.cfg.model
+        total = torch.zeros((), dtype=torch.float64)
         length = micro.shape[1] - 1
         for depth in range(1, model.mtp_layers + 1):
             name = f"layers.{model.num_layers + depth - 1}"
@@ -247,13 +250,15 @@ class Oracle:
         sent = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated, raised = sent @ gate, sent @ up
+            gated = sent @ gate
+            raised = sent @ up
             if model.moe_bias:
                 gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
                 raised = raised + self.weights[f"{name}.experts.b_up"][expert]
             gain = 1.0
             if model.moe_activation == "clamped_swiglu":
-                limit, gain = model.swiglu_limit, model.swiglu_alpha
+                limit = model.swiglu_limit
+                gain = model.swiglu_alpha
                 gated = torch.where(gated > limit, limit, gated)
                 raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
             result = (gated * torch.sigmoid(gain * gated) * raised) @ down

@@ -16,7 +16,9 @@ from moefold.config.schema import ModelConfig
 
 def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of [B, S, H]."""
-    plain, turned, rank = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
+    plain = model.qk_nope_head_dim
+    turned = model.qk_rope_head_dim
+    rank = model.kv_lora_rank
 
     def norm(latent: Tensor, which: str) -> Tensor:
         # DeepSeek's released code leaves the epsilon of these norms at 1e-6.
@@ -27,11 +29,14 @@ def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: T
         compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
         to_query = weights[f"{name}.wq_up"]
     else:
-        compressed, to_query = x, weights[f"{name}.wq"]
+        compressed = x
+        to_query = weights[f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = norm(joint[..., :rank], "key_value_norm")
     shared = apply_rope(model, joint[..., None, rank:], turned)[:, :, 0]
-    queries, keys, values = [], [], []
+    queries = []
+    keys = []
+    values = []
     for head in range(model.num_attention_heads):
         rows = to_query[head * (plain + turned) : (head + 1) * (plain + turned)]
         query = compressed @ rows.T
@@ -116,7 +121,8 @@ def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
         # original * theta**(-2d/rotated) / (2 pi) = turns, solved for d.
         return rotary_dim / 2 * math.log(model.rope_original_seq_len / (turns * 2 * math.pi), model.rope_theta)
 
-    low, high = dim_of(model.rope_beta_fast), dim_of(model.rope_beta_slow)
+    low = dim_of(model.rope_beta_fast)
+    high = dim_of(model.rope_beta_slow)
     if model.rope_truncate:
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(0.0, low), min(high, rotary_dim - 1.0)

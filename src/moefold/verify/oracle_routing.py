@@ -79,7 +79,8 @@ class OracleRouter:
 
     def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, context: RoutingContext) -> RoutedBatch:
         """Route [B, S, H] by the router weight [E, H] and, where there is one, the bias [E] of the logits."""
-        model, moe = self._cfg.model, self._cfg.moe
+        model = self._cfg.model
+        moe = self._cfg.moe
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._jitter_noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
@@ -115,7 +116,8 @@ class OracleRouter:
 
     def aux_loss(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
         """Mean over the micro-batches of a global batch of the load-balancing loss of one layer."""
-        kind, rounds = self._cfg.moe.aux_kind, self._cfg.num_micro_batches
+        kind = self._cfg.moe.aux_kind
+        rounds = self._cfg.num_micro_batches
         total = torch.zeros((), dtype=torch.float64)
         if kind == "last_global_batch" and self.last_counts:
             counts = self.last_counts[last_counts_name(layer)].double()
@@ -177,7 +179,8 @@ class OracleRouter:
 
     def _selection_scores(self, layer: int, logits: Tensor, raw: Tensor, context: RoutingContext) -> Tensor:
         """What experts are chosen by, [B, S, E]."""
-        choice, bias = self._cfg.moe.choice, self.biases.get(bias_name(layer))
+        choice = self._cfg.moe.choice
+        bias = self.biases.get(bias_name(layer))
         if choice == "sinkhorn" and context.is_training:
             return _sinkhorn(logits.flatten(0, 1), self._cfg.moe.sinkhorn_iterations).view_as(logits)
         if bias is None or (choice == "quantile" and context.is_training):
@@ -186,8 +189,11 @@ class OracleRouter:
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """The experts of one token, best first."""
-        model, moe = self._cfg.model, self._cfg.moe
-        token, top_k, num_experts = s * values.shape[0] + b, model.top_k, model.num_experts
+        model = self._cfg.model
+        moe = self._cfg.moe
+        token = s * values.shape[0] + b
+        top_k = model.top_k
+        num_experts = model.num_experts
         if moe.choice == "round_robin":
             return [(token * top_k + k) % num_experts for k in range(top_k)]
         if moe.choice == "skewed":
@@ -209,7 +215,8 @@ class OracleRouter:
         self, experts: Tensor, weights: Tensor, context: RoutingContext
     ) -> Iterator[tuple[int, int, int]]:
         """(sample, position, choice) of each dropped copy."""
-        moe, model = self._cfg.moe, self._cfg.model
+        moe = self._cfg.moe
+        model = self._cfg.model
         factor = moe.capacity_factor
         if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
@@ -276,7 +283,9 @@ def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 def _by_priority(queue: list[QueueEntry]) -> list[QueueEntry]:
     """The most probable first; of those whose probabilities are neighbours and as good as equal, by place."""
-    tie, ties, last = 0, [], None
+    tie = 0
+    ties = []
+    last = None
     for copy in sorted(queue):
         if last is not None and copy[0] - last > TIE_TOLERANCE * abs(last):
             tie += 1

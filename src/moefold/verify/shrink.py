@@ -140,7 +140,8 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
-    moe, room = small.moe, small.model.num_experts / small.model.top_k
+    moe = small.moe
+    room = small.model.num_experts / small.model.top_k
     if not moe.pad_to_capacity:
         # With so few experts the factors of the large recipe may drop nothing, which is refused.
         factor, of_evaluation = (1.0 if f >= room else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
