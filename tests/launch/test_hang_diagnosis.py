@@ -66,7 +66,7 @@ def test_ranks_that_all_do_the_same_have_no_odd_one():
     assert verdict(report(), report()) == ((), "")
     message = format_diagnosis({0: report(), 1: report()}, 2, "no progress for 9 s (faults.timeout_s)")
     assert message.startswith(
-        "moefold: the ranks wait for each other, and none is behind the others\n  ranks 0, 1: step 7"
+        "moefold: the ranks wait for each other, and none of them is late\n  ranks 0, 1: step 7"
     )
 
 
@@ -76,7 +76,7 @@ def test_ranks_that_all_do_the_same_have_no_odd_one():
         ({"state": GONE, "answers": False}, "is gone"),
         ({"state": STOPPED, "answers": False}, "is stopped"),
         ({"state": BLOCKED, "communicates": False}, "hangs inside the kernel"),
-        ({"answers": False}, "is not heard any more"),
+        ({"answers": False}, "is unreachable"),
     ],
 )
 def test_what_became_of_the_process_counts_before_where_it_was(known, fault):
@@ -109,5 +109,5 @@ def test_the_message_names_rank_host_step_phase_and_collective():
         "  the run ends: no progress for 30 s (faults.timeout_s); docs/failures.md says what to do",
     ]
     lines = format_diagnosis({0: report(), 1: gone, 2: gone}, 3, why).splitlines()
-    assert lines[0].startswith("moefold: ranks 1, 2 on node1 are gone: their processes ended without a word")
+    assert lines[0].startswith("moefold: ranks 1, 2 on node1 are gone: their processes ended without an error message")
     assert lines[1].endswith("31.0 s ago; last heard 12.0 s ago")

@@ -1,9 +1,4 @@
-"""What a rank sets for itself before it computes, and what its environment sets: threads, cores, memory, NCCL.
-
-What the C library does with the memory of freed tensors on a CPU: kept for the next step, or given back.
-
-List the communication backends that this build of torch has.
-"""
+"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends."""
 
 import ctypes
 import os
@@ -26,13 +21,13 @@ LOGGED_PREFIXES = {
         "PYTORCH_ALLOC_",
     ),
 }
-"""Beginnings of the names of variables that change how ranks of a device compute and talk."""
+"""Prefixes of environment variables that change computation or communication, by device type."""
 
 
 def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Give this rank its share of the cores, unless the user or a launcher has chosen.
+    """Set torch's thread count to this rank's share of the cores, unless OMP_NUM_THREADS is set.
 
-    Ranks that share cores and spin on each other's threads are many times slower than one thread each.
+    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
     """
     if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
         torch.set_num_threads(
@@ -41,11 +36,11 @@ def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str
 
 
 def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
-    """Threads of one rank.
+    """Return the number of CPU threads of one rank.
 
     Args:
-        cores: that this rank may run on. Those near a GPU are one of several parts of the machine.
-        all_cores: of the machine.
+        cores: cores that this rank may run on; for a GPU rank possibly only those of its NUMA node.
+        all_cores: cores of the machine.
         local_ranks: ranks of the machine.
         device_type: "cpu" or "cuda".
     """
@@ -53,12 +48,12 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
 
 
 def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what is set, in one line, for the log of the first rank; empty for a rank by itself."""
+    """Return ranks, threads and logged variables in one line for the log of rank 0; "" for a single rank."""
     if rank_env.world_size == 1:
         return ""
     threads = torch.get_num_threads()
-    who = environment.get(OMP_THREADS_VARIABLE)
-    found = [
+    omp_threads = environment.get(OMP_THREADS_VARIABLE)
+    variables = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
         if name.startswith(LOGGED_PREFIXES[device_type])
@@ -66,66 +61,66 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
     parts = [
         f"{rank_env.local_world_size} of {rank_env.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_usable_cores()} of {os.cpu_count()} cores",
-        f"{OMP_THREADS_VARIABLE}={who}" if who else f"{OMP_THREADS_VARIABLE} not set",
-        *found,
+        f"{OMP_THREADS_VARIABLE}={omp_threads}" if omp_threads else f"{OMP_THREADS_VARIABLE} not set",
+        *variables,
     ]
     return ", ".join(parts)
 
 
 def _usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-"""Of malloc.h of glibc."""
+"""Parameter of mallopt, from glibc's malloc.h, like `M_TRIM_THRESHOLD`."""
 TRIM_DISABLED = -1
 DEFAULT_TRIM_BYTES = 1 << 17
 MMAP_THRESHOLD_BYTES = 1 << 20
 MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
-"""What is mapped by itself even where memory is kept; older versions, such as 2.31, take the second at most."""
+"""Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Variables by which a user tells glibc the same."""
+"""Environment variables by which a user configures glibc's malloc."""
 TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 PRELOAD_VARIABLE = "LD_PRELOAD"
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `keep_freed_blocks` does something: on a CPU, with glibc's malloc that no variable has told anything."""
-    is_told = any(name in environment for name in MALLOC_VARIABLES) or "glibc.malloc" in environment.get(
+    """Return whether `keep_freed_blocks` has an effect: on a CPU with glibc's malloc, not configured by the user."""
+    is_configured = any(name in environment for name in MALLOC_VARIABLES) or "glibc.malloc" in environment.get(
         TUNABLES_VARIABLE, ""
     )
-    # jemalloc, tcmalloc and mimalloc go by their names.
+    # The library names of jemalloc, tcmalloc and mimalloc all contain "malloc".
     is_replaced = "malloc" in environment.get(PRELOAD_VARIABLE, "")
-    return device_type == "cpu" and not (is_told or is_replaced) and _mallopt() is not None
+    return device_type == "cpu" and not (is_configured or is_replaced) and _mallopt() is not None
 
 
 def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What is said of it, in a few words; empty where glibc is told nothing."""
+    """Return the malloc setting as text for the log; "" where `keep_freed_blocks` has no effect."""
     return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
 
 
 def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Have glibc keep what is freed, but for blocks of a GiB or more (32 MiB in older versions).
+    """Make glibc's malloc keep freed blocks below 1 GiB (32 MiB in older versions) instead of returning them.
 
-    A step frees its activations and gradients, and the next one needs as much. glibc by default returns the end of its
-    heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: up to a quarter of
-    a step of a large layer (docs/log.md). The process has its peak for good instead, and gaps in it. For the whole
-    process; other C libraries stay as they are.
+    A step frees its activations and gradients, and the next step allocates the same sizes. By default glibc returns the
+    top of its heap, and each block of 32 MiB or more, to the system, which then zeroes every page again: up to a
+    quarter of a step of a large layer (docs/log.md). In exchange the process stays at its peak size, with
+    fragmentation. Affects the whole process; other C libraries are left unchanged.
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
-    # A size that is refused changes nothing. Any that is taken stops glibc from raising it by itself: this one first.
+    # A rejected size changes nothing. An accepted one also disables glibc's dynamic threshold, so it is set first.
     if mallopt is not None and any(mallopt(M_MMAP_THRESHOLD, size) for size in MAX_MMAP_THRESHOLD_BYTES):
         mallopt(M_TRIM_THRESHOLD, TRIM_DISABLED)
 
 
 def return_large_blocks() -> None:
-    """Have glibc map each block of a MiB or more by itself, unmap it when it is freed, and trim its heap.
+    """Make glibc's malloc mmap each block of 1 MiB or more, unmap it when freed, and trim its heap.
 
-    It by default raises that size to the largest block that was freed, up to 32 MiB. The buffers of a conversion
-    then lie in a heap whose gaps the next ones do not fit: it grew by a tenth of the model (docs/log.md). For the whole
-    process; other C libraries stay as they are.
+    By default glibc raises this threshold to the largest freed block, up to 32 MiB. The buffers of a conversion then
+    fragment the heap, which grew by a tenth of the model (docs/log.md). Affects the whole process; other C libraries
+    are left unchanged.
     """
     mallopt = _mallopt()
     if mallopt is not None:
@@ -138,7 +133,7 @@ def _mallopt() -> "ctypes._NamedFuncPointer | None":
 
 
 def available_backends() -> list[str]:
-    """Return the names of the usable backends of torch.distributed; empty if torch was built without it."""
+    """Return the names of the available torch.distributed backends; empty if torch was built without it."""
     if not dist.is_available():
         return []
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
