@@ -105,8 +105,8 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
         num_records = (os.fstat(file.fileno()).st_size - start) // record.itemsize
     if num_records * len(header.layers) > MAX_LOADS:
         raise ConfigError(
-            f"{path} has {num_records:,} steps of {len(header.layers)} layers, and at most {MAX_LOADS:,} loads are read; "
-            "record fewer steps with metrics.expert_counts_every"
+            f"{path} has {num_records:,} steps of {len(header.layers)} layers, and at most {MAX_LOADS:,} loads are "
+            "read; record fewer steps with metrics.expert_counts_every"
         )
     if not num_records:
         empty = np.empty(0, record)
