@@ -155,5 +155,5 @@ def test_a_version_without_the_classes_does_not_compete():
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     peer = Peer("torch", "torch", "moefold.bench.no_such_layer", lambda *_: "")
-    with pytest.raises(PeerUnavailableError, match="version 2.* is not one that the bench knows: No module named"):
+    with pytest.raises(PeerUnavailableError, match="version 2.* is not supported by the bench: No module named"):
         build_peer_layer(peer, ours, cfg, x)

@@ -106,7 +106,7 @@ def test_the_message_names_rank_host_step_phase_and_collective():
         "; now at data/streaming.py:88 read",
         "  ranks 0, 1: step 7, forward of micro-batch 0; last collective all_to_all over ep (ranks 0-3), shape [4, 8], "
         "10.0 s ago",
-        "  the run ends: no progress for 30 s (faults.timeout_s); docs/failures.md says what to do",
+        "  the run ends: no progress for 30 s (faults.timeout_s); see docs/failures.md",
     ]
     lines = format_diagnosis({0: report(), 1: gone, 2: gone}, 3, why).splitlines()
     assert lines[0].startswith("moefold: ranks 1, 2 on node1 are gone: their processes ended without an error message")

@@ -78,7 +78,7 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
     try:
         layer: nn.Module = import_module(peer.builder).build(ours, cfg.model, x.dtype)
     except (ImportError, AttributeError, TypeError) as error:
-        raise PeerUnavailableError(f"version {version(peer.name)} is not one that the bench knows: {error}") from error
+        raise PeerUnavailableError(f"version {version(peer.name)} is not supported by the bench: {error}") from error
     with torch.no_grad():
         theirs = layer(x)
         expected = ours(x)

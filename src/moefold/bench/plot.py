@@ -91,7 +91,7 @@ def _draw_ranks(report: Report, axes: Sequence["Axes"]) -> str:
     _draw_stacked_bars(axes[0], [str(i) for i in range(len(ranks))], ranks)
     axes[0].set_ylabel("CPU ms of a step", fontsize=9, color=INK)
     axes[0].set_xlabel("rank", fontsize=9, color=INK)
-    return f"Where {len(ranks)} ranks spend a step"
+    return f"CPU time of a step on {len(ranks)} ranks"
 
 
 def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:

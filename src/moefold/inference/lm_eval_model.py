@@ -69,7 +69,9 @@ class MoefoldLM(TemplateLM):
             return separator
         if self._end_ids:
             return min(self._end_ids)
-        raise ConfigError("the tokenizer has no end-of-text token, which lm-eval's tasks need where no context is")
+        raise ConfigError(
+            "the tokenizer has no end-of-text token, which lm-eval's tasks need for texts without context"
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -128,7 +130,7 @@ class MoefoldLM(TemplateLM):
             max_context = self._max_length - options.max_tokens
             if max_context < 1:
                 raise ConfigError(
-                    f"a task asks for {options.max_tokens} new tokens, and the model takes {self._max_length} in all; "
+                    f"a task requests {options.max_tokens} new tokens, and the model takes {self._max_length} in all; "
                     "set --model_args max_length=, or --gen_kwargs max_gen_toks="
                 )
             prompts = {i: self.tok_encode(requests[i].args[0])[-max_context:] or [self.eot_token_id] for i in members}
@@ -181,7 +183,7 @@ class MoefoldLM(TemplateLM):
         source, cfg = self._settings.resolve(None)
         if cfg.parallel.world_size > 1:
             raise ConfigError(
-                f"--model_args asks for {cfg.parallel.world_size} ranks, and lm-eval is one process; "
+                f"--model_args requests {cfg.parallel.world_size} ranks, and lm-eval is one process; "
                 "`moefold lm-eval ...` starts them"
             )
         device_type = choose_device(cfg.run.device, 1, None)

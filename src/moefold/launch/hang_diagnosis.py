@@ -92,7 +92,7 @@ def format_diagnosis(reports: Mapping[int, RankReport], world_size: int, reason:
     lines += [f"  {text}" for text in _group_by_activity(reports, blamed, is_blamed=True)]
     others = [rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None]
     lines += [f"  {text}" for text in _group_by_activity(reports, others, is_blamed=False)]
-    lines.append(f"  the run ends: {reason}; docs/failures.md says what to do")
+    lines.append(f"  the run ends: {reason}; see docs/failures.md")
     return "\n".join(lines)
 
 

@@ -99,8 +99,8 @@ def planner_gpu_name(driver_name: str) -> str:
     known = [word for word in words if word in device_names()]
     if not known:
         raise ConfigError(
-            f"parallel.mapping='auto' does not know the GPU {driver_name!r}; describe it in a file, plan with `moefold "
-            "plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
+            f"parallel.mapping='auto' does not support the GPU {driver_name!r}; describe it in a file, plan with "
+            "`moefold plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
         )
     return known[0]
 

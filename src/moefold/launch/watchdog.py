@@ -171,7 +171,7 @@ class Watchdog:
             f"  rank {env.rank}: {describe_activity(snapshot)}, {time.time() - snapshot.moved_s:.1f} s ago",
         ]
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
-        lines.append(f"  the run ends: {reason}; docs/failures.md says what to do")
+        lines.append(f"  the run ends: {reason}; see docs/failures.md")
         self.reporter.report_once("\n".join(lines))
         store_reporter.exit_failed()
 
