@@ -65,9 +65,7 @@ def test_without_counts_the_one_in_the_earliest_step_and_phase():
 def test_ranks_that_all_do_the_same_have_no_odd_one():
     assert verdict(report(), report()) == ((), "")
     message = format_diagnosis({0: report(), 1: report()}, 2, "no progress for 9 s (faults.timeout_s)")
-    assert message.startswith(
-        "moefold: the ranks wait for each other, and none of them is late\n  ranks 0, 1: step 7"
-    )
+    assert message.startswith("moefold: the ranks wait for each other, and none of them is late\n  ranks 0, 1: step 7")
 
 
 @pytest.mark.parametrize(
