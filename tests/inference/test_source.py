@@ -110,7 +110,7 @@ def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, messag
     content = json.loads(meta.read_text())
     content["model"][key] = value
     meta.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"moefold.json is corrupt, or of another version of moefold: {message}"):
+    with pytest.raises(ConfigError, match=f"moefold.json is damaged, or of another version of moefold: {message}"):
         find_source(str(tmp_path))
     with pytest.raises(ConfigError, match=f"has a model that this version does not know: {message}"):
         read_model(tmp_path)

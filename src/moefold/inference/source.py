@@ -207,5 +207,5 @@ def _parse_config(tree: Mapping[str, Any], file: Path) -> Config:
         cfg = config_from_dict(tree)
         check_model(cfg.model)
     except ConfigError as error:
-        raise ConfigError(f"{file} is corrupt, or of another version of moefold: {error}") from error
+        raise ConfigError(f"{file} is damaged, or of another version of moefold: {error}") from error
     return cfg
