@@ -126,7 +126,7 @@ def _cut_off(watch: Watch) -> Found:
         fault_s = time.time()
         subprocess.run(["ip", "-n", names[1], "link", "set", "cable0", "down"], check=True)
         try:
-            return watch.after(fault_s, "is not heard any more", watch.jobs[:1])
+            return watch.after(fault_s, "is unreachable", watch.jobs[:1])
         finally:
             for job in watch.jobs:
                 job.kill()

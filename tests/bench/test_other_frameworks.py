@@ -38,10 +38,10 @@ CASES = [(MEGATRON, "float64", kind) for kind in ("mixtral", "scaled", "qwen2", 
 CASES += [(TORCHTITAN, "bfloat16", kind) for kind in KINDS]
 REFUSED = [
     (MEGATRON, "float32", ["model.expert_bias=true"], "expert bias needs CUDA"),
-    (MEGATRON, "float32", ["model.num_groups=2"], "groups"),
+    (MEGATRON, "float32", ["model.num_groups=2"], "group-limited"),
     (MEGATRON, "float32", KINDS["plain sigmoid"], "always normalised"),
     (MEGATRON, "float32", ["model.top_k=1"], "single chosen expert"),
-    (TORCHTITAN, "float32", [], "bfloat16 alone"),
+    (TORCHTITAN, "float32", [], "bfloat16 only"),
     (TORCHTITAN, "bfloat16", ["model.num_groups=2"], "two best experts"),
     *[(peer, "bfloat16", ["model.router_score=sqrtsoftplus"], "sqrtsoftplus") for peer in PEERS],
     *[(peer, "bfloat16", ["model.moe_bias=true"], "without biases") for peer in PEERS],
@@ -148,12 +148,12 @@ def test_where_a_peer_cannot_run(monkeypatch):
     assert "transformer-engine" in unavailable_reason(MEGATRON, cfg, "layer", torch.device("cuda"))
     assert unavailable_reason(TORCHTITAN, cfg, "layer", torch.device("cuda")) == ""
     for part in ("model", "stack"):
-        assert "its MoE layer alone" in unavailable_reason(TORCHTITAN, cfg, part, CPU)
+        assert "its MoE layer only" in unavailable_reason(TORCHTITAN, cfg, part, CPU)
 
 
 def test_a_version_without_the_classes_does_not_compete():
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     peer = Peer("torch", "torch", "moefold.bench.no_such_layer", lambda *_: "")
-    with pytest.raises(PeerUnavailableError, match="version 2.* is not one that the bench knows: No module named"):
+    with pytest.raises(PeerUnavailableError, match="version 2.* is not supported by the bench: No module named"):
         build_peer_layer(peer, ours, cfg, x)

@@ -39,8 +39,8 @@ def test_arguments_are_typed_and_those_of_lm_eval_that_mean_nothing_are_left_out
         ({"path": "a", "cp": 2}, "--model_args cp= is unknown; the arguments are path, tp"),
         ({"path": "a", "tp": "two"}, "tp=two must be a number, at least 1"),
         ({"path": "a", "batch_size": 0}, "batch_size=0 must be a number, at least 1"),
-        ({"path": "a", "batch_size": "auto:4"}, "--batch_size auto .* is not here: .* give a number"),
-        ({"path": "a", "max_batch_size": 4}, "--max_batch_size, which belongs to it"),
+        ({"path": "a", "batch_size": "auto:4"}, "--batch_size auto .* is not supported: .* give a number"),
+        ({"path": "a", "max_batch_size": 4}, "and its --max_batch_size"),
     ],
 )
 def test_arguments_that_are_wrong(given, message):

@@ -43,7 +43,7 @@ def test_text_is_read_with_the_models_tokenizer_and_a_person_gets_a_line(one_ran
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("loss ")
     assert done.stdout.endswith("over 62 tokens in 2 sequences\n")
-    assert "2 tokens behind the last sequence of 32 are left out" in done.stderr
+    assert "2 tokens after the last sequence of 32 are left out" in done.stderr
 
 
 def test_a_prompt_is_continued_the_same_on_one_rank_and_on_two(one_rank):

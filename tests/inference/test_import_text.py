@@ -84,5 +84,7 @@ def test_a_run_that_went_on_with_the_tokenizer_keeps_the_ends_and_another_does_n
 def test_an_import_without_tokenizer_knows_no_text(tmp_path):
     path = save_model(make_model("llama"), tmp_path / "hf")
     assert main(["import", str(path), str(tmp_path / "imported"), "--no-tokenizer"]) == 0
-    with pytest.raises(ConfigError, match="has no tokenizer.json, so it knows no text; name one with --tokenizer"):
+    with pytest.raises(
+        ConfigError, match="has no tokenizer.json, so it cannot tokenise text; name one with --tokenizer"
+    ):
         open_tokenizer(find_source(str(tmp_path / "imported")))

@@ -232,14 +232,14 @@ def test_importing_the_module_makes_the_model_known(folder):
 
 
 def test_ranks_that_lm_eval_cannot_start_are_refused(folder):
-    with pytest.raises(ConfigError, match="asks for 2 ranks, and lm-eval is one process; `moefold lm-eval"):
+    with pytest.raises(ConfigError, match="requests 2 ranks, and lm-eval is one process; `moefold lm-eval"):
         MoefoldLM(path=str(folder), tp=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_gen_toks": 12}, "asks for 12 new tokens, and the model takes 12 in all"),
+        ({"max_gen_toks": 12}, "requests 12 new tokens, and the model takes 12 in all"),
         ({"num_beams": 4}, "generation argument num_beams= is unknown"),
         ({"temperature": -1.0, "do_sample": True}, "--temperature -1 must be at least 0"),
     ],

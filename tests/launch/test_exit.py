@@ -29,12 +29,12 @@ def wrapped() -> None:
 
 
 FAULTS = {
-    "torch": (lambda: torch.empty(4 * PIB, dtype=torch.uint8), "4.19e+06 GiB were asked for at once"),
+    "torch": (lambda: torch.empty(4 * PIB, dtype=torch.uint8), "4.19e+06 GiB were requested at once"),
     "torch, no size at all": (lambda: torch.empty(2**62, 2**62), "out of memory ("),
-    "numpy": (lambda: np.empty(4 * PIB, dtype=np.uint8), "4.00 PiB were asked for at once"),
+    "numpy": (lambda: np.empty(4 * PIB, dtype=np.uint8), "4.00 PiB were requested at once"),
     "numpy, no size at all": (lambda: np.empty((2**40, 2**40)), "out of memory ("),
     "python": (lambda: bytearray(2**60), "out of memory (MemoryError)"),
-    "the cause of another": (wrapped, "4.00 PiB were asked for at once"),
+    "the cause of another": (wrapped, "4.00 PiB were requested at once"),
 }
 
 
@@ -52,7 +52,7 @@ def test_those_of_a_gpu_say_nothing_of_the_host():
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5 is free."
     )
-    assert oom_message(error).startswith("out of memory: 20.00 GiB were asked for at once; choose a smaller")
+    assert oom_message(error).startswith("out of memory: 20.00 GiB were requested at once; choose a smaller")
 
 
 def test_other_errors_are_not():

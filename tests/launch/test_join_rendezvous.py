@@ -101,7 +101,7 @@ def test_a_port_of_another_program_is_said_within_the_limit(answer):
         f"rank 1 has no answer from 127.0.0.1:{port} within 1 s (faults.timeout_s): ",
         f"rank 1 cannot open the store at 127.0.0.1:{port}: ",
     )
-    foreign = "what listens there is no store of this job, most likely another program that has the port"
+    foreign = "the port is not the store of this job; most likely another program uses it"
     assert str(raised.value).startswith(tuple(head + foreign for head in heads))
     assert str(raised.value).endswith(f"; choose another MASTER_PORT than {port}, the same for all ranks")
 
@@ -110,7 +110,7 @@ def test_rank_0_names_a_port_that_is_taken():
     with peer.listening(peer.is_silent) as port, pytest.raises(RunError) as raised:
         join_rendezvous(RankEnv(0, 0, 2, "127.0.0.1", port), 5.0)
     assert str(raised.value) == (
-        f"rank 0 cannot keep the store of the job at 127.0.0.1:{port}: another program listens at this port; choose "
+        f"rank 0 cannot host the store of the job at 127.0.0.1:{port}: another program listens at this port; choose "
         f"another MASTER_PORT than {port}, the same for all ranks"
     )
 

@@ -87,7 +87,7 @@ def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, cap
         f"  ranks 0, 2: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather over cp"
     )
     assert "shape [2, 4]" in lines[2]
-    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); docs/failures.md says what to do"]
+    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); see docs/failures.md"]
     assert LIMIT_S < took_s < LIMIT_S + 5
 
 
@@ -178,7 +178,7 @@ def test_a_rank_that_met_the_others_and_does_not_connect_is_named(capfd):
     assert lines[1].startswith("  rank 1: connecting to the other ranks, ")
     assert " _meet_and_hang" in lines[1]
     assert lines[2].startswith("  ranks 0, 2: connecting to the other ranks, ")
-    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); docs/failures.md says what to do"]
+    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); see docs/failures.md"]
     assert took_s < LIMIT_S + 12
 
 

@@ -1,4 +1,4 @@
-"""The parts of a step, each by itself: its time, and the least that its work could take on this machine."""
+"""Breakdown of a training step into parts: the time of each part and its roofline time on this machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from moefold.parallel.select_ops import select_kernels
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
 ADAMW_BYTES_PER_WEIGHT = 28
-"""Of a float32 weight: it, its gradient and two moments are read, all but the gradient are written."""
+"""Bytes moved per float32 weight: weight, gradient and two moments are read, all but the gradient are written."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class StepPart:
     """One part of a step.
 
     Attributes:
-        name: in the table.
-        run: does its work once, forward and backward.
-        times_per_step: how often a step does it.
-        flops: of one time, as of `metrics.flops`.
-        bytes: that one time has to read and write at least: weights, inputs, results and their gradients.
+        name: name in the table.
+        run: runs the part once, forward and backward.
+        times_per_step: executions per step.
+        flops: FLOPs of one execution, as counted by `cost.flops`.
+        bytes: least bytes read and written by one execution: weights, inputs, outputs and their gradients.
     """
 
     name: str
@@ -48,7 +48,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class PartTime:
-    """What a part took of a step, in seconds."""
+    """Time of a part in one step, measured and by roofline, in seconds."""
 
     name: str
     seconds: float
@@ -56,31 +56,33 @@ class PartTime:
 
     @property
     def gap(self) -> float:
-        """How many times its floor it takes."""
+        """Measured time over roofline time; NaN without a roofline time."""
         return self.seconds / self.floor_s if self.floor_s else float("nan")
 
 
 def part_time(part: StepPart, median_s: float, peak_rates: PeakRates) -> PartTime:
-    """The times of a part over a whole step."""
+    """Return the measured and roofline times of a part over a whole step."""
     floor_s = peak_rates.roofline_s(part.flops, part.bytes)
     return PartTime(part.name, part.times_per_step * median_s, part.times_per_step * floor_s)
 
 
 class StepBreakdown:
-    """The parts of a shape, over random states of its sizes, with weights of their own.
+    """Builds the parts of a shape's step, with their own weights and given hidden states.
 
-    A whole model keeps float32 weights, which its parts convert; layers have weights in the type of the run.
+    A whole model has float32 weights, which its parts cast; layers have weights in the dtype of the run.
 
     Args:
         cfg: the recipe.
-        part: what the step consists of.
-        device: where.
-        x: states that the router is to see, [S, B, H]; its choices are those of the measured routing.
-        router: the weight that it sees them with, [E, H].
+        part: the benchmarked part: whole model, layer stack or MoE layer.
+        device: device of the parts.
+        x: input states of the router, [S, B, H], so that its choices are those of the measured step.
+        router: weight of the router, [E, H].
     """
 
     def __init__(self, cfg: Config, part: BenchPart, device: torch.device, x: Tensor, router: Tensor) -> None:
-        self._cfg, self._part, self._device = cfg, part, device
+        self._cfg = cfg
+        self._part = part
+        self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
         self._model = _single_layer_model(cfg, part, device, self._dtype)
@@ -97,24 +99,26 @@ class StepBreakdown:
         self._rows_per_expert = self._permutation.tokens_per_expert_E.tolist()
 
     def parts(self) -> list[StepPart]:
-        """Every part, in the order of a step."""
-        found = [*self._attention_parts(), *self._moe_parts()]
-        return [*found, *self._model_parts()] if self._part == "model" else found
+        """Return all parts, in the order of a step."""
+        layer_parts = [*self._attention_parts(), *self._moe_parts()]
+        return [*layer_parts, *self._model_parts()] if self._part == "model" else layer_parts
 
     def bare_gemm_loop(self) -> Callable[[], object]:
-        """The products of the experts of one layer, forward and backward, one after another, and nothing else."""
-        model, dtype = self._cfg.model, TORCH_GEMM.upcast(self._x).dtype
-        hidden, inner = model.hidden_size, model.moe_ffn_hidden_size
+        """Return a function that runs only the expert GEMMs of one layer, forward and backward, in sequence."""
+        model = self._cfg.model
+        dtype = TORCH_GEMM.upcast(self._x).dtype
+        hidden = model.hidden_size
+        inner = model.moe_ffn_hidden_size
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in filter(None, self._rows_per_expert):
             rows = TORCH_GEMM.padded_rows(count, self._x)
             shapes = [(rows, hidden, inner), (rows, inner, hidden), (hidden, rows, inner), (inner, rows, hidden)]
             # gate, up, down; gradients of the three inputs; gradients of the three weights.
-            for (m, k, n), often in zip(shapes, (3, 3, 2, 1), strict=True):
+            for (m, k, n), repeats in zip(shapes, (3, 3, 2, 1), strict=True):
                 out, a, b = (torch.randn(size, device=self._device).to(dtype) for size in ((m, n), (m, k), (n, k)))
-                calls += often * [(out, a, b)]
-        is_new = TORCH_GEMM.is_faster_than_torch_mm(calls[0][1])
-        multiply = (lambda out, a, b: TORCH_GEMM.matmul(a, b)) if is_new else TORCH_GEMM.matmul_out
+                calls += repeats * [(out, a, b)]
+        allocates_output = TORCH_GEMM.is_faster_than_torch_mm(calls[0][1])
+        multiply = (lambda out, a, b: TORCH_GEMM.matmul(a, b)) if allocates_output else TORCH_GEMM.matmul_out
 
         def run() -> None:
             for out, a, b in calls:
@@ -124,12 +128,13 @@ class StepBreakdown:
 
     @property
     def expert_flops(self) -> float:
-        """Of the experts of one layer, forward and backward."""
+        """FLOPs of the experts of one layer, forward and backward."""
         model = self._cfg.model
         return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.moe_ffn_hidden_size
 
     def _attention_parts(self) -> Iterator[StepPart]:
-        model, layers = self._cfg.model, self._cfg.model.num_layers
+        model = self._cfg.model
+        layers = self._cfg.model.num_layers
         if self._part == "layer":
             return
         block: Any = next(iter(self._model.layers.values()))
@@ -137,8 +142,8 @@ class StepBreakdown:
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
         heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
-        # Input, result and both gradients; heads forwards, backwards, and their gradients.
-        moved = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
+        # Input, output and both gradients; heads in forward and backward, and their gradients.
+        moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
             block.attention
         )
         yield StepPart(
@@ -146,16 +151,18 @@ class StepBreakdown:
             _forward_backward(lambda x: block.attention(x, rotation), self._x, block.attention),
             layers,
             flops * self._tokens,
-            moved,
+            moved_bytes,
         )
         norm = block.attention_norm
-        norms = 2 * layers + (self._part == "model")
+        num_norms = 2 * layers + (self._part == "model")
         yield StepPart(
-            "norms", _forward_backward(norm, self._x, norm), norms, 0, 5 * self._x.numel() * self._element_bytes
+            "norms", _forward_backward(norm, self._x, norm), num_norms, 0, 5 * self._x.numel() * self._element_bytes
         )
 
     def _moe_parts(self) -> Iterator[StepPart]:
-        moe, model, layers = self._moe, self._cfg.model, self._cfg.model.num_layers
+        moe = self._moe
+        model = self._cfg.model
+        layers = self._cfg.model.num_layers
         tokens_bytes = self._x.numel() * self._element_bytes
         rows_bytes = sum(self._rows_per_expert) * model.hidden_size * self._element_bytes
         router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.num_experts
@@ -191,10 +198,12 @@ class StepBreakdown:
             )
 
     def _model_parts(self) -> Iterator[StepPart]:
-        model, cfg = self._cfg.model, self._cfg
+        model = self._cfg.model
+        cfg = self._cfg
         labels = torch.randint(model.vocab_size, (len(self._x), self._x.shape[1]), device=self._device)
         tokens = labels.t().contiguous()
-        head, embedding = self._model.head, self._model.embedding
+        head = self._model.head
+        embedding = self._model.embedding
         tied = embedding.weight if model.tie_embeddings else None
         logits_bytes = self._tokens * model.vocab_size * 4
         yield StepPart(
@@ -211,17 +220,17 @@ class StepBreakdown:
             0,
             2 * self._x.numel() * (self._element_bytes + 4) + embedding.weight.numel() * 4,
         )
-        everything = dict(self._full_model().named_parameters())
-        optimizer = build_optimizer(everything, cfg.train)
-        for parameter in everything.values():
+        parameters = dict(self._full_model().named_parameters())
+        optimizer = build_optimizer(parameters, cfg.train)
+        for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, 1e-3)
 
         def update() -> None:
-            norm = local_norm_sq(everything).sqrt()
-            clip_gradients(everything, norm, cfg.train.clip_grad)
+            norm = local_norm_sq(parameters).sqrt()
+            clip_gradients(parameters, norm, cfg.train.clip_grad)
             optimizer.step()
 
-        count = sum(parameter.numel() for parameter in everything.values())
+        count = sum(parameter.numel() for parameter in parameters.values())
         yield StepPart("optimizer", update, 1, 0, ADAMW_BYTES_PER_WEIGHT * count)
 
     def _full_model(self) -> Transformer:
@@ -229,10 +238,11 @@ class StepBreakdown:
         return model.to(self._device)
 
     def _route(self, x_TH: Tensor) -> Tensor:
-        """Scores, choice and balance loss: the sum that its gradients come from."""
-        moe, places = self._moe, self._positions
-        routing = moe.router(x_TH, places)
-        y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), places)
+        """Run the router with its auxiliary losses; return a scalar for the backward pass."""
+        moe = self._moe
+        positions = self._positions
+        routing = moe.router(x_TH, positions)
+        y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), positions)
         return y.sum()
 
     def _permute(self, x_TH: Tensor) -> Tensor:
@@ -248,13 +258,13 @@ class StepBreakdown:
         return len(self._x_TH)
 
     def _weight_bytes(self, module: nn.Module) -> int:
-        """Weights are read forwards and backwards, and their gradients written."""
+        """Return the bytes of reading weights in forward and backward, and of writing their gradients."""
         return sum(3 * p.numel() * p.element_size() for p in module.parameters())
 
 
 def _forward_backward(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None) -> Callable[[], object]:
     leaf = x.detach().requires_grad_()
-    # Made once: what comes back to a part is the work of the part behind it.
+    # Allocated once: the output gradient is the work of the following part.
     grad = torch.ones_like(forward(leaf))
 
     def run() -> None:
@@ -286,6 +296,6 @@ def _single_layer_model(cfg: Config, part: BenchPart, device: torch.device, dtyp
 
 
 def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> float:
-    """The rate of the expert part over that of the bare loop of its products."""
-    experts_s = next(piece.seconds for piece in parts if piece.name == "expert GEMMs")
+    """Return the speed of the expert part relative to the bare loop of its GEMMs."""
+    experts_s = next(part.seconds for part in parts if part.name == "expert GEMMs")
     return layers * bare_s / experts_s

@@ -1,4 +1,4 @@
-"""One table for one shape on one device: who is how fast, where our step spends its time, what the machine allows."""
+"""Benchmark comparison on one device: implementations, breakdown of our step, and the machine's peak rates."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,24 +23,24 @@ TRANSFORMERS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS
 
 @dataclass(frozen=True)
 class ImplementationResult:
-    """One contestant."""
+    """Result of one implementation."""
 
     name: str
     median_s: float
     low_s: float
-    """Lower quartile; `high_s` is the upper one."""
+    """Lower quartile; `high_s` is the upper quartile."""
     high_s: float
     tokens_per_s: float
     tflops: float
     mfu: float
-    """Against the GEMM rate of the same run."""
+    """FLOP/s relative to the GEMM rate of the same run."""
     peak_gib: float
-    """What a step adds to weights and moments, at most."""
+    """Peak memory of a step in addition to weights and moments."""
 
 
 @dataclass(frozen=True)
 class BenchComparison:
-    """All that was found."""
+    """Results of a benchmark comparison."""
 
     machine: str
     torch: str
@@ -49,7 +49,7 @@ class BenchComparison:
     num_experts: int
     routing: str
     load: float
-    """Copies on the busiest expert over the mean, of the first MoE layer."""
+    """Routed tokens of the most loaded expert over the mean, in the first MoE layer."""
     rounds: int
     clock: str
     gemm_tflops: float
@@ -57,24 +57,24 @@ class BenchComparison:
     rows: list[ImplementationResult]
     absent: list[str]
     ratio_to_transformers: float
-    """Median over the rounds of their fastest time over ours."""
+    """Median over the rounds of the time of transformers' faster implementation over ours."""
     ratio_to_plain: float | None
     ratios_to_peers: dict[str, float]
     pieces: list[PartTime]
     experts_of_bare_loop: float
-    """The rate of our experts over that of their products alone."""
+    """Speed of our experts relative to the bare loop of their GEMMs."""
 
     @property
     def ours(self) -> ImplementationResult:
-        """Our row."""
+        """Result of our implementation."""
         return next(row for row in self.rows if row.name == OURS)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the gaps."""
-        found = {"kind": "comparison", **asdict(self)}
-        for piece, values in zip(self.pieces, found["pieces"], strict=True):
+        """Return the report as a dictionary for JSON, with the gaps of the parts."""
+        report = {"kind": "comparison", **asdict(self)}
+        for piece, values in zip(self.pieces, report["pieces"], strict=True):
             values["gap"] = piece.gap if piece.floor_s else None
-        return found
+        return report
 
 
 def compare_implementations(
@@ -86,33 +86,33 @@ def compare_implementations(
     clock: str = "wall",
     on_progress: ProgressCallback = ignore_progress,
 ) -> BenchComparison:
-    """Race all contestants, the machine's yardsticks and the parts of our step, in the same rounds.
+    """Time all implementations, the roofline kernels and the parts of our step in the same rounds.
 
-    The slower of transformers' experts implementations leaves after a short race of its own.
+    The slower of transformers' experts implementations is dropped after a short comparison of the two.
     """
     on_progress("building the models")
-    arena = build_competitors(cfg, part, routing, device)
-    steps = {name: synchronized(step, device) for name, step in arena.steps.items()}
+    competitors = build_competitors(cfg, part, routing, device)
+    steps = {name: synchronized(step, device) for name, step in competitors.steps.items()}
     on_progress("choosing the faster of transformers' implementations")
     quick = time_interleaved({name: steps[name] for name in TRANSFORMERS}, warmup=1, rounds=2, clock=CLOCKS[clock])
     fastest = min(TRANSFORMERS, key=lambda name: min(quick[name]))
     for name in TRANSFORMERS:
         if name != fastest:
             del steps[name]
-    pieces = _step_breakdown(cfg, part, device, arena)
-    parts = pieces.parts()
-    racing: dict[str, Callable[[], None]] = {**steps}
-    racing |= {
+    breakdown = _step_breakdown(cfg, part, device, competitors)
+    parts = breakdown.parts()
+    timed: dict[str, Callable[[], None]] = {**steps}
+    timed |= {
         name: synchronized(run, device) for name, run in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
     }
-    racing[BARE_GEMM_LOOP] = synchronized(pieces.bare_gemm_loop(), device)
-    racing |= {_part_key(piece.name): synchronized(piece.run, device) for piece in parts}
-    times_s = time_interleaved(racing, warmup=2, rounds=rounds, clock=CLOCKS[clock], on_progress=on_progress)
+    timed[BARE_GEMM_LOOP] = synchronized(breakdown.bare_gemm_loop(), device)
+    timed |= {_part_key(step_part.name): synchronized(step_part.run, device) for step_part in parts}
+    times_s = time_interleaved(timed, warmup=2, rounds=rounds, clock=CLOCKS[clock], on_progress=on_progress)
     on_progress("measuring memory")
     medians = {name: StepTimes(seconds).median_s for name, seconds in times_s.items()}
-    found = peak_rates(medians, device)
-    rows = [_implementation_result(name, times_s[name], step, cfg, part, found, device) for name, step in steps.items()]
-    piece_times = [part_time(piece, medians[_part_key(piece.name)], found) for piece in parts]
+    rates = peak_rates(medians, device)
+    rows = [_implementation_result(name, times_s[name], step, cfg, part, rates, device) for name, step in steps.items()]
+    part_times = [part_time(step_part, medians[_part_key(step_part.name)], rates) for step_part in parts]
     plain = [name for name in steps if name.startswith("plain")]
     best_plain = min(plain, key=lambda name: medians[name]) if plain else None
     return BenchComparison(
@@ -122,18 +122,18 @@ def compare_implementations(
         tokens=cfg.tokens_per_step,
         num_experts=cfg.model.num_experts,
         routing=routing,
-        load=arena.expert_load(),
+        load=competitors.expert_load(),
         rounds=rounds,
         clock=clock,
-        gemm_tflops=found.flops_per_s / 1e12,
-        copy_gbps=found.bytes_per_s / 1e9,
+        gemm_tflops=rates.flops_per_s / 1e12,
+        copy_gbps=rates.bytes_per_s / 1e9,
         rows=rows,
-        absent=arena.absent,
+        absent=competitors.absent,
         ratio_to_transformers=median_ratio(times_s[OURS], times_s[fastest]),
         ratio_to_plain=None if best_plain is None else median_ratio(times_s[OURS], times_s[best_plain]),
-        ratios_to_peers={name: median_ratio(times_s[OURS], times_s[name]) for name in arena.peers},
-        pieces=piece_times,
-        experts_of_bare_loop=bare_loop_ratio(piece_times, medians[BARE_GEMM_LOOP], cfg.model.num_layers),
+        ratios_to_peers={name: median_ratio(times_s[OURS], times_s[name]) for name in competitors.peers},
+        pieces=part_times,
+        experts_of_bare_loop=bare_loop_ratio(part_times, medians[BARE_GEMM_LOOP], cfg.model.num_layers),
     )
 
 
@@ -177,11 +177,11 @@ def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 
 
 def _step_breakdown(cfg: Config, part: BenchPart, device: torch.device, competitors: Competitors) -> StepBreakdown:
-    """The parts, over the states that the first router of our step sees."""
-    seen: list[Tensor] = []
+    """Build the breakdown with the input states of the first router in our step."""
+    inputs: list[Tensor] = []
     router = competitors.first_moe_layer.router
-    handle = router.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    handle = router.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
     competitors.steps[OURS]()
     handle.remove()
-    x = seen[0].view(cfg.train.seq_len, cfg.train.global_batch_size, -1)
+    x = inputs[0].view(cfg.train.seq_len, cfg.train.global_batch_size, -1)
     return StepBreakdown(cfg, part, device, x, router.weight.detach())

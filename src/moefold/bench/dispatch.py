@@ -1,4 +1,4 @@
-"""What a MoE layer spends its time on by mapping: the ablations of arXiv:2504.14960 sec. 4.3, on the ranks at hand."""
+"""Benchmark of a MoE layer's dispatch phases by mapping: the ablations of arXiv:2504.14960 sec. 4.3."""
 
 import statistics
 import time
@@ -18,14 +18,14 @@ from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import Layout, divisors, fold
 
 PHASES = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
-"""The six phases of a dispatcher, and the experts between them; each forward and backward."""
+"""Phases of a dispatcher with the experts between them; each is timed forward and backward."""
 COUPLED_MOE_ORDER = "pp-ep-edp-etp"
-"""Order of the axes, slowest first: EP neighbours are EDP ranks apart, CP or more, as where EP is cut out of DP."""
+"""Axis order, slowest first, of coupled EP, a subgroup of DP: EP neighbours are EDP (at least CP) ranks apart."""
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """A kind of experts; both have the same active compute and the same weights."""
+    """Granularity of the experts; the compared ones have equal active compute and equal parameters."""
 
     name: str
     num_experts: int
@@ -38,7 +38,7 @@ class Granularity:
 
 @dataclass(frozen=True)
 class MappingTime:
-    """One mapping."""
+    """Phase times of one mapping."""
 
     study: str
     """"etp" or "context"."""
@@ -46,13 +46,13 @@ class MappingTime:
     experts: str
     name: str
     parts_s: dict[str, float]
-    """Median over the rounds of the mean over the ranks, forward and backward, in seconds."""
+    """Seconds of each phase, forward and backward: mean over the ranks, median over the rounds."""
     total_s: float
-    """Median over the rounds of the slowest rank."""
+    """Seconds of all phases: maximum over the ranks, median over the rounds."""
 
 
 def granularities(hidden_size: int) -> tuple[Granularity, Granularity]:
-    """Few wide experts, and eight times as many of an eighth of the width."""
+    """Return coarse-grained experts, and eight times as many fine-grained ones of an eighth of the width."""
     return (
         Granularity("coarse", 8, 2, 2 * hidden_size),
         Granularity("fine", 64, 16, hidden_size // 4),
@@ -60,13 +60,13 @@ def granularities(hidden_size: int) -> tuple[Granularity, Granularity]:
 
 
 def expert_layouts(ranks: int) -> Iterator[tuple[str, Layout]]:
-    """All ways to share the ranks between ETP and EP."""
+    """Yield all ways to divide the ranks between ETP and EP."""
     for etp in divisors(ranks):
         yield f"ETP{etp} EP{ranks // etp}", fold(world_size=ranks, etp=etp, ep=ranks // etp)
 
 
 def context_layouts(ranks: int) -> Iterator[tuple[str, Layout]]:
-    """CP x EP: folded over the ranks of CP, or coupled, where EP has ranks of DP alone and so CP * EP fit the world."""
+    """Yield CP x EP layouts: folded, or coupled, where EP uses DP ranks only and so CP * EP <= ranks."""
     for cp in divisors(ranks)[1:]:
         for ep in divisors(ranks)[1:]:
             yield f"CP{cp} EP{ep} folded", fold(world_size=ranks, cp=cp, ep=ep)
@@ -83,16 +83,16 @@ def measure_mappings(
     device: torch.device,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[MappingTime]:
-    """Time all mappings of both studies in turn. Collective; the answer is the same on every rank.
+    """Time all mappings of both studies in interleaved rounds. Collective; the result is equal on every rank.
 
     Args:
-        ranks: of the world.
-        tokens: of each rank.
+        ranks: world size.
+        tokens: tokens of each rank.
         hidden_size: H.
-        rounds: that count, after one that does not.
-        dtype: of states and weights.
-        device: of this rank.
-        on_progress: takes what the measurement is at.
+        rounds: timed rounds, after one warm-up round.
+        dtype: dtype of states and weights.
+        device: device of this rank.
+        on_progress: called with progress messages.
     """
     on_progress("building the layers")
     layers = []
@@ -107,13 +107,13 @@ def measure_mappings(
     times: list[list[list[float]]] = [[] for _ in layers]
     for round_ in range(rounds + 1):
         on_progress(f"round {round_ + 1} of {rounds + 1}, {len(layers)} layers each")
-        for found, (*_, layer) in zip(times, layers, strict=True):
+        for layer_times, (*_, layer) in zip(times, layers, strict=True):
             seconds = layer.step()
             if round_:
-                found.append(seconds)
+                layer_times.append(seconds)
     return [
-        _mapping_time(study, grain, name, layer, found)
-        for (study, grain, name, layer), found in zip(layers, times, strict=True)
+        _mapping_time(study, grain, name, layer, layer_times)
+        for (study, grain, name, layer), layer_times in zip(layers, times, strict=True)
     ]
 
 
@@ -124,22 +124,24 @@ def _is_legal(layout: Layout, granularity: Granularity) -> bool:
 def _mapping_time(
     study: str, granularity: Granularity, name: str, layer: "_DispatchLayer", seconds: list[list[float]]
 ) -> MappingTime:
-    # [rounds, parts] of this rank, then [ranks, rounds, parts].
-    mine = torch.tensor(seconds, dtype=torch.float64, device=layer.device)
-    of_all = all_gather(mine.unsqueeze(0), layer.world).cpu()
-    parts = of_all.mean(0).median(0).values.tolist()
-    total = statistics.median(of_all.sum(-1).amax(0).tolist())
+    # [rounds, phases] of this rank, then [ranks, rounds, phases].
+    own_s = torch.tensor(seconds, dtype=torch.float64, device=layer.device)
+    all_s = all_gather(own_s.unsqueeze(0), layer.world).cpu()
+    parts = all_s.mean(0).median(0).values.tolist()
+    total = statistics.median(all_s.sum(-1).amax(0).tolist())
     return MappingTime(study, granularity.name, str(granularity), name, dict(zip(PHASES, parts, strict=True)), total)
 
 
 class _DispatchLayer:
-    """One layer on one rank, with tokens that are routed evenly at random."""
+    """One rank's MoE layer and tokens, with uniform random routing."""
 
     def __init__(
         self, groups: ParallelGroups, granularity: Granularity, tokens: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
-        self.world, self.device = groups.world, groups.device
-        ep, etp = groups.moe.ep, groups.moe.etp
+        self.world = groups.world
+        self.device = groups.device
+        ep = groups.moe.ep
+        etp = groups.moe.etp
         self._dispatcher: Dispatcher[Any] = make_dispatcher("alltoall", groups.moe, granularity.num_experts)
         width = granularity.ffn_hidden_size // etp.size
         self._experts = Experts(granularity.num_experts // ep.size, hidden_size, width).to(
@@ -154,13 +156,14 @@ class _DispatchLayer:
         self._routing_map = RoutingMap(ids.to(self.device), probs.to(self.device).requires_grad_())
 
     def step(self) -> list[float]:
-        """Seconds of each of `PHASES`, forward and backward; all ranks begin together."""
-        dispatcher, assignment = self._dispatcher, self._routing_map
+        """Run one step after a barrier; return the seconds of each of `PHASES`, forward and backward."""
+        dispatcher = self._dispatcher
+        routing_map = self._routing_map
         plan: Any = None
 
         def preprocess(x: Tensor) -> Tensor:
             nonlocal plan
-            rows, plan = dispatcher.dispatch_preprocess(x, assignment)
+            rows, plan = dispatcher.dispatch_preprocess(x, routing_map)
             return rows
 
         phases = (
@@ -173,7 +176,9 @@ class _DispatchLayer:
             lambda rows: dispatcher.combine_postprocess(rows, plan),
         )
         self._barrier()
-        value, ends, seconds = self._x, [], []
+        value = self._x
+        ends = []
+        seconds = []
         for phase in phases:
             leaf = value.detach().requires_grad_()
             started_s = time.perf_counter()
@@ -187,7 +192,7 @@ class _DispatchLayer:
             torch.autograd.backward(value, grad)
             seconds[i] += self._elapsed_s(started_s)
             grad = leaf.grad
-        for parameter in (*self._experts.parameters(), assignment.probs_TK):
+        for parameter in (*self._experts.parameters(), routing_map.probs_TK):
             parameter.grad = None
         return seconds
 

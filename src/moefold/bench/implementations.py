@@ -1,4 +1,4 @@
-"""The steps that the bench compares, of one shape: ours, plain torch, transformers, and what else is installed."""
+"""Benchmarked implementations of a shape's step: moefold, plain torch, transformers and installed frameworks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,26 +26,26 @@ from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 
 StepFunction = Callable[[], object]
-"""Forward and backward on one fixed batch; for a whole model the optimizer as well."""
+"""Forward and backward on a fixed batch; for a whole model with the optimizer step."""
 
 OURS = "moefold"
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""What transformers offers for training; the fastest one counts.
+"""Experts implementations of transformers for training; the faster one is compared.
 
-Its batched_mm copies the experts' weights for each token: 23 GiB at the small shape, and slower than both.
+batched_mm is left out: it copies the experts' weights for each token (23 GiB at the small shape) and is slower.
 """
 
 
 @dataclass(frozen=True)
 class Competitors:
-    """Who competes, over what.
+    """Implementations of one comparison.
 
     Attributes:
-        steps: by name; `OURS` is one of them.
-        peers: the names of those whose code is neither ours nor that of torch or transformers.
-        absent: what does not take part, and why.
-        first_moe_layer: the first MoE layer of ours.
-        expert_load: copies on the busiest expert over the mean, of the first MoE layer.
+        steps: step functions by name, `OURS` included.
+        peers: names of the third-party frameworks among them.
+        absent: implementations that are left out, each with the reason.
+        first_moe_layer: first MoE layer of our model.
+        expert_load: returns routed tokens of the most loaded expert over the mean, in the first MoE layer.
     """
 
     steps: dict[str, StepFunction]
@@ -56,7 +56,7 @@ class Competitors:
 
 
 def build_competitors(cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> Competitors:
-    """Build all contestants. A whole model needs a process group of one.
+    """Build all implementations. A whole model needs a process group of size 1.
 
     Raises:
         ConfigError: transformers is missing, or has no such model.
@@ -65,13 +65,13 @@ def build_competitors(cfg: Config, part: BenchPart, routing: BenchRouting, devic
         raise ConfigError("moefold bench compares with transformers, which is missing: pip install -e '.[hf]'")
     builder = _step_builder(cfg, part, routing, device)
     steps: dict[str, StepFunction] = {OURS: builder.build_moefold()}
-    lacks = baseline_unsupported_reason(cfg.model, with_attention=part != "layer")
+    unsupported = baseline_unsupported_reason(cfg.model, with_attention=part != "layer")
     kinds: tuple[ExpertsImplementation, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
-    for kind in () if lacks else kinds:
+    for kind in () if unsupported else kinds:
         steps[f"plain torch, {kind}"] = builder.build_torch_baseline(kind)
     for experts in EXPERTS_IMPLEMENTATIONS:
         steps[f"transformers, {experts}"] = builder.build_transformers(experts)
-    absent = [f"plain torch: {lacks}"] if lacks else []
+    absent = [f"plain torch: {unsupported}"] if unsupported else []
     peers: dict[str, StepFunction] = {}
     for peer in PEERS:
         try:
@@ -82,7 +82,7 @@ def build_competitors(cfg: Config, part: BenchPart, routing: BenchRouting, devic
 
 
 def build_moefold_step(cfg: Config, part: BenchPart, device: torch.device) -> StepFunction:
-    """Our step alone, with natural routing. A whole model needs a process group of one."""
+    """Build our step only, with natural routing. A whole model needs a process group of size 1."""
     return _step_builder(cfg, part, "natural", device).build_moefold()
 
 
@@ -93,21 +93,24 @@ def _step_builder(
 
 
 class _ModelSteps:
-    """Training steps of whole models: float32 master weights, AdamW, the same batch."""
+    """Builder of training steps of whole models: float32 master weights, AdamW, the same batch."""
 
     first_moe_layer: MoELayer
 
     def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
-        self._cfg, self._device, self._routing = cfg, device, routing
+        self._cfg = cfg
+        self._device = device
+        self._routing = routing
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._hf: tuple[nn.Module, StepFunction] | None = None
         generator = torch.Generator().manual_seed(cfg.run.seed)
         shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
         samples = torch.randint(cfg.model.vocab_size, shape, generator=generator).to(device)
-        self._tokens, self._labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        self._tokens = samples[:, :-1].contiguous()
+        self._labels = samples[:, 1:].contiguous()
 
     def build_moefold(self) -> StepFunction:
-        """The trainer's step with all around it: norm, clipping, schedule, metrics, every degree 1."""
+        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics; every degree is 1."""
         model = parallelize(self._cfg, ParallelGroups.create(fold(world_size=1), self._device))
         stage = model.stages[0]
         self.first_moe_layer = next(iter(stage.moe_layers().values()))
@@ -126,11 +129,11 @@ class _ModelSteps:
         return step
 
     def expert_load(self) -> float:
-        """Of the last step of ours."""
+        """Return the expert load of our last step."""
         return self._result.expert_load[0] if self._result.expert_load else 1.0
 
     def build_torch_baseline(self, experts: ExpertsImplementation) -> StepFunction:
-        """The same model, batch and optimizer in a bare loop."""
+        """Build the step of the same model, batch and optimizer in plain torch."""
         model = build_model(self._cfg).to_empty(device=self._device)
         init_weights(model, self._cfg.model, self._cfg.run.seed)
         if self._routing == "balanced":
@@ -141,7 +144,7 @@ class _ModelSteps:
         return self._training_step(model, lambda: plain.loss(model, self._tokens, self._labels))
 
     def build_transformers(self, experts: str) -> StepFunction:
-        """Its model of the same sizes with its router loss; computes in the type of the run, AdamW keeps float32."""
+        """Build the step of transformers' model with its router loss, in the run's dtype with float32 AdamW."""
         if self._hf is None:
             model: Any = hugging_face_model(self._cfg, self._device, torch.float32)
             if self._routing == "balanced":
@@ -160,13 +163,13 @@ class _ModelSteps:
         return run
 
     def build_peer(self, peer: Peer) -> StepFunction:
-        """No peer has a whole model in the race."""
+        """Raise PeerUnavailableError: peers are compared by their MoE layer only."""
         raise PeerUnavailableError(unavailable_reason(peer, self._cfg, "model", self._device))
 
     def _training_step(
         self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None
     ) -> StepFunction:
-        """Forward, backward and AdamW; over master weights where the model's are narrower than float32."""
+        """Return forward, backward and AdamW; on float32 master weights if the model has low precision."""
         parameters: list[Tensor] = list(model.parameters())
         if masters is None or self._dtype == torch.float32:
             optimizer = torch.optim.AdamW(parameters, lr=self._cfg.train.lr, fused=True)
@@ -195,10 +198,12 @@ class _ModelSteps:
 
 
 class _LayerSteps:
-    """Forward and backward of one MoE layer, or of a stack of layers, in the type of the run."""
+    """Builder of forward and backward of one MoE layer or of a layer stack, in the run's dtype."""
 
     def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
-        self._cfg, self._part, self._device = cfg, part, device
+        self._cfg = cfg
+        self._part = part
+        self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._model = _our_layers(cfg, device, self._dtype)
         layers = self._model.moe_layers()
@@ -217,19 +222,20 @@ class _LayerSteps:
         self._hf: Any = None
 
     def build_moefold(self) -> StepFunction:
-        """Our modules as the trainer runs them."""
+        """Build the step of our modules, with the kernels that the trainer uses."""
         parameters = list(self._module.parameters())
         return _forward_backward_step(lambda x: self._module(x), self._x, self._grad, parameters, self.first_moe_layer)
 
     def expert_load(self) -> float:
-        """Of the last step of ours."""
+        """Return the expert load of our last step."""
         counts_E = self.first_moe_layer.stats.tokens_per_expert_E
         return float(counts_E.max() / counts_E.double().mean()) if counts_E.sum() else 1.0
 
     def build_torch_baseline(self, experts: ExpertsImplementation) -> StepFunction:
-        """The same weights and states."""
+        """Build the plain torch step with the same weights and states."""
         plain = TorchBaseline(self._cfg, self._dtype, experts)
-        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+        x = self._x.transpose(0, 1).contiguous()
+        grad = self._grad.transpose(0, 1).contiguous()
 
         def forward(states: Tensor) -> tuple[Tensor, Tensor]:
             if self._part == "stack":
@@ -239,13 +245,14 @@ class _LayerSteps:
         return _forward_backward_step(forward, x, grad, list(self._module.parameters()))
 
     def build_transformers(self, experts: str) -> StepFunction:
-        """Its layers of the same sizes."""
+        """Build the step of transformers' layers of the same sizes."""
         if self._hf is None:
             self._hf = hugging_face_model(self._cfg, self._device, self._dtype)
             if self._routing == "balanced":
                 _copy_routers(self._hf, [layer.router.weight for layer in self._model.moe_layers().values()])
         model = self._hf
-        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+        x = self._x.transpose(0, 1).contiguous()
+        grad = self._grad.transpose(0, 1).contiguous()
         body = model.model if self._part == "stack" else model.model.layers[0].mlp
 
         def forward(states: Tensor) -> Any:
@@ -262,7 +269,11 @@ class _LayerSteps:
         return run
 
     def build_peer(self, peer: Peer) -> StepFunction:
-        """Its layer with our weights over the same states."""
+        """Build the step of a peer's layer with our weights and states.
+
+        Raises:
+            PeerUnavailableError: the peer is not installed, or cannot compute this layer.
+        """
         if reason := unavailable_reason(peer, self._cfg, self._part, self._device):
             raise PeerUnavailableError(reason)
         layer = build_peer_layer(peer, self.first_moe_layer, self._cfg, self._x)
@@ -270,7 +281,7 @@ class _LayerSteps:
 
 
 def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of transformers with the sizes of the recipe and its router loss, with weights of its own."""
+    """Create a randomly initialised transformers model with the recipe's sizes and its router loss."""
     import transformers
 
     families = families_for(cfg.model)
@@ -289,7 +300,7 @@ def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 
 def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The layers of the shape, neither first nor last stage: hidden states in, hidden states out."""
+    """Build the shape's layers as a middle pipeline stage, from hidden states to hidden states."""
     with torch.device("meta"):
         model = Transformer(cfg, range(cfg.model.num_layers), is_first=False, is_last=False)
     model.to(dtype)
@@ -313,8 +324,8 @@ def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transf
 
 @torch.no_grad()
 def _copy_routers(theirs: nn.Module, ours: Sequence[Tensor]) -> None:
-    found = [w for name, w in theirs.named_parameters() if name.endswith(("mlp.gate.weight", "router.weight"))]
-    for target, source in zip(found, ours, strict=True):
+    routers = [w for name, w in theirs.named_parameters() if name.endswith(("mlp.gate.weight", "router.weight"))]
+    for target, source in zip(routers, ours, strict=True):
         target.copy_(source)
 
 
@@ -331,7 +342,7 @@ def _forward_backward_step(
         leaf = x.detach().requires_grad_()
         y = forward(leaf)
         if isinstance(y, tuple):
-            # The second is a balance loss, or what one is made from.
+            # The second element is a balance loss or its inputs.
             y = y[0]
         torch.autograd.backward(y, grad.view_as(y))
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What least-loaded dispatch saves and costs beside the plain all-to-all, when one expert draws most of the tokens."""
+"""Benchmark of least-loaded dispatch against the plain all-to-all under skewed routing to one expert."""
 
 import statistics
 import time
@@ -20,16 +20,16 @@ from moefold.progress import ProgressCallback, ignore_progress
 DISPATCHERS = ("alltoall", "leastloaded")
 HOT_EXPERT = 0
 NUM_MEASUREMENTS = 3
-"""Measurements of a rank's experts, and of its memory. The least counts: all above it is other work, or a thread
-of gloo that lets go of a tensor late."""
+"""Measurements of a rank's experts and of its memory, of which the minimum counts: the excess is other work on the
+machine, or a gloo thread that releases a tensor late."""
 
 
 @dataclass(frozen=True)
 class SkewedWorkload:
-    """One MoE layer in float32; each token has one expert, so that a part of the tokens is that part of the copies."""
+    """Sizes of one MoE layer in float32 with top-1 routing, so that tokens equal routed tokens."""
 
     tokens: int
-    """Of each rank."""
+    """Tokens of each rank."""
     hidden_size: int = 256
     ffn_hidden_size: int = 512
     num_experts: int = 16
@@ -38,24 +38,24 @@ class SkewedWorkload:
 
 @dataclass(frozen=True)
 class DispatchMeasurement:
-    """One dispatcher under one skew; every number is that of the rank with the most."""
+    """Measurement of one dispatcher under one skew; maxima over the ranks unless noted."""
 
     skew: float
-    """Part of all tokens that chose one expert."""
+    """Fraction of all tokens that chose the hot expert."""
     dispatcher: str
     step_s: float
-    """Median of forward and backward of dispatch, experts and combine, until the last rank is done."""
+    """Median time of forward and backward of dispatch, experts and combine, until the last rank has finished."""
     rows: int
-    """Copies on the busiest rank."""
+    """Routed tokens on the most loaded rank."""
     mean_rows: float
-    """Copies on a rank, mean."""
+    """Routed tokens per rank, mean."""
     peak_bytes: int
-    """Most memory that the tensors of a step take at once on a rank: activations, gradients, borrowed weights."""
+    """Peak bytes of the tensors of a step on a rank: activations, gradients, received expert weights."""
     experts_cpu_s: float
-    """CPU time of forward and backward of a rank's experts while the other ranks wait: the critical path, were each
-    rank to have a core of its own and communication to cost nothing."""
+    """CPU time of forward and backward of a rank's experts while the other ranks wait: the critical path if each rank
+    had its own core and communication were free."""
     experts_moved: int
-    """Loans of an expert to a rank, over all ranks."""
+    """Experts sent to another rank, summed over all ranks."""
 
 
 def measure_dispatchers(
@@ -65,27 +65,27 @@ def measure_dispatchers(
     groups: ParallelGroups,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[DispatchMeasurement]:
-    """Time the dispatchers in turn under each skew. Collective; the answer is the same on every rank.
+    """Time the dispatchers in interleaved rounds under each skew. Collective; the result is equal on every rank.
 
     Args:
-        workload: sizes.
-        skews: parts of the tokens that choose expert 0; the others spread evenly over the other experts.
-        steps: steps that count.
-        groups: ep is the whole world.
-        on_progress: takes what the measurement is at.
+        workload: sizes of the layer.
+        skews: fractions of the tokens that choose expert 0; the rest is spread evenly over the other experts.
+        steps: timed steps.
+        groups: process groups; ep is the whole world.
+        on_progress: called with progress messages.
     """
-    found = []
+    measurements = []
     for skew in skews:
         on_progress(f"skew {skew:g}")
         layers = {name: _SkewedLayer(workload, name, skew, groups) for name in DISPATCHERS}
         times_s = time_interleaved({name: layer.timed_step for name, layer in layers.items()}, warmup=2, rounds=steps)
         for name, layer in layers.items():
-            found.append(_measurement(layer, skew, name, statistics.median(times_s[name])))
-    return found
+            measurements.append(_measurement(layer, skew, name, statistics.median(times_s[name])))
+    return measurements
 
 
 class _SkewedLayer:
-    """One layer on one rank, with tokens that are routed already."""
+    """One rank's MoE layer and tokens, with a fixed skewed routing."""
 
     def __init__(self, workload: SkewedWorkload, name: str, skew: float, groups: ParallelGroups) -> None:
         self.ep_group: Group = groups.moe.experts
@@ -99,12 +99,12 @@ class _SkewedLayer:
         self._routing_map = RoutingMap(ids, torch.rand(ids.shape, generator=generator).requires_grad_())
 
     def timed_step(self) -> None:
-        """Forward and backward, and the wait for the last rank."""
+        """Run forward and backward, and wait for all ranks."""
         self.step()
         self.gather([0.0])
 
     def step(self) -> Sequence[int]:
-        """Forward and backward; returns the rows of each expert that computed here."""
+        """Run forward and backward; return the routed tokens of each expert computed on this rank."""
         rows, plan = self._dispatcher.dispatch(self._x, self._routing_map)
         y = self._experts(rows, plan.tokens_per_expert, self._dispatcher.migration(plan))
         y = self._dispatcher.combine(y, plan)
@@ -115,16 +115,16 @@ class _SkewedLayer:
         return rows_per_expert
 
     def num_received_experts(self, rows_per_expert: Sequence[int]) -> int:
-        """Experts of others that computed here."""
+        """Return the number of experts received from other ranks."""
         return len(rows_per_expert) - self._num_local_experts
 
     def gather(self, numbers: Sequence[float]) -> Tensor:
-        """The numbers of all ranks, [ranks, numbers]; collective."""
+        """Gather numbers from all ranks, [ranks, numbers]. Collective over ep."""
         return all_gather(torch.tensor([list(numbers)], dtype=torch.float64), self.ep_group)
 
 
 def skewed_choices(num_tokens: int, num_experts: int, skew: float, generator: torch.Generator) -> Tensor:
-    """One expert for each token, int64 [T, 1]: expert 0 for that part of them, the others in turn, in random order."""
+    """Return one expert per token, int64 [T, 1], in random order: expert 0 with fraction `skew`, else round-robin."""
     token = torch.arange(num_tokens)
     ids = torch.where(token < round(skew * num_tokens), HOT_EXPERT, 1 + token % (num_experts - 1))
     return ids[torch.randperm(num_tokens, generator=generator)].unsqueeze(1)
@@ -135,17 +135,17 @@ def _measurement(layer: _SkewedLayer, skew: float, name: str, step_s: float) -> 
     peak_bytes = min(_peak_bytes(layer) for _ in range(NUM_MEASUREMENTS))
     cpu_s = _one_rank_at_a_time(layer, lambda: _experts_cpu_s(layer.workload, rows_per_expert))
     numbers = [step_s, sum(rows_per_expert), peak_bytes, cpu_s, layer.num_received_experts(rows_per_expert)]
-    of_all = layer.gather(numbers)
-    most = of_all.amax(0).tolist()
+    all_numbers = layer.gather(numbers)
+    maxima = all_numbers.amax(0).tolist()
     return DispatchMeasurement(
         skew=skew,
         dispatcher=name,
-        step_s=most[0],
-        rows=int(most[1]),
-        mean_rows=float(of_all[:, 1].mean()),
-        peak_bytes=int(most[2]),
-        experts_cpu_s=most[3],
-        experts_moved=int(of_all[:, 4].sum()),
+        step_s=maxima[0],
+        rows=int(maxima[1]),
+        mean_rows=float(all_numbers[:, 1].mean()),
+        peak_bytes=int(maxima[2]),
+        experts_cpu_s=maxima[3],
+        experts_moved=int(all_numbers[:, 4].sum()),
     )
 
 
@@ -159,12 +159,12 @@ def _peak_bytes(layer: _SkewedLayer) -> int:
 
 def _one_rank_at_a_time(layer: _SkewedLayer, function: Callable[[], float]) -> float:
     """Call a function on one rank after another, while the others wait."""
-    answer = 0.0
+    result = 0.0
     for rank in range(layer.ep_group.size):
         if rank == layer.ep_group.rank:
-            answer = function()
+            result = function()
         layer.gather([0.0])
-    return answer
+    return result
 
 
 def _experts_cpu_s(workload: SkewedWorkload, rows_per_expert: Sequence[int]) -> float:

@@ -1,8 +1,8 @@
-"""The bench's contestant of megatron-core: its `MoELayer` on a CPU, of its local modules, with our weights.
+"""Benchmarked MoE layer of megatron-core: its `MoELayer` of local modules on the CPU, with our weights.
 
-Its router moves weights to a GPU, or calls transformer-engine, before it multiplies with them. That one product is done
-here; scores, choice, permutation, experts and shared expert are its own code. Its all-to-all dispatcher makes a CUDA
-stream, so that it runs with the one that gathers, which on one rank permutes alike.
+Megatron's router GEMM needs a GPU or transformer-engine and is replaced here; scores, top-k, permutation, experts and
+shared expert are Megatron's code. Its all-to-all dispatcher creates a CUDA stream, so the all-gather dispatcher is
+used, which permutes in the same way on one rank.
 """
 
 from typing import Any
@@ -22,23 +22,23 @@ from moefold.model.moe.layer import MoELayer
 from moefold.topology.layout import fold
 
 PROCESS_GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
-"""What its layer asks for."""
+"""Process groups that the layer requires."""
 
 
 class _CpuRouter(TopKRouter):
-    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is that of the base class
-        """Logits [..., E] in float32, or wider."""
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - parameter name of the base class
+        """Compute the logits [..., E] in float32 or float64."""
         return F.linear(input.to(self.weight.dtype), self.weight)
 
 
 def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    """A layer that maps [S, B, H] to the same, and None; its router is float32 or wider.
+    """Build a layer that maps [S, B, H] to ([S, B, H], None), with a router in float32 or float64.
 
-    Needs a process group of one.
+    Needs a process group of size 1.
     """
     spec = get_moe_module_spec(use_te=False, num_experts=model.num_experts)
     spec.submodules.router = _CpuRouter
-    # Which does not communicate.
+    # A group of size 1, which does not communicate.
     group = ParallelGroups.create(fold(world_size=1), torch.device("cpu")).world.handle
     groups = ProcessGroupCollection(**dict.fromkeys(PROCESS_GROUPS, group))
     layer: Any = build_module(spec, config=_config(model, dtype), pg_collection=groups)
@@ -56,7 +56,7 @@ def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
         ffn_hidden_size=model.moe_ffn_hidden_size,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # Through torch.compile: a few per cent faster than its plain operations.
+        # Uses torch.compile: a few per cent faster than eager operations.
         bias_activation_fusion=True,
         add_bias_linear=False,
         num_moe_experts=model.num_experts,

@@ -1,4 +1,4 @@
-"""Reports of the benches as pictures. Torch-free."""
+"""Plots of benchmark reports with matplotlib. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 Report = Mapping[str, Any]
 MS_PER_S = 1e3
 TITLE_CHARS_PER_PANEL = 68
-"""Of the title, in a line."""
+"""Characters of the title per line and panel."""
 
 
 def draw_report(report: Report, path: Path) -> None:
-    """Draw a report of `moefold bench`, as written with --json.
+    """Plot a report of `moefold bench` that was written with --json.
 
     Raises:
-        ConfigError: it is none, or the picture cannot be written.
+        ConfigError: the report is of an unknown kind, or the file cannot be written.
     """
     drawers = {
         "comparison": (2, _draw_comparison),
@@ -30,23 +30,23 @@ def draw_report(report: Report, path: Path) -> None:
         "scaling": (2, _draw_scaling),
     }
     if report.get("kind") not in drawers:
-        raise ConfigError(f"this is no report of moefold bench that can be drawn; their kinds are {', '.join(drawers)}")
+        raise ConfigError(f"not a report of moefold bench that can be plotted; the kinds are {', '.join(drawers)}")
     panels, draw = drawers[report["kind"]]
-    # matplotlib takes half a second to import. No pyplot: it keeps global state.
+    # Lazy import: matplotlib takes half a second. No pyplot: it has global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    room = ConstrainedLayoutEngine(h_pad=0.12)
-    figure = Figure(figsize=(6.5 * panels, 5), dpi=130, facecolor="white", layout=room)
+    engine = ConstrainedLayoutEngine(h_pad=0.12)
+    figure = Figure(figsize=(6.5 * panels, 5), dpi=130, facecolor="white", layout=engine)
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    # A long name of a machine takes further lines, for which the panels make room.
+    # A long machine name wraps; the constrained layout shrinks the panels.
     title = fill(draw(report, axes), TITLE_CHARS_PER_PANEL * panels)
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.tick_params(colors=FAINT, labelsize=8)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors=FAINT, labelsize=8)
     try:
         figure.savefig(path, format="png")
     except OSError as error:
@@ -57,19 +57,19 @@ def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
     rows = report["rows"]
     left, right = axes
     names = [row["name"] for row in rows]
-    middle = [row["median_s"] * MS_PER_S for row in rows]
-    spread = [
+    medians = [row["median_s"] * MS_PER_S for row in rows]
+    quartiles = [
         [(row["median_s"] - row["low_s"]) * MS_PER_S for row in rows],
         [(row["high_s"] - row["median_s"]) * MS_PER_S for row in rows],
     ]
-    left.barh(names, middle, xerr=spread, color=[PALETTE[0], *[PALETTE[4]] * (len(rows) - 1)], ecolor=FAINT)
+    left.barh(names, medians, xerr=quartiles, color=[PALETTE[0], *[PALETTE[4]] * (len(rows) - 1)], ecolor=FAINT)
     left.invert_yaxis()
     left.set_title("a step, ms (median and quartiles)", fontsize=9.5, color=INK)
     pieces = report["pieces"]
-    places = range(len(pieces))
-    right.barh(places, [p["seconds"] * MS_PER_S for p in pieces], color=PALETTE[4], label="measured")
-    right.barh(places, [p["floor_s"] * MS_PER_S for p in pieces], height=0.4, color=PALETTE[3], label="floor")
-    right.set_yticks(places, [p["name"] for p in pieces])
+    ticks = range(len(pieces))
+    right.barh(ticks, [p["seconds"] * MS_PER_S for p in pieces], color=PALETTE[4], label="measured")
+    right.barh(ticks, [p["floor_s"] * MS_PER_S for p in pieces], height=0.4, color=PALETTE[3], label="floor")
+    right.set_yticks(ticks, [p["name"] for p in pieces])
     right.invert_yaxis()
     right.set_title("parts of our step by themselves, ms", fontsize=9.5, color=INK)
     right.legend(frameon=False, fontsize=8)
@@ -77,11 +77,11 @@ def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
 
 
 def _draw_dispatch(report: Report, axes: Sequence["Axes"]) -> str:
-    for one, grain in zip(axes, ("coarse", "fine"), strict=True):
+    for panel, grain in zip(axes, ("coarse", "fine"), strict=True):
         bars = [bar for bar in report["bars"] if bar["grain"] == grain]
         names = [bar["name"].replace(" ", "\n") for bar in bars]
-        _draw_stacked_bars(one, names, [bar["parts_s"] for bar in bars])
-        one.set_title(f"{grain}: {bars[0]['experts']}" if bars else grain, fontsize=9.5, color=INK)
+        _draw_stacked_bars(panel, names, [bar["parts_s"] for bar in bars])
+        panel.set_title(f"{grain}: {bars[0]['experts']}" if bars else grain, fontsize=9.5, color=INK)
     axes[0].set_ylabel("ms, forward and backward", fontsize=9, color=INK)
     return f"One MoE layer on {report['ranks']} ranks, {report['tokens']:,} tokens each: {report['machine']}"
 
@@ -91,7 +91,7 @@ def _draw_ranks(report: Report, axes: Sequence["Axes"]) -> str:
     _draw_stacked_bars(axes[0], [str(i) for i in range(len(ranks))], ranks)
     axes[0].set_ylabel("CPU ms of a step", fontsize=9, color=INK)
     axes[0].set_xlabel("rank", fontsize=9, color=INK)
-    return f"Where {len(ranks)} ranks spend a step"
+    return f"CPU time of a step on {len(ranks)} ranks"
 
 
 def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
@@ -104,22 +104,22 @@ def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
         [r["experts"] for r in experts], [r["median_s"] * MS_PER_S for r in experts], marker="o", color=PALETTE[3]
     )
     right.set_title("ms over experts, same active compute", fontsize=9.5, color=INK)
-    for one, key, rows in ((left, "tokens", tokens), (right, "experts", experts)):
-        one.set_xscale("log", base=2)
-        one.set_xticks([r[key] for r in rows], [str(r[key]) for r in rows])
-        one.set_ylim(bottom=0)
+    for panel, key, rows in ((left, "tokens", tokens), (right, "experts", experts)):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks([r[key] for r in rows], [str(r[key]) for r in rows])
+        panel.set_ylim(bottom=0)
     return f"Scaling, {report['dtype']}: {report['machine']}"
 
 
 def _draw_stacked_bars(axes: "Axes", names: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
-    """Stacked bars of seconds, in ms, with their sums."""
-    below = [0.0] * len(bars)
+    """Draw stacked bars of seconds, in ms, with their sums."""
+    bottoms = [0.0] * len(bars)
     for i, part in enumerate(bars[0] if bars else ()):
         heights = [bar[part] * MS_PER_S for bar in bars]
-        axes.bar(range(len(bars)), heights, bottom=below, color=PALETTE[i], label=part, width=0.72)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    for i, total in enumerate(below):
+        axes.bar(range(len(bars)), heights, bottom=bottoms, color=PALETTE[i], label=part, width=0.72)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for i, total in enumerate(bottoms):
         axes.text(i, total, f"{total:.0f}", ha="center", va="bottom", fontsize=8, color=INK)
     axes.set_xticks(range(len(bars)), names, fontsize=7.5)
-    axes.set_ylim(0, 1.25 * max(below, default=1.0))
+    axes.set_ylim(0, 1.25 * max(bottoms, default=1.0))
     axes.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=2)

@@ -1,7 +1,7 @@
-"""Where the ranks of a recipe spend a step: CPU time of products, attention, other tensor work, communication, Python.
+"""Per-rank profile of a training step: CPU time of GEMMs, attention, other tensor ops, communication and Python.
 
-CPU time and not the clock: ranks share cores, and wait for each other and for other work. Operations are timed in steps
-of their own, one by one, so that what the timing costs is in none of the numbers.
+CPU time rather than wall time, as ranks share cores and wait for each other. Operations are timed one by one in
+separate steps, so that the overhead of timing is not included in the totals.
 """
 
 import statistics
@@ -30,13 +30,11 @@ from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 
-GEMMS, ATTENTION, TENSOR_OPS, COMMUNICATION, PYTHON = (
-    "GEMMs",
-    "attention",
-    "other tensor work",
-    "communication",
-    "Python",
-)
+GEMMS = "GEMMs"
+ATTENTION = "attention"
+TENSOR_OPS = "other tensor work"
+COMMUNICATION = "communication"
+PYTHON = "Python"
 CATEGORIES = (GEMMS, ATTENTION, TENSOR_OPS, COMMUNICATION, PYTHON)
 GEMM_OPS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "_grouped_mm", "linear")
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -44,73 +42,75 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True)
 class RankCpuTimes:
-    """One rank's step, in seconds: medians over the steps."""
+    """Times of one rank's step in seconds, medians over the steps."""
 
     cpu_s: dict[str, float]
     """CPU time of each of `CATEGORIES`."""
     wall_s: float
-    """By the clock."""
+    """Wall time."""
     thread_s: float
-    """CPU time of the thread that trains; the rest of `wall_s` it waited, for others or for a core."""
+    """CPU time of the training thread; for the rest of `wall_s` it waited for other ranks or for a core."""
 
 
 def measure_ranks(
     cfg: Config, groups: ParallelGroups, steps: int, on_progress: ProgressCallback = ignore_progress
 ) -> list[RankCpuTimes]:
-    """Train some steps and say what each rank spent on them; the same answer on every rank. Collective."""
+    """Train some steps and return the times of each rank. Collective; the result is equal on every rank."""
     on_progress("building the model")
-    rank = _RankTrainer(cfg, groups)
+    trainer = _RankTrainer(cfg, groups)
     on_progress("first steps")
     for _ in range(2):
-        rank.step()
-    plain, timed = [], []
+        trainer.step()
+    untimed = []
+    timed = []
     for i in range(steps):
         on_progress(f"step {i + 1} of {steps}, twice each")
-        plain.append(rank.step())
-        with OpCpuTimer() as rank.timer:
-            rank.step()
-        timed.append(rank.timer.cpu_s)
-        rank.timer = None
-    wall_s, thread_s, process_s = (statistics.median(column) for column in zip(*plain, strict=True))
-    inside = {kind: statistics.median(found[kind] for found in timed) for kind in CATEGORIES[:-1]}
-    python_s = max(0.0, thread_s - sum(inside.values()))
-    # Threads beside the one that trains: those of gloo.
-    inside[COMMUNICATION] += max(0.0, process_s - thread_s)
-    mine = torch.tensor([*inside.values(), python_s, wall_s, thread_s], dtype=torch.float64, device=groups.device)
-    rows = all_gather(mine.unsqueeze(0), groups.world).tolist()
+        untimed.append(trainer.step())
+        with OpCpuTimer() as trainer.timer:
+            trainer.step()
+        timed.append(trainer.timer.cpu_s)
+        trainer.timer = None
+    wall_s, thread_s, process_s = (statistics.median(column) for column in zip(*untimed, strict=True))
+    op_s = {kind: statistics.median(cpu_s[kind] for cpu_s in timed) for kind in CATEGORIES[:-1]}
+    python_s = max(0.0, thread_s - sum(op_s.values()))
+    # The other threads of the process are gloo's.
+    op_s[COMMUNICATION] += max(0.0, process_s - thread_s)
+    own_s = torch.tensor([*op_s.values(), python_s, wall_s, thread_s], dtype=torch.float64, device=groups.device)
+    rows = all_gather(own_s.unsqueeze(0), groups.world).tolist()
     return [RankCpuTimes(dict(zip(CATEGORIES, row[:5], strict=True)), row[5], row[6]) for row in rows]
 
 
 def time_shares(ranks: list[RankCpuTimes]) -> dict[str, float]:
-    """Part of each kind of the CPU time of all ranks."""
+    """Return the fraction of each category in the CPU time of all ranks."""
     totals = {kind: sum(rank.cpu_s[kind] for rank in ranks) for kind in CATEGORIES}
-    everything = sum(totals.values())
-    return {kind: total / everything for kind, total in totals.items()}
+    total_s = sum(totals.values())
+    return {kind: category_s / total_s for kind, category_s in totals.items()}
 
 
 def slowest_rank_s(ranks: list[RankCpuTimes]) -> float:
-    """The step by the clock."""
+    """Return the wall time of the slowest rank."""
     return max(rank.wall_s for rank in ranks)
 
 
 class OpCpuTimer(TorchDispatchMode):
-    """Inside, adds up the CPU time of every operation of this thread by its kind, in `cpu_s`."""
+    """Dispatch mode that sums the CPU time of every operation of this thread by category, in `cpu_s`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cpu_s = dict.fromkeys(CATEGORIES, 0.0)
 
     def time_call(self, category: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run what torch does not see, and count its time beside that of the operations in it."""
-        before_s, started_s = sum(self.cpu_s.values()), time.thread_time()
+        """Run a call that is not dispatched by torch, and add its time without that of operations inside it."""
+        before_s = sum(self.cpu_s.values())
+        started_s = time.thread_time()
         result = compute(*args, **kwargs)
         self.cpu_s[category] += max(0.0, time.thread_time() - started_s - (sum(self.cpu_s.values()) - before_s))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at the clock."""
+        """Run and time an operation."""
         if DTensor in types:
-            # It takes itself apart, and its local operations come here.
+            # DTensor redispatches on its local tensors, which are timed.
             return NotImplemented
         started_s = time.thread_time()
         result = func(*args, **(kwargs or {}))
@@ -119,7 +119,7 @@ class OpCpuTimer(TorchDispatchMode):
 
 
 def op_category(namespace: str, name: str) -> str:
-    """What an operation counts as."""
+    """Return the category of an operation."""
     if namespace in COLLECTIVE_NAMESPACES:
         return COMMUNICATION
     if name in GEMM_OPS:
@@ -128,27 +128,29 @@ def op_category(namespace: str, name: str) -> str:
 
 
 class _TimedKernel:
-    """A kernel in C, whose time counts while a clock is there."""
+    """Wrapper of a C kernel that times its calls while the trainer has a timer."""
 
     def __init__(self, kernel: Any, category: str, rank: "_RankTrainer") -> None:
-        self._kernel, self._category, self._rank = kernel, category, rank
+        self._kernel = kernel
+        self._category = category
+        self._rank = rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the kernel."""
+        """Call the kernel, timed if the trainer has a timer."""
         if self._rank.timer is None:
             return self._kernel(*args, **kwargs)
         return self._rank.timer.time_call(self._category, self._kernel, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Of the kernel."""
-        found = getattr(self._kernel, name)
+        """Return an attribute of the kernel; its forward and backward are timed."""
+        attribute = getattr(self._kernel, name)
         if name not in ("forward", "backward") or self._rank.timer is None:
-            return found
-        return partial(self._rank.timer.time_call, self._category, found)
+            return attribute
+        return partial(self._rank.timer.time_call, self._category, attribute)
 
 
 class _TimedGemm(CGemm):
-    """The same of products in C."""
+    """C GEMM that times its calls while the trainer has a timer."""
 
     def __init__(self, rank: "_RankTrainer") -> None:
         self._rank = rank
@@ -162,10 +164,10 @@ class _TimedGemm(CGemm):
 
 
 class _RankTrainer:
-    """This rank's training."""
+    """Training of this rank with wrapped kernels."""
 
     timer: OpCpuTimer | None = None
-    """What counts now."""
+    """Active timer, if any."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
@@ -183,8 +185,8 @@ class _RankTrainer:
         for module in stage.modules():
             if isinstance(getattr(module, "gemm", None), CGemm):
                 module.gemm = self._timed_gemm
-            products = getattr(module, "linear_backend", None)
-            if isinstance(products, UnquantizedLinear) and isinstance(products.gemm, CGemm):
+            linear_backend = getattr(module, "linear_backend", None)
+            if isinstance(linear_backend, UnquantizedLinear) and isinstance(linear_backend.gemm, CGemm):
                 module.linear_backend = UnquantizedLinear(self._timed_gemm)
             core = getattr(module, "core_attention", None)
             if isinstance(core, CausalAttention) and core.kernel is not None:
@@ -199,12 +201,12 @@ class _RankTrainer:
 
     @property
     def _timed_gemm(self) -> CGemm:
-        """One for all layers: they share its memory."""
+        """Timed GEMM, shared by all layers as they share its buffers."""
         self._gemm = self._gemm or _TimedGemm(self)
         return self._gemm
 
     def step(self) -> tuple[float, float, float]:
-        """Train once: (clock, CPU time of this thread, of all threads), without the loading of data."""
+        """Run one step; return (wall time, CPU time of this thread, of all threads), without data loading."""
         batch = self._batches.batch(self._num_steps * self._batch_size)
         self._num_steps += 1
         started = time.perf_counter(), time.thread_time(), time.process_time()

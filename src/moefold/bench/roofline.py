@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same rounds as what is compared with it."""
+"""Roofline: peak GEMM and copy rates of the machine, measured in the same rounds as the benchmark."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,49 +11,51 @@ from moefold.ops.gemm import TORCH_GEMM
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Beyond every cache."""
-TORCH_MM, ONEDNN, COPY = "GEMM, torch.mm", "GEMM, oneDNN", "copy"
+"""Size of the copy; larger than every cache."""
+TORCH_MM = "GEMM, torch.mm"
+ONEDNN = "GEMM, oneDNN"
+COPY = "copy"
 
 
 @dataclass(frozen=True)
 class PeakRates:
-    """What the machine reached."""
+    """Measured peak rates of the machine."""
 
     flops_per_s: float
-    """Operations a second of a large square product, by the faster of the libraries."""
+    """FLOP/s of a large square GEMM, by the faster library."""
     bytes_per_s: float
-    """Bytes a second, read and written, of a large copy."""
+    """Bytes/s, read and written, of a large copy."""
 
     def roofline_s(self, flops: float, moved_bytes: float) -> float:
-        """The least time that so much work takes."""
+        """Return the roofline time of an amount of FLOPs and bytes."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
 
 def roofline_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What to race beside the contestants, for `peak_rates`."""
+    """Return the GEMM and copy kernels for `peak_rates`, to be timed together with the implementations."""
     n = GEMM_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
-    has_own = TORCH_GEMM.is_faster_than_torch_mm(a)
-    if not has_own or dtype == torch.float32:
-        # Where bfloat16 is emulated, the library's product would take seconds and is never the faster one.
-        found[TORCH_MM] = lambda: torch.mm(a, b)
-    if has_own:
-        found[ONEDNN] = lambda: TORCH_GEMM.matmul(a, b)
-    return found
+    kernels: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
+    has_onednn = TORCH_GEMM.is_faster_than_torch_mm(a)
+    if not has_onednn or dtype == torch.float32:
+        # Where bfloat16 is emulated, torch.mm would take seconds and is never the faster one.
+        kernels[TORCH_MM] = lambda: torch.mm(a, b)
+    if has_onednn:
+        kernels[ONEDNN] = lambda: TORCH_GEMM.matmul(a, b)
+    return kernels
 
 
 def peak_rates(median_s: dict[str, float], device: torch.device) -> PeakRates:
-    """The rates that follow from the median times of the yardsticks."""
+    """Compute the peak rates from the median times of `roofline_kernels`."""
     flops = 2 * GEMM_SIZE[device.type] ** 3
     fastest = min(median_s[name] for name in (TORCH_MM, ONEDNN) if name in median_s)
     return PeakRates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
 
 
 def free_memory_bytes(device: torch.device) -> float:
-    """Memory that is free on the device."""
+    """Return the free memory of the device, in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     import os
@@ -62,18 +64,18 @@ def free_memory_bytes(device: torch.device) -> float:
 
 
 def describe_device(device: torch.device) -> str:
-    """The device in words."""
+    """Return a description of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in lines}
-    # A virtual machine often names the maker alone.
+    # On a virtual machine the model name is often only that of the vendor.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
-    which = f" ({', '.join(numbers)})" if numbers else ""
-    words = (
-        f"{facts.get('model name', 'CPU')}{which}",
+    family = f" ({', '.join(numbers)})" if numbers else ""
+    parts = (
+        f"{facts.get('model name', 'CPU')}{family}",
         f"{torch.get_num_threads()} threads",
         malloc_message(device.type),
     )
-    return ", ".join(filter(None, words))
+    return ", ".join(filter(None, parts))

@@ -8,28 +8,28 @@ from torch import Tensor
 from moefold.config.schema import ModelConfig
 
 STEER_STRENGTH = 8.0
-"""Of the steered direction over the noise: the chosen experts are those that are meant."""
+"""Strength of the steered direction over the noise; large enough that the router chooses the intended experts."""
 
 
 def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal rows, [E, H]; E may not exceed H."""
+    """Return E random orthonormal rows, [E, H]; requires E <= H."""
     assert num_experts <= hidden_size
     matrix = torch.randn(hidden_size, num_experts, generator=generator, device=generator.device)
     return torch.linalg.qr(matrix)[0].t().contiguous()
 
 
 def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
-    """K experts for each of `count` rows, int64 [count, K]: each expert as often as any other, up to one.
+    """Return balanced choices of K experts for `count` tokens, int64 [count, K]; expert counts differ by at most 1.
 
-    The experts of a row follow each other, and so do the rows: those of a router with groups stay within few groups.
+    The experts of a token are consecutive, so with group-limited routing they stay within few groups.
     """
-    place = torch.arange(count * model.top_k, device=device)
-    return (place % model.num_experts).view(count, model.top_k)
+    index = torch.arange(count * model.top_k, device=device)
+    return (index % model.num_experts).view(count, model.top_k)
 
 
 @torch.no_grad()
 def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
-    """Random states [count, H] with an even routing; sets the routers' weights to what they follow."""
+    """Return random states [count, H] with balanced routing; sets the routers' weights accordingly."""
     rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)
@@ -39,7 +39,7 @@ def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, g
 
 @torch.no_grad()
 def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
-    """Make the vectors of tokens point at their experts: token after token, so that random tokens load all alike."""
+    """Steer the embedding so that each token id routes to fixed experts, balanced over random tokens."""
     generator = torch.Generator(embedding.device).manual_seed(0)
     rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
     for router in routers:

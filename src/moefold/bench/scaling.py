@@ -1,4 +1,4 @@
-"""Whether cost grows as the work does: tokens/s over tokens a rank, and time over experts at one active compute."""
+"""Scaling benchmark: tokens/s over tokens per rank, and time over the number of experts at equal active compute."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from moefold.progress import ProgressCallback, ignore_progress
 
 @dataclass(frozen=True)
 class TokensPoint:
-    """A step with so many tokens."""
+    """Result for one number of tokens."""
 
     tokens: int
     median_s: float
@@ -22,17 +22,17 @@ class TokensPoint:
 
 @dataclass(frozen=True)
 class ExpertsPoint:
-    """A step with so many experts a layer, of which a token meets as many as ever."""
+    """Result for one number of experts per layer, at constant top-k."""
 
     experts: int
     median_s: float
     ratio: float
-    """To the fewest experts."""
+    """Time relative to the smallest number of experts."""
 
 
 @dataclass(frozen=True)
 class ScalingSweep:
-    """What to vary, and how to measure it."""
+    """Values to sweep and measurement settings."""
 
     shape: BenchShape
     dtype: str
@@ -45,7 +45,7 @@ class ScalingSweep:
 def sweep_tokens(
     sweep: ScalingSweep, device: torch.device, on_progress: ProgressCallback = ignore_progress
 ) -> list[TokensPoint]:
-    """Steps with more and more tokens, in turn. A whole model needs a process group of one."""
+    """Time steps with increasing numbers of tokens, interleaved. A whole model needs a process group of size 1."""
     steps = {
         str(n): synchronized(
             build_moefold_step(
@@ -69,7 +69,7 @@ def sweep_tokens(
 def sweep_experts(
     sweep: ScalingSweep, device: torch.device, on_progress: ProgressCallback = ignore_progress
 ) -> list[ExpertsPoint]:
-    """One MoE layer of the shape's sizes with more and more experts, forward and backward, in turn."""
+    """Time forward and backward of one MoE layer with increasing numbers of experts, interleaved."""
     shape = replace(sweep.shape, part="layer")
     steps = {}
     for count in sweep.experts:

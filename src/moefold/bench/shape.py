@@ -1,7 +1,4 @@
-"""The named shapes of `moefold bench`: which model, how much of it, and how many tokens. Torch-free.
-
-Routing that is balanced by construction, for every implementation alike: states that point at their experts.
-"""
+"""Shapes of `moefold bench`: model, part of it, tokens. Torch-free."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,23 +15,23 @@ BenchRouting = Literal["natural", "balanced"]
 STACK_LAYERS = 2
 SMALL_SEQ_LEN = 256
 SEQ_LEN = 4096
-"""Tokens of a sample of the large shapes; more tokens are more samples."""
+"""Sequence length of the large shapes; more tokens mean more samples."""
 VOCAB_SIZE = 256
-"""Of the large shapes, whose embedding and head are not measured."""
+"""Vocabulary size of the large shapes, whose embedding and head are not measured."""
 LARGE_PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "deepseek-v3")
 
 
 @dataclass(frozen=True)
 class BenchShape:
-    """What a row of the table computes.
+    """Shape of a benchmark.
 
     Attributes:
-        name: on the command line.
-        preset: of the model.
+        name: name on the command line.
+        preset: model preset.
         part: a training step of a whole model; or forward and backward of one MoE layer, or of a stack of layers with
-            their attention, without embedding, head and optimizer.
-        tokens: of a step, unless it is said.
-        seq_len: of a sample.
+            attention, without embedding, head and optimizer.
+        tokens: default number of tokens of a step.
+        seq_len: tokens of a sample.
     """
 
     name: str
@@ -45,30 +42,30 @@ class BenchShape:
 
 
 def bench_shapes() -> dict[str, BenchShape]:
-    """All shapes by name."""
-    found = [BenchShape("small", "bench-small", "model", 8 * SMALL_SEQ_LEN, SMALL_SEQ_LEN)]
+    """Return all shapes by name."""
+    shapes = [BenchShape("small", "bench-small", "model", 8 * SMALL_SEQ_LEN, SMALL_SEQ_LEN)]
     parts: tuple[BenchPart, ...] = ("layer", "stack")
-    found += [
+    shapes += [
         BenchShape(f"{preset}-{part}", preset, part, SEQ_LEN, SEQ_LEN) for preset in LARGE_PRESETS for part in parts
     ]
-    return {shape.name: shape for shape in found}
+    return {shape.name: shape for shape in shapes}
 
 
 def bench_config(
     shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int = 0, device: str = "cpu", seed: int = 0
 ) -> Config:
-    """The recipe of a shape.
+    """Build the recipe of a shape.
 
     Args:
         shape: one of `bench_shapes()`.
-        dtype: of the maths; of the weights as well, unless the shape is a whole model.
-        tokens: of a step; 0: those of the shape.
-        experts: how many each layer has; 0: as many as the model.
+        dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
+        tokens: tokens of a step; 0: the shape's default.
+        experts: experts of each layer; 0: those of the model.
         device: "cpu" or "cuda".
-        seed: of weights and data.
+        seed: seed of weights and data.
 
     Raises:
-        ConfigError: the tokens are no whole number of samples, or the experts are too few to choose from.
+        ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.
     """
     tokens = tokens or shape.tokens
     if tokens < 1:
@@ -99,7 +96,7 @@ def bench_config(
 
 
 def step_flops(cfg: Config, part: BenchPart) -> int:
-    """Operations of a step, forward and backward: of the parts that run, with half of the attention core."""
+    """Return the FLOPs of a step, forward and backward, of the parts that run, with causal attention."""
     count = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True)
     forward = count.router + count.experts + count.shared_experts
     if part != "layer":
@@ -110,7 +107,7 @@ def step_flops(cfg: Config, part: BenchPart) -> int:
 
 
 def count_weights(model: ModelConfig, part: BenchPart) -> int:
-    """Parameters that the parts of a shape hold."""
+    """Return the number of parameters of the benchmarked part of a model."""
     count = count_parameters(model)
     if part == "model":
         return count.total
@@ -119,10 +116,13 @@ def count_weights(model: ModelConfig, part: BenchPart) -> int:
 
 
 def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 2) -> int:
-    """The most experts a layer of the shape may have, halving those of the model until weights and gradients fit.
+    """Return the number of experts that fit into memory, by halving the model's until weights and gradients fit.
 
-    The weights are there in `num_copies`, ours and those of the peers, each with gradients; a whole model has moments as
-    well. A third is left for activations.
+    There are `num_copies` of the weights, ours and those of the peers, each with gradients, and for a whole model with
+    moments. A third of the memory is left for activations.
+
+    Raises:
+        ConfigError: not even the smallest legal number of experts fits.
     """
     model = bench_config(shape, dtype="float32").model
     per_weight = num_copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)

@@ -1,7 +1,4 @@
-"""Timing contestants fairly on a noisy machine: in turn, in one process, medians.
-
-How much memory tensors take at most: counted, because the size of a process says little about a single step.
-"""
+"""Benchmark timing and memory: interleaved rounds in one process with medians, and peak bytes of tensor storages."""
 
 import statistics
 import time
@@ -19,18 +16,18 @@ from moefold.progress import ProgressCallback, ignore_progress
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a contestant took, in seconds."""
+    """Step times of one implementation, in seconds."""
 
     seconds: list[float]
 
     @property
     def median_s(self) -> float:
-        """The middle."""
+        """Median of the times."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
-        """Between them lies the middle half; the extremes where there are fewer than four."""
+        """Lower and upper quartile; minimum and maximum for fewer than four times."""
         if len(self.seconds) < 4:
             return min(self.seconds), max(self.seconds)
         low, _, high = statistics.quantiles(self.seconds, n=4)
@@ -39,7 +36,7 @@ class StepTimes:
 
 Clock = Callable[[], float]
 CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""The CPU time of all threads of this process says on a crowded machine what the wall clock says on an idle one."""
+"""Clocks by name; "cpu" is the CPU time of all threads of this process, for a machine with other load."""
 
 
 def time_interleaved(
@@ -50,9 +47,9 @@ def time_interleaved(
     clock: Clock = time.perf_counter,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, list[float]]:
-    """Run every contestant once a round, after some rounds that do not count; returns seconds by name.
+    """Run every step once per round, after warm-up rounds; return the seconds of each round by name.
 
-    A contestant that works on a GPU waits for it itself: see `synchronized`.
+    Steps on a GPU must synchronise themselves: see `synchronized`.
     """
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(warmup + rounds):
@@ -66,7 +63,7 @@ def time_interleaved(
 
 
 def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The step, which is over when the device has done its work."""
+    """Wrap a step so that it waits for the device."""
 
     def run() -> None:
         step()
@@ -77,15 +74,15 @@ def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[
 
 
 def median_ratio(fast_s: list[float], slow_s: list[float]) -> float:
-    """Median over the rounds of how many times faster the first is, round by round."""
+    """Return the median over the rounds of slow time over fast time."""
     return statistics.median(slow / fast for fast, slow in zip(fast_s, slow_s, strict=True))
 
 
 class StorageMeter(TorchDispatchMode):
-    """Inside, counts the bytes of all storages that operations return, from when they come to when they go.
+    """Dispatch mode that counts the live bytes of all storages that operations return.
 
     Attributes:
-        peak_bytes: the most that lived at once; what lived before does not count.
+        peak_bytes: peak of the live bytes, without storages from before.
     """
 
     def __init__(self) -> None:
@@ -95,7 +92,7 @@ class StorageMeter(TorchDispatchMode):
         self._live_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at what it returns."""
+        """Run an operation and count the new storages of its results."""
         result = func(*args, **(kwargs or {}))
         known = {self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):

@@ -1,8 +1,7 @@
-"""The same model as one would write it with torch alone, as a textbook has it: the bench's plain contestant.
+"""Plain torch baseline of the bench: the same model as a textbook implementation.
 
-It reads the parameters of a `Transformer` or an `MoELayer`, so that the two can be compared number by number, and
-shares no computation with them: torch's own operations, each expert over a mask of its tokens, or `grouped_mm` put
-together by hand.
+It reads the parameters of a `Transformer` or `MoELayer`, so that results can be compared exactly, but shares no
+computation with them: torch's own operations, with a loop over the experts or `grouped_mm`.
 """
 
 from typing import Any, Literal
@@ -20,23 +19,23 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
-    """Why the plain contestant cannot compute the model; empty if it can."""
+    """Return the reason why the baseline cannot compute a model; "" if it can."""
     if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias:
-        return "its router is softmax and top-k alone"
+        return "its router supports only softmax and top-k"
     if not with_attention:
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
-        return "its attention is grouped-query attention alone"
-    return "it rotates whole heads, unscaled" if model.rope_scaling != "none" else ""
+        return "it supports only grouped-query attention"
+    return "its RoPE has no scaling" if model.rope_scaling != "none" else ""
 
 
 class TorchBaseline:
     """Forward passes in plain torch.
 
     Args:
-        cfg: sizes; the type of the maths is `dtype`.
-        dtype: weights are converted to it where they are used, as autocast does.
-        experts: how the experts multiply.
+        cfg: the recipe.
+        dtype: compute dtype, to which weights are cast where they are used, as autocast does.
+        experts: implementation of the experts.
     """
 
     def __init__(self, cfg: Config, dtype: torch.dtype, experts: ExpertsImplementation) -> None:
@@ -45,7 +44,7 @@ class TorchBaseline:
         self._experts = experts
 
     def loss(self, model: Transformer, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of labels, int64 [B, S], plus the balance loss of every layer."""
+        """Compute the mean cross-entropy of labels, int64 [B, S], plus the load-balancing loss of every layer."""
         x, aux = self.stack(model, F.embedding(tokens, model.embedding.weight).to(self._dtype))
         x = self._norm(x, model.head.norm.weight)
         head = model.embedding.weight if model.head.weight is None else model.head.weight
@@ -53,25 +52,27 @@ class TorchBaseline:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + aux
 
     def stack(self, model: Transformer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All layers over hidden states [B, S, H]; and the sum of the balance losses."""
+        """Run all layers on hidden states [B, S, H]; return the output and the sum of the load-balancing losses."""
         total = torch.zeros((), device=x.device)
         blocks: Any = model.layers.values()
         for block in blocks:
             x = x + self._attention(block.attention, self._norm(x, block.attention_norm.weight))
             y, aux = self.layer(block.ffn, self._norm(x, block.ffn_norm.weight))
-            x, total = x + y, total + aux
+            x = x + y
+            total = total + aux
         return x, total
 
     def layer(self, moe: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """One MoE layer over [..., H]; and its balance loss."""
-        model, x_TH = self._cfg.model, x.flatten(0, -2)
+        """Run one MoE layer on [..., H]; return the output and its load-balancing loss."""
+        model = self._cfg.model
+        x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)
         probs_TK, ids_TK = scores_TE.topk(model.top_k, dim=-1)
         if model.router_softmax == "post":
             probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
         probs_TK = probs_TK * model.router_scaling_factor
-        by = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
-        y_TH = by(moe.experts, x_TH, ids_TK, probs_TK.to(x.dtype))
+        run_experts = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
+        y_TH = run_experts(moe.experts, x_TH, ids_TK, probs_TK.to(x.dtype))
         shared_expert: Any = moe.shared
         if shared_expert is not None:
             shared = self._swiglu(x_TH, shared_expert.w_gate.t(), shared_expert.w_up.t(), shared_expert.w_down.t())
@@ -85,9 +86,9 @@ class TorchBaseline:
     def _experts_loop(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
         y_TH = torch.zeros_like(x_TH)
         for e in range(self._cfg.model.num_experts):
-            token, copy = torch.where(ids_TK == e)
-            mine = self._swiglu(x_TH[token], experts.w_gate[e], experts.w_up[e], experts.w_down[e])
-            y_TH = y_TH.index_add(0, token, mine * probs_TK[token, copy, None])
+            token, k = torch.where(ids_TK == e)
+            output = self._swiglu(x_TH[token], experts.w_gate[e], experts.w_up[e], experts.w_down[e])
+            y_TH = y_TH.index_add(0, token, output * probs_TK[token, k, None])
         return y_TH
 
     def _experts_grouped_mm(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class TorchBaseline:
         return (F.silu(x @ gate) * (x @ up)) @ down
 
     def _attention(self, attention: Any, x: Tensor) -> Tensor:
-        """[B, S, H] -> the same, causal."""
+        """Compute causal attention, [B, S, H] -> [B, S, H]."""
         pairs = ((attention.wq, attention.bq), (attention.wk, attention.bk), (attention.wv, attention.bv))
         query, key, value = (
             F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)).unflatten(-1, (-1, attention.head_size))

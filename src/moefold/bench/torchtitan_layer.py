@@ -1,4 +1,4 @@
-"""The bench's contestant of torchtitan: its `MoE` with our weights."""
+"""Benchmarked MoE layer of torchtitan: its `MoE` with our weights."""
 
 from typing import Any
 
@@ -14,24 +14,25 @@ from moefold.model.moe.layer import MoELayer
 
 
 def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    """A layer that maps [S, B, H] to the same; its router is float32."""
+    """Build a layer that maps [S, B, H] to [S, B, H], with a float32 router."""
     with torch.device("meta"):
         layer: Any = _config(model).build()
     layer.to(dtype).router.float()
     layer.to_empty(device=ours.router.weight.device)
     _copy_weights(ours, layer)
-    # CUDA's autocast widens the states there; that of a CPU has no float32.
+    # On CUDA autocast casts the router's input to float32; CPU autocast does not support float32.
     layer.router.gate.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     return layer.train()
 
 
 def _config(model: ModelConfig) -> Any:
-    size, num_experts = model.hidden_size, model.num_experts
+    size = model.hidden_size
+    num_experts = model.num_experts
     has_groups = model.num_groups > 1
     is_softmax = model.router_score == "softmax"
     return MoE.Config(
         num_experts=num_experts,
-        # Whether there is a bias for the choice; the value is for its update, which is no part of the layer.
+        # Enables the expert bias; the value is only used by its update, which is not part of the layer.
         load_balance_coeff=1e-3 if model.expert_bias else None,
         shared_experts=_shared_expert(model) if model.shared_expert_ffn_hidden_size else None,
         router=TokenChoiceTopKRouter.Config(
@@ -41,7 +42,7 @@ def _config(model: ModelConfig) -> Any:
             num_limited_groups=model.top_groups if has_groups else None,
             top_k=model.top_k,
             score_func=model.router_score,
-            # The softmax of the chosen logits is that of all logits, normalised over the chosen.
+            # The softmax over the chosen logits equals the full softmax normalised over the chosen experts.
             route_norm=model.router_softmax == "post" if is_softmax else model.router_normalize,
             route_scale=model.router_scaling_factor,
         ),
@@ -55,7 +56,8 @@ def _config(model: ModelConfig) -> Any:
 
 
 def _shared_expert(model: ModelConfig) -> Any:
-    size, inner = model.hidden_size, model.shared_expert_ffn_hidden_size
+    size = model.hidden_size
+    inner = model.shared_expert_ffn_hidden_size
     widths = {"w1": _linear(size, inner), "w2": _linear(inner, size), "w3": _linear(size, inner)}
     if model.shared_expert_gate:
         return SigmoidGatedFeedForward.Config(**widths, gate=_linear(size, 1))
@@ -68,7 +70,8 @@ def _linear(inputs: int, outputs: int) -> Any:
 
 @torch.no_grad()
 def _copy_weights(ours: MoELayer, theirs: Any) -> None:
-    experts, inner = ours.experts, theirs.routed_experts.inner_experts
+    experts = ours.experts
+    inner = theirs.routed_experts.inner_experts
     pairs: list[tuple[Tensor, Tensor]] = [
         (theirs.router.gate.weight, ours.router.weight),
         (inner.w1_EFD, experts.w_gate.transpose(1, 2)),
@@ -85,5 +88,5 @@ def _copy_weights(ours: MoELayer, theirs: Any) -> None:
         target.copy_(source)
     theirs.tokens_per_expert_E.zero_()
     if ours.router.expert_bias is not None:
-        # A buffer that takes part in sums of float32.
+        # The buffer is added to float32 scores.
         theirs.expert_bias_E = ours.router.expert_bias.detach().clone()

@@ -1,4 +1,4 @@
-"""Mean cross-entropy of a model over a row of tokens, under any mapping; and its logits, into a file."""
+"""Evaluation: mean cross-entropy of a model over a token dataset, under any mapping; optionally a file of logits."""
 
 import math
 import sys
@@ -19,34 +19,37 @@ from moefold.parallel.context_parallel import sequence_positions
 from moefold.terminal import print_escaped
 
 PROGRESS_INTERVAL_S = 10.0
-"""Long evaluations say how far they are, so often."""
+"""Interval of the progress lines of long evaluations."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model makes of a row of tokens."""
+    """Result of an evaluation."""
 
     loss: float
-    """Mean cross-entropy of the predicted tokens, nats."""
+    """Mean cross-entropy of the predicted tokens, in nats."""
     tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that has no float."""
+        """Perplexity, exp(loss); infinity on overflow."""
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
 
 def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | None" = None) -> Evaluation:
-    """Run every sequence of the row once; collective over all ranks.
+    """Evaluate every sequence of a dataset once. Collective over all ranks.
 
     Args:
-        loaded: the model; its micro_batch_size sequences go through at once on each data-parallel rank.
-        dataset: the sequences, the same on every rank.
-        logits: gets the logits of all of them, on the first rank of the last stage, which opens it.
+        loaded: the model; each data-parallel rank runs micro_batch_size sequences at once.
+        dataset: the sequences, equal on every rank.
+        logits: file for the logits of all sequences, written by the first rank of the last stage.
     """
-    model, cfg, groups = loaded.model, loaded.cfg, loaded.groups
-    width, count = cfg.train.seq_len, cfg.train.micro_batch_size
+    model = loaded.model
+    cfg = loaded.cfg
+    groups = loaded.groups
+    width = cfg.train.seq_len
+    count = cfg.train.micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=groups.device)
     next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
     for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
@@ -68,10 +71,9 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
 
 
 class LogitsFile:
-    """Context manager: float32 logits [sequences, S, V] in an .npy file, mapped into memory and written batch by batch.
+    """Context manager: float32 logits [sequences, S, V] in a memory-mapped .npy file, written batch by batch.
 
-    The file has another name until it is complete. Only the first rank of the last stage opens it; the others enter
-    and write nothing.
+    The file has a temporary name until it is complete. Only the first rank of the last stage opens and writes it.
     """
 
     def __init__(self, path: Path, loaded: LoadedModel, dataset: TokenDataset) -> None:
@@ -86,7 +88,8 @@ class LogitsFile:
             tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
             for rank in groups.attn.stage.ranks
         ]
-        context, seq_len = loaded.cfg.parallel.context, loaded.cfg.train.seq_len
+        context = loaded.cfg.parallel.context
+        seq_len = loaded.cfg.train.seq_len
         self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
         self._file: np.ndarray | None = None
 
@@ -110,11 +113,11 @@ class LogitsFile:
             self._tmp_path.unlink(missing_ok=True)
 
     def write(self, first: int, parts: Tensor | None) -> None:
-        """Write the logits of the sequences from `first` on.
+        """Write the logits of the sequences from index `first` on.
 
         Args:
-            first: the first sequence of the first data-parallel rank.
-            parts: of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+            first: first sequence of the first data-parallel rank.
+            parts: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
         """
         if parts is None or self._file is None:
             return

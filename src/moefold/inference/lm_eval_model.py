@@ -1,4 +1,4 @@
-"""Our models as lm-eval sees them (github.com/EleutherAI/lm-evaluation-harness, package lm-eval)."""
+"""lm-eval model class (github.com/EleutherAI/lm-evaluation-harness, package lm-eval) for moefold models."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,13 +24,13 @@ ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class MoefoldLM(TemplateLM):
-    """A checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
+    """lm-eval model of a checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    As it stands it opens the model in this process alone; `moefold lm-eval` gives it one that is spread over ranks.
+    By itself it loads the model in this process; `moefold lm-eval` passes one that is sharded over ranks.
 
     Args:
-        model: an open one; None opens what the arguments say.
-        arguments: those of `LmSettings`.
+        model: a loaded model; None loads it according to the arguments.
+        arguments: fields of `LmSettings`.
     """
 
     def __init__(self, model: ServedModel | None = None, **arguments: Any) -> None:
@@ -49,45 +49,47 @@ class MoefoldLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """What --model_args says wins over lm-eval's own options, which have defaults."""
+        """Create the model from --model_args, which take precedence over lm-eval's own options."""
         return cls(**{**(additional_config or {}), **arg_dict})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """The same from "path=MODEL,tp=2"."""
+        """Create the model from a string such as "path=MODEL,tp=2"."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int:
-        """The id that stands before a text that has no context, and between documents.
+        """Token id that precedes a text without context, and separates documents.
 
         Raises:
-            ConfigError: the tokenizer has none.
+            ConfigError: the tokenizer has no such token.
         """
         separator = self._text_tokenizer.separator_id
         if separator is not None:
             return separator
         if self._end_ids:
             return min(self._end_ids)
-        raise ConfigError("the tokenizer has no end-of-text token, which lm-eval's tasks need where no context is")
+        raise ConfigError(
+            "the tokenizer has no end-of-text token, which lm-eval's tasks need for texts without context"
+        )
 
     @property
     def tokenizer_name(self) -> str:
-        """What a cache of requests must not share with another tokenizer, or another chat template."""
+        """Identity of tokenizer and chat template, the key of lm-eval's request cache."""
         return self._text_tokenizer.identity + (f" {self._template.identity}" if self._template else "")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that prompts are put into, which results record; "" without one.
+        """Return the source of the chat template, which the results record; "" if it is not applied.
 
         Raises:
-            ConfigError: there is none, or one of several is asked for.
+            ConfigError: the model has no template, or a template is requested by name.
         """
         if isinstance(chat_template, str):
-            raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; say True")
+            raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; set it to True")
         return self._load_template().source if chat_template else ""
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The turns of a prompt as one text, with the assistant's turn begun behind them, or the last one left open."""
+        """Render the turns of a prompt as text, ending with the start of the assistant's turn or an open last turn."""
         return self._load_template().prompt(chat_history, "a prompt", add_generation_prompt=add_generation_prompt)
 
     def _load_template(self) -> ChatTemplate:
@@ -96,12 +98,12 @@ class MoefoldLM(TemplateLM):
         return self._template
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         ids: list[int] = self._text_tokenizer.encode(string).tolist()
         return ids
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts: each token once, with as much of the text before it as the model takes."""
+        """Return the log-likelihood of whole texts, in windows that give each token as much context as fits."""
         windows: list[ScoredPair] = []
         owner: list[int] = []
         for number, request in enumerate(requests):
@@ -113,41 +115,45 @@ class MoefoldLM(TemplateLM):
         totals = [0.0] * len(requests)
         for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows), strict=True):
             totals[number] += value
-        for asked, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", asked.args, total)
+        for scored, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", scored.args, total)
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context up to one of its stops, which is cut off."""
-        found = [""] * len(requests)
+        """Generate a continuation of each context up to one of its stop strings, which is removed."""
+        texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for members in groups.values():
-            how = _parse_generation_arguments(requests[members[0]].args[1], self._settings.max_gen_toks)
-            room = self._max_length - how.max_tokens
-            if room < 1:
+            options = _parse_generation_arguments(requests[members[0]].args[1], self._settings.max_gen_toks)
+            max_context = self._max_length - options.max_tokens
+            if max_context < 1:
                 raise ConfigError(
-                    f"a task asks for {how.max_tokens} new tokens, and the model takes {self._max_length} in all; set "
-                    "--model_args max_length=, or --gen_kwargs max_gen_toks="
+                    f"a task requests {options.max_tokens} new tokens, and the model takes {self._max_length} in all; "
+                    "set --model_args max_length=, or --gen_kwargs max_gen_toks="
                 )
-            rows = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.eot_token_id] for i in members}
-            for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
-                order = GenerateRequest(
-                    tuple(tuple(rows[i]) for i in batch), how.max_tokens, how.sampling, self._end_ids, how.stops
+            prompts = {i: self.tok_encode(requests[i].args[0])[-max_context:] or [self.eot_token_id] for i in members}
+            for batch in _batches(sorted(prompts, key=lambda i: -len(prompts[i])), self._settings.batch_size):
+                generate_request = GenerateRequest(
+                    tuple(tuple(prompts[i]) for i in batch),
+                    options.max_tokens,
+                    options.sampling,
+                    self._end_ids,
+                    options.stops,
                 )
-                for i, continuation in zip(batch, self._model.generate(order), strict=True):
-                    found[i] = _truncate_at_stop(self._text_tokenizer.decode(continuation.tokens), how.stops)
-                    self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
-        return found
+                for i, continuation in zip(batch, self._model.generate(generate_request), strict=True):
+                    texts[i] = _truncate_at_stop(self._text_tokenizer.decode(continuation.tokens), options.stops)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+        return texts
 
     def close(self) -> None:
-        """Leave the process group that this object made, if it made one."""
+        """Destroy the process group, if this object created one."""
         self._stack.close()
 
     def _loglikelihood_tokens(self, requests: Sequence[ScoredPair], **_: Any) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        rows: dict[int, list[int]] = {}
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        sequences: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             context, continuation = request[1:]
             if len(continuation) > self._max_length:
@@ -156,13 +162,13 @@ class MoefoldLM(TemplateLM):
                     "--model_args max_length="
                 )
             if continuation:
-                # The last token is predicted and not read.
-                rows[i] = (context + continuation)[-(self._max_length + 1) :]
-        for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
-            scores = self._model.score([rows[i] for i in batch], [len(requests[i][2]) for i in batch])
+                # + 1: the last token is a label only.
+                sequences[i] = (context + continuation)[-(self._max_length + 1) :]
+        for batch in _batches(sorted(sequences, key=lambda i: -len(sequences[i])), self._settings.batch_size):
+            scores = self._model.score([sequences[i] for i in batch], [len(requests[i][2]) for i in batch])
             for i, value in zip(batch, scores, strict=True):
-                found[i] = self._cache_answer(requests[i][0], value)
-        return found
+                answers[i] = self._cache_answer(requests[i][0], value)
+        return answers
 
     def _cache_answer(self, text: tuple[str, str] | None, value: Score) -> tuple[float, bool]:
         answer = (value.log_likelihood, value.is_greedy)
@@ -171,13 +177,13 @@ class MoefoldLM(TemplateLM):
         return answer
 
     def _load_model(self) -> ServedModel:
-        place = read_rank_env()
-        if place is not None and place.world_size > 1:
-            raise ConfigError("lm-eval does not share a model between ranks; start them with `moefold lm-eval ...`")
+        rank_env = read_rank_env()
+        if rank_env is not None and rank_env.world_size > 1:
+            raise ConfigError("lm-eval does not shard a model over ranks; start them with `moefold lm-eval ...`")
         source, cfg = self._settings.resolve(None)
         if cfg.parallel.world_size > 1:
             raise ConfigError(
-                f"--model_args asks for {cfg.parallel.world_size} ranks, and lm-eval is one process; "
+                f"--model_args requests {cfg.parallel.world_size} ranks, and lm-eval is one process; "
                 "`moefold lm-eval ...` starts them"
             )
         device_type = choose_device(cfg.run.device, 1, None)
@@ -195,19 +201,21 @@ class _GenerationArguments:
 
 
 def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
-    """What a task says; refuses what would be ignored."""
+    """Parse a task's generation arguments; reject unknown ones."""
     known = dict(given)
     until = known.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     lengths = [known.pop(name) for name in names if name in known]
-    temperature, samples = float(known.pop("temperature", 0.0)), known.pop("do_sample", None)
-    top_p, top_k = float(known.pop("top_p", 1.0)), int(known.pop("top_k", 0))
+    temperature = float(known.pop("temperature", 0.0))
+    do_sample = known.pop("do_sample", None)
+    top_p = float(known.pop("top_p", 1.0))
+    top_k = int(known.pop("top_k", 0))
     seed = int(known.pop("seed", 0))
     if known:
         raise ConfigError(f"generation argument {next(iter(known))}= is unknown to moefold; leave it out of gen_kwargs")
-    if samples is True and temperature == 0:
+    if do_sample is True and temperature == 0:
         temperature = 1.0
-    is_greedy = samples is False or temperature == 0
+    is_greedy = do_sample is False or temperature == 0
     sampling = SamplingParams(seed=seed, temperature=0.0)
     if not is_greedy:
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -217,8 +225,8 @@ def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) 
 
 
 def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop in it."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    """Return the text up to its first stop string."""
+    return text[: min((start for stop in stops if (start := text.find(stop)) >= 0), default=len(text))]
 
 
 def _batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -1,4 +1,4 @@
-"""What `--model_args` of lm-eval says of a model of ours. Torch-free."""
+"""Parsing of lm-eval's `--model_args` and related options for moefold models. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ AXES = ("tp", "pp", "ep", "etp", "world_size")
 
 @dataclass(frozen=True, kw_only=True)
 class LmSettings:
-    """The arguments of the model; what lm-eval passes as text is converted."""
+    """Model arguments of lm-eval, converted from text."""
 
     path: str
     """Checkpoint, run folder or Hugging Face folder."""
@@ -27,37 +27,37 @@ class LmSettings:
     ep: int = 1
     etp: int = 1
     world_size: int = 0
-    """0: as many ranks as the others need."""
+    """Number of ranks; 0: as many as the other degrees need."""
     dtype: str = "auto"
     device: str = "auto"
     batch_size: int = 8
     max_length: int = 0
-    """Tokens of the longest text that is looked at; 0: what the model is made for."""
+    """Maximum sequence length in tokens; 0: the model's context length."""
     max_gen_toks: int = 256
-    """Most new tokens where a task does not say."""
+    """Default limit of new tokens for tasks that set none."""
     tokenizer: str = ""
     chat_template: str = ""
-    """File of the template for --apply_chat_template; "" takes the model's."""
+    """Template file for --apply_chat_template; "" uses the model's template."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
-        """Read what lm-eval gives a model; settings of its own that stand for nothing (None) are left out.
+        """Parse the arguments that lm-eval passes to a model; None values are ignored.
 
         Raises:
-            ConfigError: one is unknown, missing or out of range.
+            ConfigError: an argument is unknown, missing or out of range.
         """
         known = {field.name: field.type for field in fields(cls)}
         given = {key: value for key, value in arguments.items() if value is not None}
         if "max_batch_size" in given or str(given.get("batch_size", "")).startswith("auto"):
             raise ConfigError(
-                "--batch_size auto (and --max_batch_size, which belongs to it) is not here: nothing tries out how many "
-                "texts fit in memory; give a number, or leave it out for 8"
+                "--batch_size auto (and its --max_batch_size) is not supported: moefold does not search for the "
+                "largest batch that fits in memory; give a number, or leave it out for 8"
             )
-        if strange := [key for key in given if key not in known]:
-            raise ConfigError(f"--model_args {strange[0]}= is unknown; the arguments are {', '.join(known)}")
+        if unknown := [key for key in given if key not in known]:
+            raise ConfigError(f"--model_args {unknown[0]}= is unknown; the arguments are {', '.join(known)}")
         if "path" not in given:
             raise ConfigError("--model_args needs path=MODEL: a checkpoint, a run folder or a Hugging Face folder")
-        # "cuda:0" is lm-eval's default, on every machine.
+        # lm-eval's default is "cuda:0" on every machine.
         if str(given.get("device", "")).startswith("cuda:"):
             del given["device"]
         for key, value in given.items():
@@ -71,17 +71,17 @@ class LmSettings:
         return cls(**typed)
 
     def resolve(self, world_size: int | None) -> tuple[ModelSource, Config]:
-        """Find the model and check the mapping.
+        """Find the model and build its inference config.
 
         Args:
-            world_size: ranks that a launcher started, if one did.
+            world_size: number of ranks that a launcher started, if one did.
 
         Raises:
             ConfigError: there is no such model, or the mapping does not fit it.
         """
         source = find_source(self.path)
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]
-        wish = InferenceRequest(
+        request = InferenceRequest(
             overrides=tuple(overrides),
             dtype=self.dtype,
             device=self.device,
@@ -89,18 +89,18 @@ class LmSettings:
             seq_len=self.max_length or source.context,
             batch_size=self.batch_size,
         )
-        return source, inference_config(source, wish, "generate")
+        return source, inference_config(source, request, "generate")
 
     def load_chat_template(self, source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template that --apply_chat_template puts prompts into.
+        """Load the chat template for --apply_chat_template.
 
         Raises:
-            ConfigError: there is none, or the model knows no text.
+            ConfigError: the model has no template, or was trained on token ids without a tokenizer.
         """
         if isinstance(tokenizer, NumberTokenizer):
             raise ConfigError(
-                "--apply_chat_template: the model was trained on bare ids, so it knows no text; name its tokenizer "
-                "with --model_args tokenizer="
+                "--apply_chat_template: the model was trained on bare ids and has no tokenizer; name one with "
+                "--model_args tokenizer="
             )
         try:
             return open_chat_template(source, self.tokenizer, self.chat_template)
@@ -109,53 +109,55 @@ class LmSettings:
 
 
 def model_arguments(argv: Sequence[str]) -> dict[str, str]:
-    """What --model_args (-a), --batch_size (-b), --max_batch_size and --device say on a command line of lm-eval."""
-    found: dict[str, str] = {}
-    for option, word in _parse_options(argv):
+    """Return --model_args (-a), --batch_size (-b), --max_batch_size and --device of an lm-eval command line."""
+    arguments: dict[str, str] = {}
+    for option, value in _parse_options(argv):
         if option in ("--model_args", "-a"):
-            found |= _parse_pairs(word)
+            arguments |= _parse_pairs(value)
         elif option in ("--batch_size", "-b", "--max_batch_size", "--device"):
-            found.setdefault("batch_size" if option == "-b" else option.removeprefix("--"), word)
-    return found
+            arguments.setdefault("batch_size" if option == "-b" else option.removeprefix("--"), value)
+    return arguments
 
 
 def applies_chat_template(argv: Sequence[str]) -> bool:
-    """Whether a command line of lm-eval asks for --apply_chat_template.
+    """Return whether an lm-eval command line has --apply_chat_template.
 
     Raises:
-        ConfigError: it names a template.
+        ConfigError: the option names a template.
     """
-    if named := [word for option, word in _parse_options(argv) if option == "--apply_chat_template"]:
+    if named := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
-            f"--apply_chat_template {named[0]} names one of several templates, and a model has one here; leave it "
-            "out, or give the file of a template with --model_args chat_template=FILE"
+            f"--apply_chat_template {named[0]} names one of several templates, but a model has only one here; leave "
+            "the name out, or give a template file with --model_args chat_template=FILE"
         )
     return "--apply_chat_template" in argv
 
 
 def _parse_options(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """The words behind options, each with its option; those of one letter may be glued to it (-b4)."""
-    found: list[tuple[str, str]] = []
+    """Return (option, value) pairs of a command line; values of one-letter options may be attached (-b4)."""
+    pairs: list[tuple[str, str]] = []
     option = ""
-    for word in argv:
-        if not word.startswith("-"):
-            found.append((option, word))
+    for argument in argv:
+        if not argument.startswith("-"):
+            pairs.append((option, argument))
             continue
-        option, equals, value = word.partition("=")
-        if not word.startswith("--") and len(option) > len("-b"):
-            option, equals, value = word[:2], "=", word[2:]
+        option, equals, value = argument.partition("=")
+        if not argument.startswith("--") and len(option) > len("-b"):
+            option = argument[:2]
+            equals = "="
+            value = argument[2:]
         if equals:
-            found.append((option, value))
-    return found
+            pairs.append((option, value))
+    return pairs
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
-    """key=value,key=value, or an object in JSON."""
+    """Parse "key=value,key=value" or a JSON object."""
     if text.startswith("{"):
         try:
             tree = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"--model_args {text} is no JSON ({error}); write path=MODEL,tp=2") from error
+            raise ConfigError(f"--model_args {text} is not valid JSON ({error}); write path=MODEL,tp=2") from error
         return {key: str(value) for key, value in tree.items()}
     parts = (part.partition("=") for part in text.split(",") if part)
     return {key: value for key, _, value in parts}

@@ -1,4 +1,4 @@
-"""What each rank of `moefold lm-eval` runs."""
+"""Worker of `moefold lm-eval`: the function that each rank runs."""
 
 import sys
 import traceback
@@ -21,63 +21,63 @@ from moefold.launch.ranks import init_distributed
 
 
 def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, device_type: str) -> int:
-    """Join the job; the first rank runs lm-eval on the model, the others follow.
+    """Join the process group; run lm-eval on rank 0 and serve the model on the other ranks. Return the exit status.
 
-    The model is opened when lm-eval asks for it, so that its words are answered before weights are read.
+    The model is loaded when lm-eval requests it, so that lm-eval reports wrong options before weights are read.
     """
     with RankErrorHandler(rank_env, lambda: False), init_distributed(rank_env, device_type) as device:
-        opened: list[ServedModel] = []
+        loaded: list[ServedModel] = []
 
-        def open_here() -> ServedModel:
+        def load_here() -> ServedModel:
             source, cfg = settings.resolve(rank_env.world_size)
-            opened.append(ServedModel(load_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
-            return opened[0]
+            loaded.append(ServedModel(load_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
+            return loaded[0]
 
         if rank_env.rank:
-            open_here().serve()
+            load_here().serve()
             return 0
-        status = run_harness(argv, open_here)
-        if opened:
-            opened[0].shutdown()
+        status = run_harness(argv, load_here)
+        if loaded:
+            loaded[0].shutdown()
         elif rank_env.world_size > 1:
-            # The others still wait for this rank to open its part.
+            # The other ranks block in load_model, which is collective.
             hard_exit(status)
     return status
 
 
 def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) -> int:
-    """Run lm-eval's own command line; `moefold` names the model that is opened here.
+    """Run lm-eval's command line, with the model "moefold" registered as the one that `load_here` loads.
 
     Raises:
-        ConfigError: lm-eval refuses its words, or what a task needs is not there.
+        ConfigError: lm-eval rejects its options, or a task's requirements are missing.
     """
     if load_here is not None:
-        make = load_here
+        load = load_here
 
         class OpenLM(MoefoldLM):
-            """The model of this command."""
+            """lm-eval model of this command."""
 
             def __init__(self, **arguments: Any) -> None:
-                super().__init__(make(), **arguments)
+                super().__init__(load(), **arguments)
 
         register_model("moefold")(OpenLM)
-    before = sys.argv
+    previous_argv = sys.argv
     sys.argv = ["lm_eval", *argv]
     try:
         cli_evaluate()
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except (ValueError, OSError) as error:
         if isinstance(error, ConfigError | BrokenPipeError) or _was_raised_in_moefold(error):
             raise
-        ways_out = "`moefold lm-eval ls tasks` lists its tasks, `moefold lm-eval run --help` its options"
-        raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {ways_out}") from error
+        hint = "`moefold lm-eval ls tasks` lists its tasks, `moefold lm-eval run --help` its options"
+        raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {hint}") from error
     finally:
-        sys.argv = before
+        sys.argv = previous_argv
     return 0
 
 
 def _was_raised_in_moefold(error: BaseException) -> bool:
-    """Whether an error came from code of ours that lm-eval called."""
+    """Return whether an error was raised in moefold code that lm-eval called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(str(frame.f_globals.get("__name__")).startswith("moefold.") for frame in frames[1:])

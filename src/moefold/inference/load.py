@@ -1,4 +1,4 @@
-"""From a path to a model that computes: the one way in for evaluation, generation and lm-eval."""
+"""Loading of a model for evaluation, generation and lm-eval."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from moefold.validate.config import check_config
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One rank's part of a model with its weights, and what belongs to it."""
+    """One rank's shard of a model with its weights, tokenizer, config and groups."""
 
     model: InferenceModel
     tokenizer: Tokenizer | None
-    """None where nobody needs text."""
+    """None if text is neither read nor written."""
     cfg: Config
     groups: ParallelGroups
 
@@ -28,16 +28,16 @@ class LoadedModel:
 def load_model(
     source: ModelSource, cfg: Config, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Build the model under the config's mapping and read its weights; collective over all ranks.
+    """Build the model under the config's mapping and load its weights. Collective over all ranks.
 
     Args:
-        source: from `find_source`.
-        cfg: from `inference_config`.
-        device: of this rank.
-        tokenizer: from `open_tokenizer`, where text is read or written.
+        source: result of `find_source`.
+        cfg: result of `inference_config`.
+        device: device of this rank.
+        tokenizer: result of `open_tokenizer`, if text is read or written.
 
     Raises:
-        ConfigError: the weights are damaged or incomplete; on every rank alike.
+        ConfigError: the weights are corrupt or incomplete; raised on every rank.
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
     model = InferenceModel(cfg, groups)

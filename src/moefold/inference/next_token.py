@@ -1,4 +1,4 @@
-"""The next token from logits: greedy, or drawn with a temperature from the likeliest ones."""
+"""Next-token sampling from logits: greedy, or with temperature, top-k and top-p."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from moefold.model.init import seed_for
 
 
 class TokenSampler:
-    """Chooses tokens for several samples, each with random numbers of its own: neighbours do not change a sample.
+    """Samples the next tokens of a batch, with one generator per sample, so that the batch does not affect a sample.
 
     Args:
-        params: checked.
-        num_samples: samples of the batch.
+        params: checked sampling parameters.
+        num_samples: batch size, B.
     """
 
     def __init__(self, params: SamplingParams, num_samples: int) -> None:
@@ -22,17 +22,17 @@ class TokenSampler:
         ]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """One token for each sample, int64 [B] on the CPU."""
+        """Sample one token for each sequence, int64 [B] on the CPU."""
         if self._params.temperature == 0:
             return logits_BV.argmax(-1).cpu()
-        # Float64, so that a place on the line from 0 to 1 falls on the same token on every device.
+        # Float64 on the CPU, so that a draw selects the same token on every device.
         probs_BV = (logits_BV.cpu().double() / self._params.temperature).softmax(-1)
         draws_B = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in self._generators])
         return draw(apply_top_k_top_p(probs_BV, self._params.top_k, self._params.top_p), draws_B)
 
 
 def apply_top_k_top_p(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set the probability of all but the likeliest tokens to 0; the rest is not scaled up. At least one token stays."""
+    """Apply top-k, then top-p filtering: set the other probabilities to 0 without renormalising. Keeps at least one."""
     sorted_BV, order_BV = probs_BV.sort(stable=True, dim=-1, descending=True)
     if 0 < top_k < probs_BV.shape[-1]:
         sorted_BV[..., top_k:] = 0
@@ -44,17 +44,17 @@ def apply_top_k_top_p(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def draw(probs_BV: Tensor, draws_B: Tensor) -> Tensor:
-    """The token in which a place in [0, 1) falls when the probabilities, in the order of ids, fill that line.
+    """Sample tokens by inverse transform: map draws in [0, 1) through the cumulative distribution over ids.
 
     Args:
-        probs_BV: of any positive sum.
-        draws_B: places.
+        probs_BV: probabilities of any positive sum.
+        draws_B: uniform draws in [0, 1).
 
     Returns:
-        int64 [B]; never a token of probability 0.
+        Token ids, int64 [B]; never a token of probability 0.
     """
-    line_BV = probs_BV.cumsum(-1)
-    places_B1 = (draws_B * line_BV[:, -1]).unsqueeze(-1)
-    tokens_B = torch.searchsorted(line_BV, places_B1, right=True).squeeze(-1)
+    cumulative_BV = probs_BV.cumsum(-1)
+    thresholds_B1 = (draws_B * cumulative_BV[:, -1]).unsqueeze(-1)
+    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
     last_B = (probs_BV.shape[-1] - 1) - (probs_BV.flip(-1) > 0).int().argmax(-1)
     return tokens_B.minimum(last_B)

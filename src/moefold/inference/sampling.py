@@ -1,4 +1,4 @@
-"""How the next token is chosen, and what of it makes sense. Torch-free."""
+"""Sampling parameters of generation and their validation. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from moefold.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen."""
+    """Sampling parameters of the next token."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token, the lowest id of equal ones."""
+    """Divisor of the logits; 0: greedy, with the lowest id among equal logits."""
     top_k: int = 0
-    """Draw from so many likeliest tokens; 0 from all."""
+    """Number of likeliest tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities reach this (arXiv:1904.09751)."""
+    """Nucleus sampling: sample from the fewest likeliest tokens whose probabilities sum to this (arXiv:1904.09751)."""
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse numbers that mean nothing.
+        """Check the ranges of the parameters.
 
         Raises:
-            ConfigError: one is out of its range, or has no effect.
+            ConfigError: a parameter is out of its range, or has no effect.
         """
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"--temperature {self.temperature:g} must be at least 0 (0: the likeliest token)")

@@ -1,4 +1,4 @@
-"""Log-likelihood of the ends of texts, several at once; and a model that the first rank commands."""
+"""Log-likelihood scoring of token sequences, and a model that rank 0 serves to a single-process program."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from moefold.inference.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of the last tokens of a text."""
+    """Score of the last tokens of a sequence."""
 
     log_likelihood: float
-    """Sum of their log-probabilities, nats."""
+    """Sum of the tokens' log-probabilities, in nats."""
     is_greedy: bool
-    """Each of them is the likeliest one in its place."""
+    """Whether each token is the argmax at its position."""
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Score the last `num_scored[i]` tokens of each row of ids."""
+    """Request to score the last `num_scored[i]` tokens of each sequence."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_scored: tuple[int, ...]
@@ -31,7 +31,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Continue each row of ids, up to a text that `stops` holds."""
+    """Request to generate a continuation of each prompt, up to one of the strings in `stops`."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -42,67 +42,70 @@ class GenerateRequest:
 
 @torch.no_grad()
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
-    """Run the rows through the model together; collective over all ranks, and the same on each. Not with cp or dp.
+    """Score sequences in one batch. Collective over all ranks; the result is equal on each. Not for cp or dp > 1.
 
     Args:
         loaded: the model.
-        request: rows of at least two tokens, of which all but the first can be scored.
+        request: sequences of at least two tokens, of which all but the first can be scored.
     """
-    model, device = loaded.model, loaded.groups.device
+    model = loaded.model
+    device = loaded.groups.device
     tp = loaded.groups.attn.tp.size
     width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
     tokens = torch.zeros(len(request.sequences), width, dtype=torch.int64)
-    labels, is_scored = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (row, count) in enumerate(zip(request.sequences, request.num_scored, strict=True)):
-        end = len(row) - 1
-        tokens[i, :end], labels[i, :end] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+    labels = torch.zeros_like(tokens)
+    is_scored = torch.zeros_like(tokens, dtype=torch.bool)
+    for i, (sequence, count) in enumerate(zip(request.sequences, request.num_scored, strict=True)):
+        end = len(sequence) - 1
+        tokens[i, :end] = torch.tensor(sequence[:-1])
+        labels[i, :end] = torch.tensor(sequence[1:])
         is_scored[i, end - count : end] = True
     model.stage.set_positions(torch.arange(width, device=device))
     logits = model.forward(tokens.to(device))
-    found = torch.zeros(2, len(request.sequences), dtype=torch.float64, device=device)
+    scores = torch.zeros(2, len(request.sequences), dtype=torch.float64, device=device)
     if logits is not None:
         labels, is_scored = labels.t().to(device), is_scored.t().to(device)
         losses = model.stage.head.vocab_parallel.cross_entropy(logits, labels).double()
-        found[0] = -(losses * is_scored).sum(0)
-        is_best = model.gather_logits(logits).argmax(-1) == labels
-        found[1] = (is_best | ~is_scored).all(0)
+        scores[0] = -(losses * is_scored).sum(0)
+        is_argmax = model.gather_logits(logits).argmax(-1) == labels
+        scores[1] = (is_argmax | ~is_scored).all(0)
     model.wait_send()
     model.stage.set_positions(model.positions)
-    sums, are_greedy = model.broadcast_from_last_stage(found).tolist()
+    sums, are_greedy = model.broadcast_from_last_stage(scores).tolist()
     return [Score(total, bool(is_greedy)) for total, is_greedy in zip(sums, are_greedy, strict=True)]
 
 
 class ServedModel:
-    """A model whose first rank gives the orders: the other ranks `serve`, and do their part of each.
+    """Model driven by rank 0: rank 0 broadcasts requests, and the other ranks execute them in `serve`.
 
-    The first rank can so run a program that knows of one process only.
+    This allows rank 0 to run a single-process program on a sharded model.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
 
     def score(self, sequences: Sequence[Sequence[int]], num_scored: Sequence[int]) -> list[Score]:
-        """See `score`; on the first rank."""
-        order = ScoreRequest(tuple(map(tuple, sequences)), tuple(num_scored))
-        self._broadcast(order)
-        return score(self.loaded, order)
+        """Broadcast a scoring request and run `score`; called on rank 0."""
+        request = ScoreRequest(tuple(map(tuple, sequences)), tuple(num_scored))
+        self._broadcast(request)
+        return score(self.loaded, request)
 
     def generate(self, request: GenerateRequest) -> list[Completion]:
-        """See `generate`; on the first rank."""
+        """Broadcast a generation request and run `generate`; called on rank 0."""
         self._broadcast(request)
         return self._generate(request)
 
     def shutdown(self) -> None:
-        """No more orders: the other ranks return from `serve`."""
+        """End `serve` on the other ranks; called on rank 0."""
         self._broadcast(None)
 
     def serve(self) -> None:
-        """Obey until dismissed; on all ranks but the first."""
-        while (order := self._broadcast(None)) is not None:
-            if isinstance(order, ScoreRequest):
-                score(self.loaded, order)
+        """Execute requests of rank 0 until `shutdown`; called on all other ranks."""
+        while (request := self._broadcast(None)) is not None:
+            if isinstance(request, ScoreRequest):
+                score(self.loaded, request)
             else:
-                self._generate(order)
+                self._generate(request)
 
     def _broadcast(self, request: ScoreRequest | GenerateRequest | None) -> ScoreRequest | GenerateRequest | None:
         return broadcast_object(request, self.loaded.groups.world, 0)

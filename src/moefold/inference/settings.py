@@ -1,7 +1,4 @@
-"""The config of evaluation and generation: the model of a source under a mapping of their own. Torch-free.
-
-How much memory a wish needs beside the weights, and what to say where it ends. Torch-free at import.
-"""
+"""Config of evaluation and generation: a source's model under its own mapping, and its memory needs. Torch-free."""
 
 import re
 from collections import Counter
@@ -34,36 +31,36 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
     r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) model\.\w+=(?P<size>\d+)"
     r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
 )
-"""Ways out that `validate/parallel.py` offers."""
+"""Suggestions of `validate/parallel.py` that change the model."""
 DISPATCHERS = ("alltoall", "allgather", "local")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """What the user asked for, beside the model."""
+    """User settings of an inference command, apart from the model."""
 
     overrides: tuple[str, ...] = ()
-    """Words `parallel.tp=2` and so on."""
+    """Config overrides such as `parallel.tp=2`."""
     dtype: str = "auto"
-    """Compute type; auto is the type that the weights are stored in."""
+    """Compute dtype; "auto" is the dtype of the stored weights."""
     device: str = "auto"
     world_size: int | None = None
-    """Ranks that a launcher started; None where ranks are still to be started."""
+    """Number of ranks that a launcher started; None if the command starts the ranks itself."""
     seq_len: int
-    """Tokens of a sample that the model must be able to take."""
+    """Maximum sequence length in tokens."""
     batch_size: int
-    """Samples that a data-parallel rank works on at the same time."""
+    """Samples per micro-batch of a data-parallel rank."""
 
 
 def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:
-    """Put the config together and check it.
+    """Build and check the config of an inference command.
 
-    Tokens are not dropped unless `moe.eval_capacity_factor` asks for it. `train.seq_len` is what was wished, rounded up
-    to what the mapping can cut: samples are filled up behind, where causal attention does not look.
+    No tokens are dropped unless `moe.eval_capacity_factor` is set. `train.seq_len` is the requested length, rounded up
+    to a multiple that the mapping can shard: samples are right-padded, which causal attention ignores.
 
     Raises:
-        ConfigError: an override has no meaning here, or the mapping does not fit the model.
+        ConfigError: an override is not supported here, or the mapping does not fit the model.
     """
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
@@ -107,7 +104,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
 
 
 def _remove_model_size_hints(message: str) -> str:
-    """Leave out of the ways out of faults those that change the model, which is trained: the mapping can be changed."""
+    """Remove suggestions that change the sizes of the (trained) model from an error message."""
     message = _MODEL_SIZE_HINT.sub("; choose ", message)
     message = _MODEL_SIZE_ONLY_HINT.sub(_suggest_degrees, message)
     return message.replace("; choose a pattern with M", "; the model is trained, so leave that degree out")
@@ -131,7 +128,7 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
                 raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
                 raise ConfigError(
-                    f"{name} cannot be set here: the model says it, or nothing would read it; "
+                    f"{name} cannot be set here: the model determines it, or it is not used; "
                     f"the keys are {', '.join(sorted(legal))}"
                 )
 
@@ -141,10 +138,10 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
         raise ConfigError(
             f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of {', '.join(DISPATCHERS)}"
         )
-    idle = [key for key in drops if key != "eval_capacity_factor"]
-    if idle and cfg.moe.eval_capacity_factor <= 0:
+    unused = [key for key in drops if key != "eval_capacity_factor"]
+    if unused and cfg.moe.eval_capacity_factor <= 0:
         raise ConfigError(
-            f"moe.{idle[0]} has no effect: no token is dropped; set moe.eval_capacity_factor above 0, or leave it out"
+            f"moe.{unused[0]} has no effect: no token is dropped; set moe.eval_capacity_factor above 0, or leave it out"
         )
     if drops and cfg.moe.eval_capacity_factor < 0:
         raise ConfigError("moe.eval_capacity_factor=-1.0 must be at least 0 here (0: dropless)")
@@ -154,8 +151,8 @@ def _check_generation(cfg: Config) -> None:
     p = cfg.parallel
     if p.cp > 1:
         raise ConfigError(
-            f"parallel.cp={p.cp} cannot generate: one token at a time has no context to share out; choose cp=1, with "
-            "tp for memory and speed"
+            f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
+            "with tp for memory and speed"
         )
     if p.dp > 1:
         raise ConfigError(
@@ -164,13 +161,13 @@ def _check_generation(cfg: Config) -> None:
         )
     if p.dispatcher == "allgather" and p.tp > 1:
         raise ConfigError(
-            "parallel.dispatcher='allgather' needs equally many tokens on each rank, which one token at a time is not; "
-            "choose 'alltoall'"
+            "parallel.dispatcher='allgather' needs equally many tokens on each rank, which decoding one token at a "
+            "time does not have; choose 'alltoall'"
         )
     if cfg.moe.choice in ("round_robin", "skewed"):
         raise ConfigError(
-            f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark), by places in "
-            "a micro-batch that generation does not have; `moefold eval` takes it"
+            f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark) by positions "
+            "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
 
 
@@ -194,25 +191,26 @@ def _check_device(request: InferenceRequest) -> Any:
     return request.device
 
 
-EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or cut the model with parallel.tp and pp"
-GENERATE_OOM_HINT = "give a smaller --max-tokens or fewer prompts, or cut the model with parallel.tp and pp"
+EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or shard the model with parallel.tp and pp"
+GENERATE_OOM_HINT = "give a smaller --max-tokens or fewer prompts, or shard the model with parallel.tp and pp"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
-    """What is kept of all tokens of a batch on the rank that has most layers: latents, or keys and values."""
-    m, p = cfg.model, cfg.parallel
+    """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
+    m = cfg.model
+    p = cfg.parallel
     if m.attention == "mla":
         width = m.kv_lora_rank + m.qk_rope_head_dim
     else:
         width = m.num_query_groups * 2 * (m.head_dim or m.hidden_size // m.num_attention_heads) // p.tp
-    # Layers of multi-token prediction do not decode.
+    # MTP layers are not used for decoding.
     layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
     return num_tokens * batch_size * max(layers.values()) * width * DTYPE_BYTES[cfg.run.dtype]
 
 
 def batch_bytes(cfg: Config) -> int:
-    """Ids of a batch (tokens, labels, whether they count) and the logits of it on one rank."""
+    """Return the bytes of a batch (tokens, labels, target mask) and of its logits on one rank."""
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
     logits = tokens // cfg.parallel.cp * (cfg.model.vocab_size // cfg.parallel.tp) * DTYPE_BYTES[cfg.run.dtype]
     return tokens * (2 * 8 + 1) + logits
@@ -220,10 +218,10 @@ def batch_bytes(cfg: Config) -> int:
 
 @contextmanager
 def explain_oom(hint: str) -> Iterator[None]:
-    """Inside, memory that ends on the way is one message.
+    """Convert out-of-memory errors inside the block into one message.
 
     Raises:
-        ConfigError: it did.
+        ConfigError: memory ran out.
     """
     try:
         yield

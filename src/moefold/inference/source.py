@@ -1,4 +1,4 @@
-"""The model that a path stands for: a checkpoint, a run, or a Hugging Face folder. Torch-free."""
+"""Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,44 +23,45 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_model
 
 DEFAULT_CONTEXT_TOKENS = 2048
-"""Where nothing says for how long a text a model is made."""
+"""Context length of a model whose metadata has none."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Weights on disk, and all that must be known to compute with them."""
+    """Location of a model's weights and the metadata needed for inference."""
 
     path: Path
-    """The step folder of a checkpoint, or a Hugging Face folder."""
+    """Step folder of a checkpoint, or Hugging Face folder."""
     kind: Literal["checkpoint", "huggingface"]
     model: ModelConfig
     moe: MoEConfig
-    """How the run routed; the default where the run is not known."""
+    """Routing settings of the training run; default if the run is unknown."""
     data: DataConfig
-    """Of this only what says which tokenizer it is."""
+    """Data settings, with only the tokenizer fields set."""
     dtype: Literal["bfloat16", "float32", "float64"]
-    """Type that the weights are stored in; float32 for one that is none of these."""
+    """Dtype of the stored weights; float32 for any other type."""
     context: int
-    """Tokens of the longest text that the model is made for: what it was trained on, or the folder says."""
+    """Context length in tokens: of the training run, or from the Hugging Face config."""
     trained_len: int = 0
-    """Tokens of a sample of the training run that wrote it; 0 for a folder, and for weights not trained on here."""
+    """Sequence length of the training run; 0 for a Hugging Face folder and for weights not trained further here."""
     eos_ids: frozenset[int] = frozenset()
-    """Ids that a Hugging Face folder says end a text; of a checkpoint the one that its weights came from."""
+    """End-of-text ids of a Hugging Face folder, or of the one from which a checkpoint's weights were imported."""
     uses_hf_text_start: bool = False
-    """Texts begin as a Hugging Face folder's tokenizer says: this is one, or weights of one, not trained on here."""
+    """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
+    imported from one and not trained further."""
     skipped: tuple[str, ...] = ()
-    """Later checkpoints of the run that lack their description, each with what is wrong."""
+    """Later checkpoints of the run with missing metadata, each with the reason."""
 
 
 def find_source(name: str) -> ModelSource:
-    """Look at what a path holds; reads descriptions only, no tensor.
+    """Find the model at a path and read its metadata; no tensors are read.
 
     Args:
-        name: a checkpoint (`step-000100`), a folder of checkpoints or a run folder, of which the newest complete one
-            is taken; or a Hugging Face folder.
+        name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
+            checkpoint is used; or a Hugging Face folder.
 
     Raises:
-        ConfigError: there is nothing, or nothing complete, or it is of a version that this one cannot read.
+        ConfigError: there is no complete model, or its format version is not supported.
     """
     path = existing_path("MODEL", name)
     if not path.is_dir():
@@ -77,19 +78,19 @@ def find_source(name: str) -> ModelSource:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """An object from a JSON file; empty if there is no such file.
+    """Read an object from a JSON file; {} if the file does not exist.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file is not a JSON object.
     """
     try:
         content = read_json(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
+        raise ConfigError(f"{path} is not readable JSON ({error}); repair it or copy it again") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
+        raise ConfigError(f"{path} is not a JSON object; repair it or copy it again")
     return content
 
 
@@ -100,9 +101,9 @@ def _checkpoint_source(path: Path) -> ModelSource:
     cfg = _parse_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = _find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
-    # An old checkpoint does not say.
-    is_wide = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
-    dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
+    # Old checkpoints do not record a dtype.
+    is_float64 = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
+    dtype: Literal["float64", "float32"] = "float64" if is_float64 else "float32"
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
     source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len)
@@ -110,10 +111,10 @@ def _checkpoint_source(path: Path) -> ModelSource:
 
 
 def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSource:
-    """The checkpoint with what the files that came with its weights say of texts, as far as they still hold.
+    """Return the checkpoint source with the text settings of the Hugging Face folder from which it was imported.
 
-    An import and an upcycled model are read as the folder that they come from. Training goes on with the tokenizer of
-    its recipe: where that is still the folder's, the same ids end a text.
+    Imported and upcycled weights without further training use all settings of that folder. A trained checkpoint uses
+    the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
     file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
@@ -131,16 +132,16 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
 
 
 def _recipe_tokenizer(path: Path) -> str:
-    """What the recipe beside imported or upcycled weights reads text with; empty if it names nothing."""
+    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none."""
     try:
         recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / RECIPE_FILE} cannot be read ({error}); mend it, or take it away") from error
+        raise ConfigError(f"{path / RECIPE_FILE} cannot be read ({error}); repair or remove it") from error
     data = recipe.get("data")
-    named = data.get("tokenizer", "") if isinstance(data, dict) else ""
-    return named if isinstance(named, str) else ""
+    tokenizer = data.get("tokenizer", "") if isinstance(data, dict) else ""
+    return tokenizer if isinstance(tokenizer, str) else ""
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
@@ -151,7 +152,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json and generation_config.json say."""
+    """Read config.json and generation_config.json."""
     return read_json_object(path / CONFIG_FILE), read_json_object(path / GENERATION_FILE)
 
 
@@ -168,7 +169,7 @@ def _hf_source(path: Path) -> ModelSource:
     return ModelSource(
         path,
         "huggingface",
-        # What predicts further tokens at training is not read (`load_hf_weights`).
+        # `load_hf_weights` does not load MTP layers.
         replace(parse_model_config(keys, path), mtp_layers=0),
         MoEConfig(),
         data,
@@ -185,13 +186,13 @@ def _context_tokens(keys: Mapping[str, Any], path: Path) -> int:
         return DEFAULT_CONTEXT_TOKENS
     if type(given) is not int or given < 1:
         raise ConfigError(
-            f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; mend it"
+            f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; correct it"
         )
     return given
 
 
 def _find_run_config(path: Path, model: ModelConfig) -> Config | None:
-    """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
+    """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
     for folder in (path.parent.parent, path.parent):
         tree = read_json_object(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:

@@ -1,7 +1,4 @@
-"""Text for a model and from it: its tokenizer, and a stream that never shows half a character. Torch-free.
-
-Messages to a model that knows conversations: its chat template around them, and where its turn ends. Torch-free.
-"""
+"""Text input and output of a model: tokenizer, chat template, incremental decoding and stop strings. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +16,22 @@ from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""What an unfinished or broken UTF-8 sequence decodes to."""
+"""Character to which an incomplete or invalid UTF-8 sequence decodes."""
 
 
 def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
-    """The tokenizer that belongs to a model.
+    """Open the tokenizer of a model.
 
     Args:
         source: the model.
-        override: "bytes" or the path of a tokenizer.json that wins; "" takes what the source says.
+        override: "bytes" or the path of a tokenizer.json to use instead; "" uses the source's tokenizer.
 
     Raises:
-        ConfigError: it is missing or broken, or has more ids than the model has rows.
+        ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
     """
     if source.uses_hf_text_start and not override and not Path(source.data.tokenizer).exists():
         raise ConfigError(
-            f"{str(source.path)!r} has no tokenizer.json, so it knows no text; name one with --tokenizer "
+            f"{str(source.path)!r} has no tokenizer.json, so it cannot tokenise text; name one with --tokenizer "
             "(moefold eval takes ids too: --tokens)"
         )
     if override:
@@ -43,13 +40,13 @@ def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
-    """The ids of a text, int64 [tokens], as the model has seen texts begin.
+    """Tokenise a text, int64 [tokens], with the start-of-text tokens that the model was trained with.
 
-    A Hugging Face folder's tokenizer says what stands before a text (a begin-of-text id, say), an import's too; our
-    training puts nothing there.
+    Hugging Face models, imported ones included, use the start tokens of their tokenizer (such as a BOS id); our
+    training adds none.
 
     Raises:
-        ConfigError: the text is no Unicode, or the tokenizer knows numbers only, and the text is something else.
+        ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
     reject_surrogates(text, what)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
@@ -58,35 +55,35 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, what: str)
         return tokenizer.encode(text)
     except ValueError as error:
         raise ConfigError(
-            f"{what} cannot be tokenised: this model was trained on bare ids, so text is numbers with spaces between "
-            f"({error}); write those, or name its tokenizer with --tokenizer"
+            f"{what} cannot be tokenised: this model was trained on bare ids, so text must be numbers separated by "
+            f"spaces ({error}); write those, or name its tokenizer with --tokenizer"
         ) from error
 
 
 def encode_prompts(source: ModelSource, tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The ids of each prompt; of an empty one the id that stands between documents.
+    """Tokenise each prompt; an empty prompt becomes the document separator.
 
     Raises:
-        ConfigError: a prompt is empty and the tokenizer has no such id, or it cannot be tokenised.
+        ConfigError: a prompt is empty and the tokenizer has no separator, or a prompt cannot be tokenised.
     """
     start = () if tokenizer.separator_id is None else (tokenizer.separator_id,)
-    found = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
-    if not all(found):
+    encoded = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
+    if not all(encoded):
         raise ConfigError("the prompt is empty, and the tokenizer has no token to start from; give at least a word")
-    return found
+    return encoded
 
 
 def stop_token_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: those that the folder names, else what stands between documents."""
+    """Return the end-of-text ids: those of the Hugging Face folder, else the document separator."""
     separator = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     return source.eos_ids or separator
 
 
 def read_text(path: Path, option: str) -> str:
-    """A text file in UTF-8.
+    """Read a UTF-8 text file.
 
     Raises:
-        ConfigError: it is not readable, or is something else.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         return read_bounded(path, MAX_TEXT_BYTES)
@@ -97,28 +94,28 @@ def read_text(path: Path, option: str) -> str:
 
 
 class TextStream:
-    """Turns ids that come one by one into text, in pieces that are final.
+    """Incremental detokenizer: converts ids into text pieces that are final.
 
-    Ids are decoded with those before them, because a tokenizer may write a space or half a character that only the
-    neighbour explains. A piece that ends in an unfinished character waits for the rest of it.
+    Ids are decoded together with the previous ones, as a tokenizer may emit a space or part of a character that depends
+    on them. A piece that ends in an incomplete character is held until the character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = ()) -> None:
-        """Begin after some ids, of which no text comes out: they are neighbours of the first one."""
+        """Create a stream; `prefix_ids` are decoding context for the first id and produce no text."""
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prefix_ids)
         self._emitted_end = len(self._ids)
-        """Ids before this one are on the screen."""
+        """Index of the first id whose text has not been emitted."""
         self._context_start = 0
-        """Ids from this one to `_emitted_end` are decoded again, as neighbours."""
+        """Index of the first id that is decoded again as context of later ids."""
 
     def push(self, token: int) -> str:
-        """The text that one more id makes final; often empty."""
+        """Add an id and return the text that is now final; often empty."""
         self._ids.append(token)
         return self._advance(is_end=False)
 
     def finish(self) -> str:
-        """What was still waiting."""
+        """Return the remaining text."""
         return self._advance(is_end=True)
 
     def _advance(self, *, is_end: bool) -> str:
@@ -134,15 +131,15 @@ _ANSWER = "answer"
 
 
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
-    """Load the template of a model: that of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
+    """Load the chat template of a model: of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
 
     Args:
         source: the model.
-        tokenizer_override: "bytes" or a path that wins over the model's tokenizer; "" takes that.
-        template_override: the file of a template that wins over the model's; "" takes that.
+        tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "" uses the model's.
+        template_override: a template file to use instead of the model's; "" uses the model's.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is no template, or it cannot be read.
     """
     tokenizer = tokenizer_override or source.data.tokenizer
     template = template_override or source.data.chat_template
@@ -152,45 +149,45 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
 def encode_messages(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each message as a user's turn, with the assistant's turn begun after it.
+    """Tokenise each message as a user turn followed by the start of the assistant turn.
 
-    No special token is added: what the template writes is what the model has seen.
+    No special tokens are added beyond those of the template.
 
     Raises:
-        ConfigError: the template refuses a message, or the model knows numbers only.
+        ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
     """
     if isinstance(tokenizer, NumberTokenizer):
-        raise ConfigError("--chat: the model was trained on bare ids, so it knows no text; name its --tokenizer")
-    found = []
+        raise ConfigError("--chat: the model was trained on bare ids and has no tokenizer; name its --tokenizer")
+    encoded = []
     for message in messages:
         reject_surrogates(message, "the prompt")
         text = template.prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
-        found.append(tuple(tokenizer.encode(text).tolist()))
-    return tuple(found)
+        encoded.append(tuple(tokenizer.encode(text).tolist()))
+    return tuple(encoded)
 
 
 def turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """Return what ends the assistant's turn: a token of its own, or else a text that several tokens spell.
+    """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
 
     Returns:
-        (ids that end the turn, text that ends it); both empty where the template writes nothing there.
+        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
 
     Raises:
-        ConfigError: the template refuses a conversation of a question and an answer.
+        ConfigError: the template rejects a conversation of a question and an answer.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     rendered = template.render(messages, None, "a question and an answer")
     response = rendered.text[rendered.responses[-1].start : rendered.responses[-1].stop] if rendered.responses else ""
-    mark = response.rpartition(_ANSWER)[2].strip()
-    ids = tokenizer.encode(mark).tolist() if mark else []
-    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), mark)
+    marker = response.rpartition(_ANSWER)[2].strip()
+    ids = tokenizer.encode(marker).tolist() if marker else []
+    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), marker)
 
 
 class StopStringFilter:
-    """Passes text on up to a mark, and holds back what may become the mark.
+    """Streaming filter that emits text up to a stop string, and holds back a possible prefix of it.
 
     Args:
-        stop_string: the text that ends it; "" passes everything on.
+        stop_string: the stop string; "" emits all text.
     """
 
     def __init__(self, stop_string: str) -> None:
@@ -199,23 +196,23 @@ class StopStringFilter:
         self._is_stopped = False
 
     def push(self, text: str) -> str:
-        """Return what of the text so far can be shown now."""
+        """Add text and return the text that can be emitted."""
         if self._is_stopped or not self._stop_string:
             return "" if self._is_stopped else text
-        whole = self._pending_text + text
-        before, found, _ = whole.partition(self._stop_string)
-        self._is_stopped = bool(found)
-        length = 0 if found else self._partial_match_length(before)
+        pending = self._pending_text + text
+        before, match, _ = pending.partition(self._stop_string)
+        self._is_stopped = bool(match)
+        length = 0 if match else self._partial_match_length(before)
         self._pending_text = before[len(before) - length :]
         return before[: len(before) - length]
 
     def finish(self) -> str:
-        """Return what was held back and has not become the mark."""
-        held = "" if self._is_stopped else self._pending_text
+        """Return the text held back, unless the stop string was found."""
+        pending = "" if self._is_stopped else self._pending_text
         self._pending_text = ""
-        return held
+        return pending
 
     def _partial_match_length(self, text: str) -> int:
-        """Characters at the end of a text with which the mark begins."""
+        """Return the length of the longest suffix of a text that is a proper prefix of the stop string."""
         longest = min(len(text), len(self._stop_string) - 1)
         return next((length for length in range(longest, 0, -1) if text.endswith(self._stop_string[:length])), 0)

@@ -1,4 +1,4 @@
-"""A row of token ids cut into sequences, as evaluation reads it. Torch-free."""
+"""Token dataset of evaluation: a stream of token ids split into sequences. Torch-free."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,42 +10,42 @@ from moefold.data.token_file import read_npy_header
 from moefold.errors import ConfigError
 
 _CHECK_BATCH_TOKENS = 2**24
-"""Ids that are looked at in one piece."""
+"""Number of ids that are checked at once."""
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Ids in a row, cut into sequences of S; what is left at the end is a shorter sequence, taken only if asked for."""
+    """Token ids split into sequences of length S; the shorter tail is used only if `keeps_tail`."""
 
     ids: np.ndarray | ShardReader
-    """Integers of any width, [tokens]; may be a file."""
+    """Token ids of any integer type, [tokens]; may be a file."""
     seq_len: int
     keeps_tail: bool
 
     @property
     def num_full_sequences(self) -> int:
-        """Sequences of S tokens."""
+        """Number of sequences of S tokens."""
         return len(self.ids) // self.seq_len
 
     @property
     def tail(self) -> int:
-        """Tokens behind the last whole sequence."""
+        """Number of tokens after the last full sequence."""
         return len(self.ids) % self.seq_len
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are evaluated; a tail of one token has nothing to predict."""
+        """Number of evaluated sequences; a tail of one token has no target."""
         return self.num_full_sequences + (self.keeps_tail and self.tail > 1)
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that are predicted: all but the first of each sequence."""
+        """Number of predicted tokens: all but the first of each sequence."""
         tail = self.tail - 1 if self.num_sequences > self.num_full_sequences else 0
         return self.num_full_sequences * (self.seq_len - 1) + tail
 
     @property
     def num_unused_tokens(self) -> int:
-        """Tokens of the row that no sequence holds."""
+        """Number of tokens in no evaluated sequence."""
         return (
             len(self.ids) - self.num_full_sequences * self.seq_len
             if self.num_sequences == self.num_full_sequences
@@ -53,11 +53,10 @@ class TokenDataset:
         )
 
     def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Some sequences, filled up to `width` columns and `count` rows with id 0.
+        """Return `count` sequences from index `first` on, padded with id 0 to [count, width].
 
         Returns:
-            (tokens, labels, is_target), each [count, width]: what is read, the token behind each, and whether it is to
-            be predicted.
+            (tokens, labels, is_target), each [count, width]: inputs, next tokens, and the mask of predicted tokens.
         """
         tokens = np.zeros((count, width), dtype=np.int64)
         labels = np.zeros_like(tokens)
@@ -71,10 +70,10 @@ class TokenDataset:
 
 
 def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
-    """Open an .npy file of ids; they stay on the disk.
+    """Open an .npy file of token ids without reading it into memory.
 
     Raises:
-        ConfigError: it is missing, or no complete one-dimensional .npy array of integers.
+        ConfigError: the file is missing, or is not a complete one-dimensional .npy array of integers.
     """
     if not path.exists():
         raise ConfigError(f"{option} {str(path)!r} does not exist; name an .npy file of token ids")
@@ -84,10 +83,10 @@ def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Refuse a row that cannot be evaluated; reads all of it.
+    """Check that a dataset can be evaluated; reads all of its ids.
 
     Raises:
-        ConfigError: there is no whole sequence, or an id is no row of the embedding.
+        ConfigError: there is no full sequence, or an id is outside the vocabulary.
     """
     if dataset.seq_len < 2:
         raise ConfigError(
@@ -101,10 +100,10 @@ def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
         )
     for start in range(0, len(dataset.ids), _CHECK_BATCH_TOKENS):
         part = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
-        strange = (part < 0) | (part >= vocab_size)
-        if strange.any():
-            place = int(np.argmax(strange))
+        is_invalid = (part < 0) | (part >= vocab_size)
+        if is_invalid.any():
+            index = int(np.argmax(is_invalid))
             raise ConfigError(
-                f"{name} holds id {int(part[place])} at token {start + place}, but the model's vocabulary is "
+                f"{name} holds id {int(part[index])} at token {start + index}, but the model's vocabulary is "
                 f"{vocab_size}: ids must be 0 to {vocab_size - 1}; tokenise with the model's tokenizer"
             )

@@ -1,4 +1,4 @@
-"""What each rank of `moefold eval` and `moefold generate` runs."""
+"""Workers of `moefold eval` and `moefold generate`: the functions that each rank runs."""
 
 import json
 import math
@@ -30,12 +30,12 @@ from moefold.terminal import MULTILINE_CHARS, printable
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One evaluation; checked."""
+    """Checked arguments of one evaluation."""
 
     source: ModelSource
     cfg: Config
     ids: np.ndarray | Path
-    """The row of ids, or the .npy file that holds it."""
+    """Token ids, or the .npy file that contains them."""
     seq_len: int
     keeps_tail: bool
     logits: Path | None
@@ -43,30 +43,31 @@ class EvalJob:
 
 
 def eval_worker(job: EvalJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, evaluate, print the result on the first rank; returns the exit status."""
+    """Join the process group, evaluate and print the result on rank 0; return the exit status."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
         explain_oom(EVAL_OOM_HINT),
     ):
-        opened = load_model(job.source, job.cfg, device)
+        loaded = load_model(job.source, job.cfg, device)
         ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
-        row = TokenDataset(ids, job.seq_len, job.keeps_tail)
-        with nullcontext() if job.logits is None else LogitsFile(job.logits, opened, row) as file:
-            found = evaluate(opened, row, file)
+        dataset = TokenDataset(ids, job.seq_len, job.keeps_tail)
+        with nullcontext() if job.logits is None else LogitsFile(job.logits, loaded, dataset) as file:
+            evaluation = evaluate(loaded, dataset, file)
         if rank_env.rank == 0:
-            _print_evaluation(found, row, as_json=job.as_json)
+            _print_evaluation(evaluation, dataset, as_json=job.as_json)
     return 0
 
 
 def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:
     if dataset.num_unused_tokens:
         print(
-            f"{dataset.num_unused_tokens} tokens behind the last sequence of {dataset.seq_len} are left out; --keep-tail takes them",
+            f"{dataset.num_unused_tokens} tokens after the last sequence of {dataset.seq_len} are left out; "
+            "--keep-tail includes them",
             file=sys.stderr,
         )
     if as_json:
-        # JSON knows neither NaN nor infinity.
+        # JSON has neither NaN nor infinity.
         loss, perplexity = (x if math.isfinite(x) else None for x in (found.loss, found.perplexity))
         print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": found.tokens}))
         return
@@ -78,88 +79,88 @@ def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """One batch of prompts; checked."""
+    """Checked arguments of one generation command."""
 
     source: ModelSource
     cfg: Config
     tokenizer: str
-    """"bytes" or a path that wins over what the source says; "" takes that."""
+    """"bytes" or a path to use instead of the source's tokenizer; "" uses the source's."""
     prompts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
-    """The prompts as ids."""
+    """Token ids of the prompts."""
     max_tokens: int
     sampling: SamplingParams
     eos_ids: frozenset[int]
     as_json: bool
     echoes: bool = True
-    """Print each prompt before its continuation."""
+    """Whether to print each prompt before its continuation."""
     is_chat: bool = False
-    """The prompts are messages; `ids` are those of the chat template around them."""
+    """Whether the prompts are chat messages; `ids` then include the chat template."""
     stop_string: str = ""
-    """A text that ends a continuation, where no single token does."""
+    """Text that ends a continuation, if no single token does."""
 
 
 def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, generate, print on the first rank; returns the exit status."""
+    """Join the process group, generate and print the text on rank 0; return the exit status."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
         explain_oom(GENERATE_OOM_HINT),
     ):
         tokenizer = open_tokenizer(job.source, job.tokenizer)
-        opened = load_model(job.source, job.cfg, device, tokenizer)
-        streams = rank_env.rank == 0 and len(job.ids) == 1 and not job.as_json
+        loaded = load_model(job.source, job.cfg, device, tokenizer)
+        is_streaming = rank_env.rank == 0 and len(job.ids) == 1 and not job.as_json
         output = _StreamedOutput(job, tokenizer, exits_on_broken_pipe=rank_env.world_size == 1)
-        if streams:
+        if is_streaming:
             output.begin()
-        found = generate(
-            opened.model,
+        completions = generate(
+            loaded.model,
             job.ids,
             job.max_tokens,
             job.sampling,
             eos_ids=job.eos_ids,
-            on_token=lambda _, token: output.push(token) if streams else None,
+            on_token=lambda _, token: output.push(token) if is_streaming else None,
             is_complete=partial(_has_stop_string, tokenizer, job.stop_string)
             if job.stop_string
             else lambda number, tokens: False,
         )
-        if streams:
+        if is_streaming:
             output.finish()
         elif rank_env.rank == 0:
-            _print_completions(job, found, tokenizer)
+            _print_completions(job, completions, tokenizer)
     return 0
 
 
 class _StreamedOutput:
-    """The one continuation that is printed while it comes, after its prompt if that is echoed.
+    """Streaming output of a single continuation, after its prompt if the prompt is echoed.
 
     Args:
-        job: with one prompt.
-        tokenizer: of the model.
-        exits_on_broken_pipe: whether the program ends when the reader has gone (`| head`); if not, the rest goes into the
-            void, as other ranks count on this one to go on.
+        job: a job with one prompt.
+        tokenizer: tokenizer of the model.
+        exits_on_broken_pipe: whether a closed pipe (`| head`) ends the program; if not, the remaining output is
+            discarded, as the other ranks need this one for their collectives.
     """
 
     def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, exits_on_broken_pipe: bool) -> None:
         self._job = job
-        # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
-        joins = job.echoes and not job.is_chat
-        self._stream = TextStream(tokenizer, job.ids[0] if joins else ())
+        # Some tokenizers put a space between two ids that neither has alone: decode with the prompt as context.
+        has_context = job.echoes and not job.is_chat
+        self._stream = TextStream(tokenizer, job.ids[0] if has_context else ())
         self._stop_filter = StopStringFilter(job.stop_string)
         self._exits_on_broken_pipe = exits_on_broken_pipe
 
     def begin(self) -> None:
-        """Print the prompt, if it is to be echoed."""
+        """Print the prompt, if `job.echoes`."""
         if self._job.echoes:
             prompt = self._job.prompts[0]
             self._print(f"user: {prompt}\nassistant: " if self._job.is_chat else prompt)
 
     def push(self, token: int) -> None:
-        """Print what one more token makes final."""
+        """Add a token and print the text that is now final."""
         self._print(self._stop_filter.push(self._stream.push(token)))
 
     def finish(self) -> None:
-        """Print what was still waiting, and a line end."""
+        """Print the remaining text and a newline."""
         self._print(self._stop_filter.push(self._stream.finish()) + self._stop_filter.finish() + "\n")
 
     def _print(self, text: str) -> None:
@@ -172,13 +173,13 @@ class _StreamedOutput:
 
 
 def _terminal_text(text: str) -> str:
-    """What a model writes, as a terminal may have it; a file gets every character."""
+    """Return generated text with control characters escaped if stdout is a terminal."""
     return printable(text, MULTILINE_CHARS) if sys.stdout.isatty() else text
 
 
 def _has_stop_string(tokenizer: Tokenizer, stop_string: str, number: int, tokens: Sequence[int]) -> bool:
-    """Whether the newest tokens spell the mark."""
-    # Each token is a byte at least, and the first of these may be half a character.
+    """Return whether the last tokens contain the stop string."""
+    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
     return stop_string in tokenizer.decode(tokens[-len(stop_string.encode()) - 4 :])
 
 

@@ -7,22 +7,22 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 
 DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
-"""What a driver of GPUs that torch knows as cuda makes in /dev: NVIDIA's, Jetson's, that of WSL, AMD's."""
+"""Device nodes in /dev of the GPU drivers that torch calls "cuda": NVIDIA, Jetson, WSL, AMD."""
 
 
 def device_without_torch(
     requested_device: str, world_size: int, rank_env: RankEnv | None, root: Path = Path("/")
 ) -> str:
-    """Return "cpu" where the ranks run there for certain, else "": then torch must be asked (`choose_device`).
+    """Return "cpu" if the ranks certainly run on the CPU, else "": then `choose_device` must query torch.
 
     Args:
         requested_device: run.device.
         world_size: ranks of the job.
-        rank_env: of this process, if a launcher started it.
-        root: where /dev is.
+        rank_env: environment of this process, if a launcher started it.
+        root: folder that contains dev/.
 
     Raises:
-        ConfigError: the wish is cuda, and this machine has no driver of a GPU.
+        ConfigError: cuda is requested, and this machine has no GPU driver.
     """
     if requested_device == "cpu":
         return "cpu"
@@ -34,18 +34,18 @@ def device_without_torch(
 
 
 def has_no_gpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine has no GPU for certain: it runs Linux, and no driver of a GPU is loaded."""
+    """Return whether this machine certainly has no GPU: Linux without a loaded GPU driver."""
     return sys.platform == "linux" and not any(any((root / "dev").glob(node)) for node in DEVICE_NODES)
 
 
 def missing_gpu_message(requested_device: str, world_size: int, rank_env: RankEnv | None, num_gpus: int) -> str:
-    """Return the message for ranks without a GPU of their own."""
+    """Return the error message for a machine with fewer GPUs than ranks."""
     if rank_env is None:
         return (
             f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
             "set run.device='cpu', or fewer ranks"
         )
     return (
-        f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds {num_gpus} on its "
-        "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
+        f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds "
+        f"{num_gpus} on its machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
     )

@@ -1,4 +1,7 @@
-"""What rank 0 alone works out, and all ranks of a launcher take: a plan for what each says of its machine."""
+"""Compute a value on rank 0 from facts that all ranks gather, and broadcast it, before any process group exists.
+
+Used for `parallel.mapping="auto"`: rank 0 plans for the machines that the ranks report.
+"""
 
 import json
 from collections.abc import Callable
@@ -14,27 +17,29 @@ from moefold.host.rank_env import RankEnv
 from moefold.launch.rendezvous import MISSING_RANKS_GRACE_S, STORE_ERRORS, join_rendezvous
 
 JsonDict = dict[str, Any]
-"""Plain data, ready for JSON."""
+"""JSON-serialisable data."""
 
 
 def compute_on_rank0(
     rank_env: RankEnv, timeout_s: float, own_facts: JsonDict, compute: Callable[[list[JsonDict]], JsonDict]
 ) -> tuple[JsonDict, dist.Store]:
-    """Ask rank 0; blocks until all ranks have the answer. Communicates through the job's store.
+    """Gather facts from all ranks, run `compute` on rank 0 and return its result on every rank.
+
+    Collective over the whole job; communicates through the job's store.
 
     Args:
-        rank_env: of this rank.
-        timeout_s: so long ranks wait for each other, and for the answer.
-        own_facts: what this rank says.
-        compute: run on rank 0 alone, with what the ranks say, in their order.
+        rank_env: environment of this rank.
+        timeout_s: limit for each of the two waits: for the ranks to join, and for the result.
+        own_facts: facts that this rank contributes.
+        compute: called on rank 0 only, with the facts in rank order.
 
     Returns:
-        The answer, the same on all ranks, and the store. Rank 0 may keep its server: it has to live until the ranks
-        have met again, or one of them finds a server that is about to end.
+        The result, equal on all ranks, and the store. The caller must keep the store alive until the next rendezvous:
+        rank 0 may host its server, and a rank that connects to a closing server fails.
 
     Raises:
-        ConfigError: `compute` raised it; on all ranks alike.
-        RunError: ranks are missing, or the answer is, after `timeout_s`.
+        ConfigError: `compute` raised it; raised on all ranks.
+        RunError: a rank or the result is missing after `timeout_s`.
     """
     store, _ = join_rendezvous(rank_env, timeout_s)
 
@@ -42,43 +47,43 @@ def compute_on_rank0(
         return run_with_timeout(timeout_s + MISSING_RANKS_GRACE_S, call)
 
     try:
-        bounded(partial(store.set, f"says/{rank_env.rank}", json.dumps(own_facts)))
+        bounded(partial(store.set, f"facts/{rank_env.rank}", json.dumps(own_facts)))
         if rank_env.rank == 0:
-            said = bounded(partial(_gather_facts, store, rank_env.world_size, own_facts, timeout_s))
-            found = _compute_result(compute, said)
-            bounded(partial(_publish_result, store, rank_env.world_size, found, timeout_s))
+            all_facts = bounded(partial(_gather_facts, store, rank_env.world_size, own_facts, timeout_s))
+            result = _compute_result(compute, all_facts)
+            bounded(partial(_publish_result, store, rank_env.world_size, result, timeout_s))
         else:
-            found = bounded(partial(_await_result, store, rank_env.rank, timeout_s))
+            result = bounded(partial(_await_result, store, rank_env.rank, timeout_s))
     except (*STORE_ERRORS, CallTimeoutError) as error:
         reason = str(error).splitlines()[0] if str(error) else "the store does not answer"
         raise RunError(
-            f"rank {rank_env.rank} had no answer from all ranks within {timeout_s:g} s: {reason}; one may have ended, or "
-            "rank 0 plans for longer: set faults.timeout_s higher"
+            f"rank {rank_env.rank} had no answer from all ranks within {timeout_s:g} s: {reason}; a rank may have "
+            "ended, or planning on rank 0 takes longer: set faults.timeout_s higher"
         ) from None
-    if "refused" in found:
-        raise ConfigError(found["refused"])
-    return found["answer"], store
+    if "refused" in result:
+        raise ConfigError(result["refused"])
+    return result["answer"], store
 
 
 def _gather_facts(store: dist.Store, world_size: int, own_facts: JsonDict, timeout_s: float) -> list[JsonDict]:
-    """What each rank says, in their order; rank 0 calls it."""
+    """Return the facts of all ranks, in rank order. Called on rank 0."""
     others = range(1, world_size)
-    store.wait([f"says/{rank}" for rank in others], timedelta(seconds=timeout_s))
-    return [own_facts, *(json.loads(store.get(f"says/{rank}")) for rank in others)]
+    store.wait([f"facts/{rank}" for rank in others], timedelta(seconds=timeout_s))
+    return [own_facts, *(json.loads(store.get(f"facts/{rank}")) for rank in others)]
 
 
 def _publish_result(store: dist.Store, world_size: int, result: JsonDict, timeout_s: float) -> None:
-    """Give the answer to all; rank 0 calls it. Who has not heard it would find no server if this rank ended now."""
+    """Publish the result and wait for every rank's acknowledgement, as rank 0 may host the store. Called on rank 0."""
     store.set("answer", json.dumps(result))
-    store.wait([f"heard/{rank}" for rank in range(1, world_size)], timedelta(seconds=timeout_s))
+    store.wait([f"received/{rank}" for rank in range(1, world_size)], timedelta(seconds=timeout_s))
 
 
 def _await_result(store: dist.Store, rank: int, timeout_s: float) -> JsonDict:
-    """Take the answer of rank 0; the others call it."""
+    """Wait for the result of rank 0 and acknowledge it. Called on all other ranks."""
     store.wait(["answer"], timedelta(seconds=timeout_s))
-    found: JsonDict = json.loads(store.get("answer"))
-    store.set(f"heard/{rank}", "1")
-    return found
+    result: JsonDict = json.loads(store.get("answer"))
+    store.set(f"received/{rank}", "1")
+    return result
 
 
 def _compute_result(compute: Callable[[list[JsonDict]], JsonDict], all_facts: list[JsonDict]) -> JsonDict:

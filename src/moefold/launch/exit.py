@@ -1,8 +1,6 @@
-"""The way out of a rank.
+"""Process exit: exit statuses, immediate exit, and one-line messages for out-of-memory errors.
 
-Exit statuses of ranks and commands. Torch-free.
-
-Tell errors of memory from others, and say them in one sentence. Torch-free: torch's are known by name and words.
+Torch-free: torch's out-of-memory errors are recognised by class name and message.
 """
 
 import errno
@@ -16,10 +14,10 @@ from moefold.terminal import format_bytes
 
 
 def hard_exit(status: int) -> NoReturn:
-    """End this process at once, with no more than what it printed brought out.
+    """Flush stdout and stderr and call `os._exit`, skipping interpreter shutdown.
 
-    An interpreter that ends in the ordinary way kills the threads that come for its lock. One of gloo's, which still
-    has the tensors of the last collective to give back, would abort the process then.
+    Ordinary shutdown kills threads that wait for the GIL. A gloo thread that still has to release the tensors of the
+    last collective would then abort the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -27,15 +25,15 @@ def hard_exit(status: int) -> NoReturn:
 
 
 EXIT_FAILED = 1
-"""The command ran and its answer is no, or a rank failed."""
+"""Exit status of a command that ran with a negative result, or of a failed rank."""
 EXIT_USER_ERROR = 2
-"""The user's settings cannot work; a message has said why."""
+"""Exit status for settings that cannot work; a message has been printed."""
 SIGNAL_STATUS = 128
-"""A run that a signal ended exits with 128 + its number, as shells do: 130 for Ctrl-C."""
+"""Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
 
 
 OOM_ERROR_NAMES = ("OutOfMemoryError", "_ArrayMemoryError")
-"""Of torch and numpy."""
+"""Class names of the out-of-memory errors of torch and numpy."""
 OOM_MESSAGES = (
     "can't allocate memory",
     "bad_alloc",
@@ -46,7 +44,7 @@ OOM_MESSAGES = (
     "integer multiplication overflow",
     "Maximum allowed dimension exceeded",
 )
-"""In the messages of other errors that stand for memory that is not there."""
+"""Fragments of messages by which other error classes report failed allocations."""
 _REQUESTED_SIZE = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
 OOM_SUGGESTION = (
     "choose a smaller model, batch or sequence, or more ranks; for training `moefold memory RECIPE --dry` shows what "
@@ -55,10 +53,10 @@ OOM_SUGGESTION = (
 
 
 def oom_reason(error: BaseException | None) -> str:
-    """Return what an error of memory says in its first sentence, or "" for another error.
+    """Return the first sentence of an out-of-memory error, or "" for any other error.
 
     Args:
-        error: an exception; what it was raised from counts as well.
+        error: an exception; the chain of its `__cause__` is searched too.
     """
     while error is not None:
         if _is_oom_error(error):
@@ -68,20 +66,23 @@ def oom_reason(error: BaseException | None) -> str:
 
 
 def oom_message(error: BaseException) -> str:
-    """Return one message on an error of memory, with what was asked for and what there is; "" for another error."""
+    """Return a one-line message for an out-of-memory error, with requested and available bytes; else ""."""
     reason = oom_reason(error)
     if not reason:
         return ""
-    found = _REQUESTED_SIZE.search(reason)
-    asked = ""
-    if found is not None:
-        asked = f": {format_bytes(int(found[1])) if found[1] else found[2]} were asked for at once"
-    return f"out of memory{asked or f' ({reason})'}{'' if 'CUDA' in reason else _available_memory_text()}; {OOM_SUGGESTION}"
+    match = _REQUESTED_SIZE.search(reason)
+    requested = ""
+    if match is not None:
+        requested = f": {format_bytes(int(match[1])) if match[1] else match[2]} were requested at once"
+    return (
+        f"out of memory{requested or f' ({reason})'}{'' if 'CUDA' in reason else _available_memory_text()}; "
+        f"{OOM_SUGGESTION}"
+    )
 
 
 def _available_memory_text() -> str:
-    rooms = [room for room in (available_host_memory(), available_process_memory()) if room is not None]
-    least = min(rooms, key=lambda room: room.size)
+    limits = [limit for limit in (available_host_memory(), available_process_memory()) if limit is not None]
+    least = min(limits, key=lambda limit: limit.size)
     return f", and {format_bytes(least.size)} are {least.description}"
 
 
@@ -90,4 +91,4 @@ def _is_oom_error(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in OOM_MESSAGES)
+    return isinstance(error, RuntimeError | ValueError) and any(fragment in str(error) for fragment in OOM_MESSAGES)

@@ -1,4 +1,4 @@
-"""How a rank of many ends when something goes wrong: at once, with one message for the job."""
+"""Error handling of a rank in a multi-rank job: exit at once, with one message for the whole job."""
 
 import os
 import signal
@@ -20,27 +20,27 @@ from moefold.launch.single_reporter import SingleReporter
 from moefold.launch.watchdog import Watchdog
 
 NONZERO_RANK_DELAY_S = 0.7
-"""What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
+"""Delay before ranks other than local rank 0 report an error, as most errors occur on all ranks at once."""
 
 ROOT_CAUSE_WAIT_S = 5.0
-"""A rank that lost the others gives the one that left this long to be found and named."""
+"""Delay before a rank whose collective failed reports it, so that the rank that caused the failure is named first."""
 
 BACKEND_NAMES = ("gloo", "NCCL")
-"""A collective that fails says whose it is: on the ranks around one that is gone, all of them do."""
+"""Names that occur in the message of every failed collective, by which the error is recognised."""
 
 
 class RankErrorHandler:
-    """Context manager around everything that a rank does; a job of one rank is left alone.
+    """Context manager around everything that a rank runs; it does nothing in a single-rank job.
 
-    Inside, a signal ends the rank at once with 128 + its number: code that has something to save handles signals
-    itself. An exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (1),
-    without the farewell of the process group, which the others may never answer. Launchers end the other ranks when
-    they see one go; so ranks that fail alike, or because of it, wait a moment and are not heard.
+    A signal ends the rank at once with 128 + its number: code that has something to save handles signals itself. An
+    exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
+    destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
+    so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.
 
     Args:
-        rank_env: of this rank.
-        is_stop_requested: whether a signal came that was not obeyed yet.
-        watchdog: knows the other ranks, and says which of them was lost.
+        rank_env: environment of this rank.
+        is_stop_requested: returns whether a signal was received and not handled yet.
+        watchdog: diagnoses which rank was lost.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class RankErrorHandler:
     def _handle_exception(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._deregister_and_exit(SIGNAL_STATUS + signal.SIGINT)
-        found = _find_run_error(error)
-        if is_collective_error(found or error):
+        run_error = _find_run_error(error)
+        if is_collective_error(run_error or error):
             self._exit_after_peer(error)
-        if found is not None:
-            self._exit_with_run_error(found)
+        if run_error is not None:
+            self._exit_with_run_error(run_error)
         time.sleep(self._report_delay_s(error))
         if isinstance(error, ConfigError):
             self._deregister(EXIT_USER_ERROR)
@@ -96,7 +96,7 @@ class RankErrorHandler:
         self._exit_failed()
 
     def _exit_with_run_error(self, error: RunError) -> NoReturn:
-        """Ranks that found the same fault leave the message to the first of them."""
+        """Exit with a RunError; only the first rank that raises it prints the message."""
         time.sleep(self._report_delay_s(error))
         self._deregister(EXIT_FAILED)
         self._reporter.report_once(
@@ -105,7 +105,7 @@ class RankErrorHandler:
         self._exit_failed()
 
     def _activity_text(self) -> str:
-        """Where in the run this rank is, for a message; empty where nothing keeps it."""
+        """Return step, phase and last collective of this rank for a message; "" without a flight recorder."""
         return "" if self._watchdog is None else f" in {describe_activity(self._watchdog.flight_recorder.snapshot())}"
 
     def _exit_failed(self) -> NoReturn:
@@ -114,8 +114,8 @@ class RankErrorHandler:
         hard_exit(EXIT_FAILED)
 
     def _exit_after_peer(self, error: BaseException) -> None:
-        """Leave quietly, or with the reason why another rank is gone; returns if there is none to be had."""
-        # Our own launcher names the rank that went first. torchrun tells the others to stop, and knows no step.
+        """Exit after a collective failed, with a diagnosis of the lost rank; return if there is no explanation."""
+        # Our own launcher names the rank that exited first; torchrun does not, and has no step to report.
         if self._watchdog is not None and not self._rank_env.record_paths:
             self._watchdog.explain_lost_peer(error)
         if self._is_stop_requested():
@@ -132,7 +132,7 @@ class RankErrorHandler:
 
     def _report_delay_s(self, error: BaseException) -> float:
         if is_collective_error(error):
-            # Before the watchdog takes the rest of this rank for standing still.
+            # At most half of the hang timeout: the watchdog must not report this wait as a hang.
             return (
                 ROOT_CAUSE_WAIT_S
                 if self._watchdog is None
@@ -142,14 +142,14 @@ class RankErrorHandler:
 
 
 def _find_run_error(error: BaseException | None) -> RunError | None:
-    """The fault that an error stands for: torch's pipeline wraps what a stage raises."""
+    """Return the RunError in the `__cause__` chain, if any: torch's pipeline wraps the exceptions of its stages."""
     while error is not None and not isinstance(error, RunError):
         error = error.__cause__
     return error
 
 
 def is_collective_error(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a collective's: that says little but that another rank is gone."""
+    """Return whether an error or one of its causes is a failed collective: a symptom of the loss of another rank."""
     while error is not None:
         if isinstance(error, dist.DistError) or any(name in str(error) for name in BACKEND_NAMES):
             return True

@@ -1,4 +1,4 @@
-"""Ask the machine whether the ranks that it is to run fit into its memory, before they start. Torch-free on the CPU."""
+"""Memory check of the local machine before its ranks start. Torch-free on the CPU."""
 
 from collections.abc import Callable
 
@@ -21,18 +21,18 @@ from moefold.validate.memory_need import (
 def choose_checked_device(
     requested_device: str, world_size: int, rank_env: RankEnv | None, check: Callable[[str], None]
 ) -> str:
-    """Return the device type of the ranks, after a check of what they will need there.
+    """Return the device type of the ranks, after running `check` on it.
 
-    Where there is no GPU for certain, the check comes before torch is imported.
+    On a machine that certainly has no GPU the check runs before torch is imported.
 
     Args:
         requested_device: run.device.
         world_size: ranks of the job.
-        rank_env: of this process, if a launcher started it.
-        check: called with the device type; raises if it is not to start.
+        rank_env: environment of this process, if a launcher started it.
+        check: called with the device type; raises if the job must not start.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks on this machine, or the check raised it.
+        ConfigError: this machine has fewer GPUs than ranks, or `check` raised it.
     """
     device_type = device_without_torch(requested_device, world_size, rank_env)
     if not device_type:
@@ -44,12 +44,12 @@ def choose_checked_device(
 
 
 def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> None:
-    """Refuse a training step for which this machine, or a GPU of it, has too little memory.
+    """Check that a training step fits into the memory of this machine or of its smallest GPU.
 
     Args:
         cfg: a recipe that `check_config` passed.
         device_type: "cpu" or "cuda".
-        rank_env: of this process, if a launcher started it; the first of a machine asks for all of it.
+        rank_env: environment of this process, if a launcher started it; only local rank 0 checks.
 
     Raises:
         ConfigError: the ranks do not fit, and run.check_memory is true.
@@ -61,27 +61,27 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
 def check_inference(
     cfg: Config, device_type: str, rank_env: RankEnv | None, *, extra_bytes: dict[str, int], suggestion: str
 ) -> None:
-    """Refuse a model that is to compute without learning, for which this machine has too little memory.
+    """Check that a model for inference fits into the memory of this machine.
 
     Args:
-        cfg: one that `check_config` passed.
+        cfg: a config that `check_config` passed.
         device_type: "cpu" or "cuda".
-        rank_env: as of `check_training`.
-        extra_bytes: bytes of what each rank has in memory beside the weights, by name.
-        suggestion: what to ask for instead.
+        rank_env: see `check_training`.
+        extra_bytes: bytes of each rank in addition to the weights, by name.
+        suggestion: last part of the error message: smaller settings to try.
 
     Raises:
-        ConfigError: weights and extra do not fit.
+        ConfigError: weights and extra bytes do not fit.
     """
     if rank_env is not None and rank_env.local_rank:
         return
     needs = tuple(BytesByPart(part) + BytesByPart(extra_bytes) for part in inference_weight_memory(cfg))
-    if (short := find_shortage(needs, local_host_capacity(cfg, device_type, rank_env))) is not None:
-        raise ConfigError(f"the model does not fit into memory: {shortage_message(short)}; {suggestion}")
+    if (shortage := find_shortage(needs, local_host_capacity(cfg, device_type, rank_env))) is not None:
+        raise ConfigError(f"the model does not fit into memory: {shortage_message(shortage)}; {suggestion}")
 
 
 def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None) -> HostCapacity:
-    """Return the machine of this process with the ranks of the job that run on it."""
+    """Return the memory of this machine and the pipeline ranks of the job's ranks on it."""
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
@@ -97,7 +97,7 @@ def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None)
 
 
 def _smallest_gpu_memory(count: int) -> AvailableMemory:
-    """The least memory of the first so many GPUs, used or not."""
+    """Return the least total memory of the first `count` GPUs."""
     import torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(min(count, torch.cuda.device_count()))]

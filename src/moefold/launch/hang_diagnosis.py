@@ -1,7 +1,7 @@
-"""Who holds up the job: from what every rank was doing last to one message. Torch-free, and a function of its input.
+"""Hang diagnosis: find the ranks that block the job from the flight-recorder snapshots of all ranks. Torch-free.
 
-Collectives tell most. Each rank counts those that it begins on each group, and all members of a group begin the same
-ones in the same order: a rank whose count is behind has not come to the one in which the others wait for it.
+The main evidence is the number of collectives that each rank has started on each group. All members of a group start
+the same collectives in the same order, so a rank with a lower count has not reached the one in which the others wait.
 """
 
 import time
@@ -12,50 +12,50 @@ from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
 
 RECENT_REPORT_S = 5.0
-"""A rank that was heard so lately is not called silent."""
+"""A rank whose last report is at most this old does not count as silent."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """All that is known of one rank."""
+    """The last report of one rank."""
 
     host: str
     snapshot: FlightSnapshot
     reported_at_s: float
-    """When it last reported, as time.time()."""
+    """Time of the last report, as time.time()."""
     has_responded: bool = True
-    """Whether it reported since it was asked to."""
+    """Whether the rank answered the request for a last report."""
     process_state: str = ALIVE
-    """Of its process, as another one of its machine sees it."""
+    """State of the rank's process as seen by another rank of the same machine."""
     source_location: str = ""
-    """Where in the source its main thread is."""
+    """Source line that the rank's main thread executes."""
     is_communicating: bool = False
-    """Whether that is inside torch's communication."""
+    """Whether `source_location` is inside torch's communication."""
     exit_status: int | None = None
-    """Its exit status, if it said good-bye."""
+    """Exit status, if the rank deregistered."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who is to blame, and for what."""
+    """The ranks that block the job and their symptom."""
 
     ranks: tuple[int, ...]
-    """Empty: all wait for each other, or nobody is behind."""
+    """Blocking ranks; empty for a deadlock, or if no rank is late."""
     symptom: str
-    """What is wrong with them: "was killed", "is stopped", ..."""
+    """Predicate for the message: "is stopped", "is late", ..."""
 
 
 def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
-    """Find the odd ones.
+    """Find the ranks that block the job.
 
     Args:
-        reports: of every rank that ever reported.
+        reports: last report of every rank that ever reported.
         world_size: ranks of the job.
     """
     present = {rank: report for rank, report in reports.items() if report.exit_status is None}
     rules: tuple[tuple[str, list[int]], ...] = (
         (
-            "is gone: its process ended without a word, as when it is killed or memory runs out",
+            "is gone: its process ended without an error message, as when it is killed or memory runs out",
             [r for r, x in present.items() if x.process_state == GONE],
         ),
         ("is stopped, as by SIGSTOP or a debugger", [r for r, x in present.items() if x.process_state == STOPPED]),
@@ -65,7 +65,7 @@ def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
             [r for r, x in present.items() if x.process_state == BLOCKED and not x.is_communicating],
         ),
         (
-            "is not heard any more: its host, or the way to it, is down",
+            "is unreachable: its host, or the network to it, is down",
             [r for r, x in present.items() if not x.has_responded],
         ),
     )
@@ -79,25 +79,25 @@ def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
 
 
 def format_diagnosis(reports: Mapping[int, RankReport], world_size: int, reason: str) -> str:
-    """The message of a job that ends because it is stuck.
+    """Return the message of a job that ends because it hangs.
 
     Args:
-        reports: of every rank that ever reported.
+        reports: last report of every rank that ever reported.
         world_size: ranks of the job.
-        reason: what made somebody ask: "no progress for 600 s (faults.timeout_s)".
+        reason: trigger of the diagnosis, such as "no progress for 600 s (faults.timeout_s)".
     """
-    verdict = diagnose(reports, world_size)
-    blamed = [rank for rank in verdict.ranks if rank in reports]
-    lines = [f"moefold: {_headline(verdict, reports)}"]
+    diagnosis = diagnose(reports, world_size)
+    blamed = [rank for rank in diagnosis.ranks if rank in reports]
+    lines = [f"moefold: {_headline(diagnosis, reports)}"]
     lines += [f"  {text}" for text in _group_by_activity(reports, blamed, is_blamed=True)]
-    others = [rank for rank, report in reports.items() if rank not in verdict.ranks and report.exit_status is None]
+    others = [rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None]
     lines += [f"  {text}" for text in _group_by_activity(reports, others, is_blamed=False)]
-    lines.append(f"  the run ends: {reason}; docs/failures.md says what to do")
+    lines.append(f"  the run ends: {reason}; see docs/failures.md")
     return "\n".join(lines)
 
 
 def describe_activity(snapshot: FlightSnapshot) -> str:
-    """What a rank was doing, in words: step, phase and the last collective."""
+    """Return step, phase and last collective of a snapshot as text."""
     step = f"step {snapshot.step}, " if snapshot.step else ""
     text = f"{step}{snapshot.phase}"
     if snapshot.collective:
@@ -107,7 +107,7 @@ def describe_activity(snapshot: FlightSnapshot) -> str:
 
 def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
     if not diagnosis.ranks:
-        return "the ranks wait for each other, and none is behind the others"
+        return "the ranks wait for each other, and none of them is late"
     hosts = sorted({reports[rank].host for rank in diagnosis.ranks if rank in reports})
     where = f" on {', '.join(hosts)}" if hosts else ""
     fault = diagnosis.symptom if len(diagnosis.ranks) == 1 else _plural(diagnosis.symptom)
@@ -121,42 +121,42 @@ def _plural(symptom: str) -> str:
 
 
 def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], *, is_blamed: bool) -> Iterator[str]:
-    """One line for all ranks that do the same."""
+    """Yield one line for each group of ranks with the same activity."""
     same: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         same.setdefault(describe_activity(reports[rank].snapshot), []).append(rank)
     for text, group in same.items():
-        seen = [reports[rank] for rank in group]
+        group_reports = [reports[rank] for rank in group]
         now_s = time.time()
-        still_s = max(now_s - report.snapshot.moved_s for report in seen)
-        words = f"{format_ranks(group)}: {text}, {still_s:.1f} s ago"
-        silent_s = max(now_s - report.reported_at_s for report in seen)
-        if is_blamed and (silent_s > RECENT_REPORT_S or not all(report.has_responded for report in seen)):
-            words += f"; last heard {silent_s:.1f} s ago"
-        places = sorted({report.source_location for report in seen if report.source_location})
-        if is_blamed and places:
-            words += f"; now at {', '.join(places[:2])}"
-        yield words
+        idle_s = max(now_s - report.snapshot.moved_s for report in group_reports)
+        line = f"{format_ranks(group)}: {text}, {idle_s:.1f} s ago"
+        silent_s = max(now_s - report.reported_at_s for report in group_reports)
+        if is_blamed and (silent_s > RECENT_REPORT_S or not all(report.has_responded for report in group_reports)):
+            line += f"; last heard {silent_s:.1f} s ago"
+        locations = sorted({report.source_location for report in group_reports if report.source_location})
+        if is_blamed and locations:
+            line += f"; now at {', '.join(locations[:2])}"
+        yield line
 
 
 @dataclass
 class _WaitGraph:
-    """Who waits for whom."""
+    """Ranks that wait for another rank, and ranks that another rank waits for."""
 
     waiting: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
 
 
 def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
-    """The ranks that others wait for and that wait for nobody."""
+    """Return the ranks that others wait for and that do not wait for any rank themselves."""
     computing = {rank for rank, report in present.items() if not report.is_communicating}
     waits = _wait_graph(present)
-    behind = waits.awaited - waits.waiting
+    late = waits.awaited - waits.waiting
     if len(computing) == len(present):
         computing = set()
-    for found in (behind & computing, computing, behind):
-        if found:
-            return found
+    for candidates in (late & computing, computing, late):
+        if candidates:
+            return candidates
     return _least_advanced(present)
 
 
@@ -164,9 +164,9 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
     waits = _WaitGraph()
     for rank, report in present.items():
         group = report.snapshot.group
-        mine = report.snapshot.counts.get(group, 0)
-        for other, its in present.items():
-            if its.snapshot.counts.get(group, mine) < mine:
+        count = report.snapshot.counts.get(group, 0)
+        for other, other_report in present.items():
+            if other_report.snapshot.counts.get(group, count) < count:
                 waits.waiting.add(rank)
                 waits.awaited.add(other)
     return waits

@@ -1,6 +1,6 @@
-"""What the planner must know of the machine that is to train: how many ranks, on what.
+"""Hardware detection: number of ranks, device and memory of this machine for the planner.
 
-Which device the ranks will have, as far as it can be told without torch, which takes seconds to import.
+`device_without_torch` determines the device type without importing torch, which takes seconds.
 """
 
 import os
@@ -24,26 +24,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DetectedMachine:
-    """Ranks and their device."""
+    """Number of ranks and their device, as detected on one rank."""
 
     device_type: Literal["cpu", "cuda"]
-    """cpu or cuda."""
+    """"cpu" or "cuda"."""
     device: str
-    """Name of the planner's device."""
+    """Device name in the planner."""
     num_ranks: int
-    """Of the launcher; without one, those that this machine has devices for."""
+    """World size of the launcher; without a launcher the number of ranks for which this machine has devices."""
     is_launched: bool
-    """Whether a launcher started that many."""
+    """Whether a launcher started the ranks."""
     memory_gib: float
-    """Of all ranks together; 0: what each device has."""
+    """Memory of all ranks together; 0: use the memory of the device description."""
     host: str = ""
 
 
 def slowest(machines: Sequence[DetectedMachine]) -> DetectedMachine:
-    """A machine on which a plan is good for every rank: the device of least memory, then speed, of those there are.
+    """Return the machine to plan for: the device with the least memory, then the lowest peak, among those of all ranks.
 
     Args:
-        machines: as `detect_machine` tells them on each rank, in the order of the ranks.
+        machines: results of `detect_machine` on each rank, in rank order.
 
     Raises:
         ConfigError: some ranks have GPUs and others have none.
@@ -68,14 +68,14 @@ def _device_capability(name: str) -> tuple[float, float]:
 
 
 def detect_machine(requested_device: str, rank_env: RankEnv | None) -> DetectedMachine:
-    """The machine of this process, without touching a GPU.
+    """Detect the machine of this process without initialising a GPU.
 
     Args:
         requested_device: run.device.
-        rank_env: of this process, if a launcher started it.
+        rank_env: environment of this process, if a launcher started it.
 
     Raises:
-        ConfigError: the planner does not know the GPU.
+        ConfigError: the planner has no description of the GPU.
     """
     num_gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
@@ -88,16 +88,16 @@ def detect_machine(requested_device: str, rank_env: RankEnv | None) -> DetectedM
 
 
 def planner_gpu_name(driver_name: str) -> str:
-    """The planner's name of a GPU that the driver calls "NVIDIA H100 80GB HBM3".
+    """Return the planner's name of a GPU, given the driver's name such as "NVIDIA H100 80GB HBM3".
 
     Raises:
-        ConfigError: the planner does not know it.
+        ConfigError: the planner has no description of this GPU.
     """
     words: list[str] = re.findall(r"[a-z]+[0-9]+[a-z]*", driver_name.lower())
     known = [word for word in words if word in device_names()]
     if not known:
         raise ConfigError(
-            f"parallel.mapping='auto' does not know the GPU {driver_name!r}; describe it in a file, plan with `moefold "
-            "plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
+            f"parallel.mapping='auto' does not support the GPU {driver_name!r}; describe it in a file, plan with "
+            "`moefold plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
         )
     return known[0]

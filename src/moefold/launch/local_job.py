@@ -1,8 +1,7 @@
-"""Processes of this machine, one for each rank: start them, wait for them, end them together.
+"""Local job: start one process per rank on this machine, wait for them, and end them together. Torch-free.
 
-Temporary folders of processes that were killed: marked when they are made, removed by the next start. Torch-free.
-
-Files in which the ranks of our own launcher keep their records, and the message that ends the job. Torch-free.
+Also the job's temporary files: flight-record files of the ranks, and removal of temporary folders that killed
+processes left.
 """
 
 import fcntl
@@ -30,52 +29,52 @@ from moefold.launch.signal_forwarder import FORWARDED_SIGNALS
 from moefold.terminal import escape_log_lines
 
 RankMain = Callable[[RankEnv, str], int]
-"""What a rank runs: given its place and its device type, returns the exit status of the job."""
+"""Main function of a rank: called with its environment and device type, returns the exit status of the job."""
 
 EXIT_GRACE_S = 30.0
-"""So long ranks have to end after one has failed, until they are killed."""
+"""Time that the other ranks have to exit after one has failed, before they are killed."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended."""
+    """Result of a job."""
 
     status: int
-    """The largest that a rank returned; 0 if one failed."""
+    """Largest status that a rank returned; 0 if a rank failed."""
     failed_rank: int | None
-    """The first rank that did not return."""
+    """First rank that did not return."""
     exitcode: int
-    """Of its process; negative: the signal that ended it."""
+    """Exit code of the failed rank's process; negative: the signal that ended it."""
 
 
 def run_processes(main: RankMain, rank_envs: Sequence[RankEnv], device_type: str) -> JobResult:
-    """Run `main` in one process for each place; returns when all have ended.
+    """Run `main` in one process for each rank environment and wait until all have ended.
 
-    CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned. A rank that
-    fails ends the others. If this process is killed, the ranks get a SIGINT.
+    CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. A failed rank
+    ends the others. If this process is killed, the ranks get SIGINT.
 
     Raises:
-        RunError: the system starts no more processes.
+        RunError: the system cannot start another process.
     """
     context: ForkContext | SpawnContext
     context = get_context("fork") if device_type == "cpu" else get_context("spawn")
     all_started = context.Barrier(len(rank_envs))
     ranks: list[_RankProcess] = []
     try:
-        for place in rank_envs:
-            ours, theirs = context.Pipe(duplex=False)
-            entry = (main, place, device_type, os.getpid(), all_started, theirs)
-            process = context.Process(target=_rank_entry, args=entry, name=f"rank {place.rank}")
+        for rank_env in rank_envs:
+            receiver, sender = context.Pipe(duplex=False)
+            entry_args = (main, rank_env, device_type, os.getpid(), all_started, sender)
+            process = context.Process(target=_rank_entry, args=entry_args, name=f"rank {rank_env.rank}")
             try:
                 with block_signals(FORWARDED_SIGNALS, starts_python=device_type != "cpu"):
                     process.start()
             except OSError as error:
                 raise RunError(
-                    f"this machine starts no more than {len(ranks)} of {len(rank_envs)} ranks: {error.strerror or error}; "
-                    "set fewer ranks, or raise its limit of processes (ulimit -u)"
+                    f"this machine cannot start more than {len(ranks)} of {len(rank_envs)} ranks: "
+                    f"{error.strerror or error}; set fewer ranks, or raise its limit of processes (ulimit -u)"
                 ) from None
-            theirs.close()
-            ranks.append(_RankProcess(process, ours))
+            sender.close()
+            ranks.append(_RankProcess(process, receiver))
         return _wait_for_ranks(ranks)
     finally:
         for rank in ranks:
@@ -97,13 +96,14 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess]) -> JobResult:
     while running:
         ended = set(wait([rank.process.sentinel for rank in running.values()]))
         for number in [number for number, rank in running.items() if rank.process.sentinel in ended]:
-            process, answer = running[number].process, running[number].status_pipe
+            process = running[number].process
+            status_pipe = running[number].status_pipe
             del running[number]
             process.join()
-            if process.exitcode or not answer.poll():
+            if process.exitcode or not status_pipe.poll():
                 _terminate([rank.process for rank in running.values()])
                 return JobResult(0, number, process.exitcode or 0)
-            statuses.append(int(answer.recv_bytes()))
+            statuses.append(int(status_pipe.recv_bytes()))
     return JobResult(max(statuses), None, 0)
 
 
@@ -127,19 +127,19 @@ def _rank_entry(
     with RankErrorHandler(rank_env, lambda: False):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         signal_on_parent_death(signal.SIGINT, launcher_pid)
-        # The launcher's store looks up the name of each rank that connects, in a thread. A rank forked meanwhile would
-        # inherit the lock of the C library's resolver without the thread that opens it, and hang in its own look-up.
+        # A thread of the launcher's store resolves the host name of each rank that connects. A rank forked during
+        # such a look-up would inherit the resolver's lock without the thread that releases it, and deadlock.
         all_started.wait()
         escape_log_lines()
         status = main(rank_env, device_type)
     if os.getppid() != launcher_pid:
-        # The rank ended as on Ctrl-C. There is nothing to tell the status to.
+        # The launcher is gone, and the rank was ended by the SIGINT of its death: there is no reader of the status.
         os._exit(status)
     status_pipe.send_bytes(str(status).encode())
 
 
 def _torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
-    """What libraries look for in the environment of a rank: torch's device meshes, progress bars."""
+    """Return the environment variables of torchrun, which libraries read (device meshes, progress bars)."""
     return {
         "RANK": str(rank_env.rank),
         "LOCAL_RANK": str(rank_env.local_rank),
@@ -151,15 +151,15 @@ def _torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
 
 
 LOCK_FILE = "moefold.lock"
-"""The file in a folder whose lock its owner holds until it ends, however it ends."""
+"""Name of the lock file in a temporary folder; the owner holds its flock until the process ends."""
 
 
 def claim_folder(folder: Path) -> None:
-    """Mark a temporary folder as one of this process, for as long as it lives."""
+    """Lock a temporary folder for the lifetime of this process, so that `remove_stale_folders` spares it."""
     lock = folder / LOCK_FILE
     if lock.exists():
         return
-    # The name appears when the lock is held: a process that looks for folders without an owner finds none unlocked.
+    # Rename after locking: a concurrent `remove_stale_folders` must never see this lock file unlocked.
     draft = folder / f"{LOCK_FILE}.{os.getpid()}"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -167,14 +167,14 @@ def claim_folder(folder: Path) -> None:
 
 
 def remove_stale_folders(parent: Path | None = None) -> None:
-    """Remove the marked folders of this user whose owner has ended.
+    """Remove this user's folders with a lock file whose owner has ended.
 
     Args:
-        parent: they lie in it; by default the system's temporary folder.
+        parent: folder that contains them; by default the system's temporary folder.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     for folder in parent.iterdir():
-        # Other processes come and go, and other users' folders cannot be opened.
+        # Folders may vanish concurrently, and folders of other users cannot be opened.
         with suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK_FILE).is_file():
                 continue
@@ -195,11 +195,10 @@ def _is_unlocked(lock: Path) -> bool:
 
 @contextmanager
 def record_files(world_size: int) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of one empty file for each rank, and last of one for the message.
+    """Yield the paths of one empty flight-record file per rank, followed by the file of the job's final message.
 
-    The files have no names on any disk where the system knows such files (Linux): they live as long as a process has
-    them open, so that a launcher or rank that is killed leaves nothing behind. They are reached through the launcher's
-    open descriptors. Elsewhere they lie in a temporary folder, which the next start removes if a kill left it.
+    On Linux these are memfds, reached through the launcher's descriptors in /proc, so a killed launcher or rank leaves
+    no files. Elsewhere they are files in a temporary folder, which the next start removes if it is stale.
     """
     count = world_size + 1
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, and joining those that a launcher started."""
+"""Launching: spawn ranks on this machine, or join the process group of ranks that a launcher started."""
 
 import signal
 import socket
@@ -26,22 +26,22 @@ from moefold.launch.single_reporter import has_report
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
-"""So long a rank waits for the others where no recipe says it."""
+"""Timeout of the rendezvous where no recipe sets one."""
 
 CONNECT_GRACE_S = 10.0
-"""So long after its own timeout torch may take to give up connecting."""
+"""Extra time after torch's own timeout for torch to stop connecting."""
 
 
 def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
-    """The device type of the ranks, "cpu" or "cuda", without touching a GPU.
+    """Return the device type of the ranks, "cpu" or "cuda", without initialising a GPU.
 
     Args:
         requested_device: run.device.
         world_size: ranks of the job.
-        rank_env: of this process, if a launcher started it; else all ranks run on this machine.
+        rank_env: environment of this process, if a launcher started it; else all ranks run on this machine.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks on this machine.
+        ConfigError: this machine has fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
     device = requested_device if requested_device != "auto" else "cuda" if num_gpus else "cpu"
@@ -53,10 +53,10 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
 
 
 def run_ranks(main: RankMain, world_size: int, device_type: str, rank_env: RankEnv | None) -> int:
-    """Be the rank that a launcher started, which never returns, or start all ranks on this machine and wait for them.
+    """Run `main` as the rank that a launcher started and exit, or spawn all ranks on this machine and wait for them.
 
     Raises:
-        KeyboardInterrupt: as `spawn_ranks`.
+        KeyboardInterrupt: see `spawn_ranks`.
     """
     if rank_env is not None:
         hard_exit(main(rank_env, device_type))
@@ -64,26 +64,26 @@ def run_ranks(main: RankMain, world_size: int, device_type: str, rank_env: RankE
 
 
 def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
-    """Run `main` on `world_size` new processes of this machine and wait for them; returns the exit status.
+    """Run `main` on `world_size` new processes of this machine, wait for them and return the exit status.
 
-    CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned. Ctrl-C and
-    SIGTERM are passed to the ranks, which end by themselves. A rank that fails ends the job: stderr names it. All that
-    they listen to is on the loopback interface.
+    CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. Ctrl-C and
+    SIGTERM are forwarded to the ranks, which exit by themselves. A failed rank ends the job and is named on stderr.
+    All sockets are bound to the loopback interface.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C ended the ranks, which had nothing to save, or a second one did.
+        KeyboardInterrupt: the ranks ended on Ctrl-C, or were killed by a second one.
     """
     if world_size == 1:
         return main(single_rank(), device_type)
     store = loopback_store()
-    with SignalForwarder() as relay, record_files(world_size) as records:
-        places = [RankEnv(rank, rank, world_size, HOST, store.port, records, world_size) for rank in range(world_size)]
-        ended = run_processes(main, places, device_type)
-        return ended.status if ended.failed_rank is None else _failed_job_status(ended, relay, records)
+    with SignalForwarder() as forwarder, record_files(world_size) as paths:
+        rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
+        result = run_processes(main, rank_envs, device_type)
+        return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
 def single_rank() -> RankEnv:
-    """The place of the one rank of a job of one."""
+    """Return the rank environment of a single-rank job."""
     return RankEnv(0, 0, 1, HOST, _free_port())
 
 
@@ -94,17 +94,17 @@ def init_distributed(
     timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
     on_rendezvous: Callable[[str], None] | None = None,
 ) -> Iterator[torch.device]:
-    """Inside, this process is a member of the job's process group and has its device.
+    """Initialise the default process group and yield the device of this rank; destroy the group at the end.
 
     Args:
-        rank_env: of this rank.
+        rank_env: environment of this rank.
         device_type: "cpu" or "cuda".
-        timeout_s: so long it waits for the others.
-        on_rendezvous: is told the name of this start of the job when all ranks have met and have yet to connect, in which
-            one that is lost leaves the others waiting for longer: `Watchdog.start` bounds it.
+        timeout_s: limit of the wait for the other ranks.
+        on_rendezvous: called with the session name after the rendezvous and before the backends connect. A rank lost
+            while connecting would block the others beyond `timeout_s`: `Watchdog.start` detects it.
 
     Raises:
-        RunError: not all ranks came in time, or they did not reach each other.
+        RunError: a rank did not join in time, or the ranks could not connect to each other.
     """
     if device_type == "cuda":
         device = torch.device("cuda", rank_env.local_rank)
@@ -123,8 +123,8 @@ def init_distributed(
         _init_process_group(backend, store, rank_env, timeout_s)
     except CallTimeoutError:
         raise RunError(
-            f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them within "
-            f"{group_timeout(timeout_s).total_seconds():g} s; one may hang, or the host that keeps the store is lost"
+            f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "
+            f"within {group_timeout(timeout_s).total_seconds():g} s; one may hang, or the host of the store is lost"
         ) from None
     except (dist.DistError, RuntimeError) as error:
         raise RunError(
@@ -139,7 +139,11 @@ def init_distributed(
 
 
 def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_paths: tuple[str, ...]) -> int:
-    """The exit status of a job that a rank ended; says which rank, unless the user did it or has been told why."""
+    """Return the exit status of a failed job; print the failed rank unless a signal or an earlier message explains it.
+
+    Raises:
+        KeyboardInterrupt: the user's Ctrl-C ended the job.
+    """
     if result.exitcode == EXIT_USER_ERROR:
         return EXIT_USER_ERROR
     if forwarder.got_second_interrupt:
@@ -151,9 +155,9 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
     if has_report(Path(record_paths[-1])):
         return EXIT_FAILED
     rank = result.failed_rank or 0
-    last = read_snapshot(Path(record_paths[rank]))
-    doing = "" if last is None else f" on {socket.gethostname()} in {describe_activity(last)}"
-    text = f"moefold: rank {rank} {_describe_exit(result.exitcode)}{doing}, and the others were ended"
+    snapshot = read_snapshot(Path(record_paths[rank]))
+    activity = "" if snapshot is None else f" on {socket.gethostname()} in {describe_activity(snapshot)}"
+    text = f"moefold: rank {rank} {_describe_exit(result.exitcode)}{activity}, and the others were ended"
     print_escaped(text, file=sys.stderr, flush=True)
     return EXIT_FAILED
 
@@ -167,16 +171,16 @@ def _describe_exit(exitcode: int) -> str:
 
 
 def _init_process_group(backend: str, store: dist.Store, rank_env: RankEnv, timeout_s: float) -> None:
-    """Make the job's process group.
+    """Initialise the default process group.
 
     Raises:
-        NoAnswerError: torch waits for something that never comes.
+        CallTimeoutError: torch blocks beyond its own timeout.
     """
     timeout = group_timeout(timeout_s)
 
     def connect() -> None:
         if "nccl" in backend:
-            # A thread has a current device of its own.
+            # The current device is per thread.
             torch.cuda.set_device(rank_env.local_rank)
         dist.init_process_group(
             backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=timeout

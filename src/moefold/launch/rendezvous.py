@@ -1,6 +1,6 @@
-"""Where the ranks of a job find each other: the store that a launcher or rank 0 keeps.
+"""Rendezvous: connect the ranks of a job to one TCPStore, hosted by the launcher or by rank 0.
 
-Ranks of one machine talk over its loopback interface: no other machine reaches their stores or connections.
+Ranks of a single machine use the loopback interface, so other machines cannot reach their sockets.
 """
 
 import errno
@@ -25,38 +25,37 @@ from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 
 POLL_S = 0.05
-"""How often a rank of few looks for the others; thousands look less often, as one store answers them all."""
+"""Least polling interval; it grows with the number of ranks, as a single store serves them all."""
 
 MISSING_RANKS_GRACE_S = 5.0
-"""So much longer than its limit a rank waits until it can name those who are missing."""
+"""Extra time after the timeout for a rank to find out which ranks are missing."""
 
 STDERR_FD = 2
-"""The descriptor that C++ writes to."""
+"""File descriptor of stderr, to which C++ code writes directly."""
 
 MAX_REASON_CHARS = 160
-"""Characters of torch's own words in a message."""
+"""Length limit for torch's own text in a message."""
 
 CONNECT_FRACTION = 1 / 3
-"""Part of the limit that torch gets to connect to a port that is open: it tries twice, and must end, with the page that
-it writes to stderr, before this process stops to wait for it."""
+"""Part of the timeout that torch gets to connect to an open port: it tries twice, and must fail, with its C++ trace on
+stderr, before this process stops waiting."""
 
-_NOT_OUR_STORE = "what listens there is no store of this job, most likely another program that has the port"
+_NOT_OUR_STORE = "the port is not the store of this job; most likely another program uses it"
 
 STORE_ERRORS = (dist.DistError, RuntimeError, OSError)
 
 
 def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, str]:
-    """Open the job's store and wait until every rank has.
+    """Connect to the job's store and wait until every rank has connected. Collective over the whole job.
 
-    What listens at the address may be no store, or one that is lost later: the wait ends at its limit all the same,
-    and signals are obeyed meanwhile.
+    The timeout holds and signals are handled even if the address belongs to another program, or the store is lost.
 
     Returns:
-        The store, with keys of its own for this start of the job, and the name of this start. An elastic agent keeps
-        one store over all restarts (torch >= 2.13), in which the ranks of the start before left their addresses.
+        The store, with a key prefix for this session, and the name of the session. The prefix is needed because an
+        elastic agent reuses one store for all restarts (torch >= 2.13), with the addresses of the previous ranks in it.
 
     Raises:
-        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`; or rank 0 finds the port taken.
+        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`; or the port is taken on rank 0.
     """
     deadline = time.monotonic() + timeout_s
     store: dist.Store | None = None
@@ -69,8 +68,8 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
         )
     except _MissingRanksError as late:
         raise RunError(
-            f"{format_ranks(late.ranks)} of {rank_env.world_size} did not come to {_store_address(rank_env)} within {timeout_s:g} s"
-            f"{late.reason}; start them, or set faults.timeout_s higher"
+            f"{format_ranks(late.ranks)} of {rank_env.world_size} did not come to {_store_address(rank_env)} "
+            f"within {timeout_s:g} s{late.reason}; start them, or set faults.timeout_s higher"
         ) from None
     except CallTimeoutError:
         raise RunError(_timeout_message(rank_env, timeout_s, was_open=store is not None)) from None
@@ -80,20 +79,20 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
 
 
 def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
-    """The store that a launcher keeps, or else rank 0; it does not wait for others than the one who keeps it.
+    """Return the store, hosted by the launcher if it has one, else by rank 0; wait for its host only.
 
     Raises:
-        _MissingRanksError: rank 0 has not come.
+        _MissingRanksError: rank 0 did not open the store in time.
     """
     limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     if not rank_env.record_paths and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         os.environ.update(MASTER_ADDR=rank_env.master_address, MASTER_PORT=str(rank_env.master_port))
-        kept: dist.Store
-        kept, _, _ = next(rendezvous("env://", rank_env.rank, rank_env.world_size, timeout=limit))
-        return kept
-    keeps_it = rank_env.rank == 0 and not rank_env.record_paths
+        agent_store: dist.Store
+        agent_store, _, _ = next(rendezvous("env://", rank_env.rank, rank_env.world_size, timeout=limit))
+        return agent_store
+    hosts_store = rank_env.rank == 0 and not rank_env.record_paths
     listener = None
-    if keeps_it:
+    if hosts_store:
         listener = _bind_store_port(rank_env)
     else:
         _wait_until_open(rank_env, deadline)
@@ -101,7 +100,7 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
         rank_env.master_address,
         rank_env.master_port,
         rank_env.world_size,
-        keeps_it,
+        hosts_store,
         timedelta(seconds=CONNECT_FRACTION * max(POLL_S, deadline - time.monotonic())),
         wait_for_workers=False,
         multi_tenant=True,
@@ -113,26 +112,26 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
 
 @contextmanager
 def _hold_stderr() -> Iterator[None]:
-    """Inside, what is written to stderr waits, and is dropped if an exception ends the block.
+    """Buffer stderr inside the block, and discard the buffer if an exception ends the block.
 
-    torch writes a page of C++ for each answer that is none of a store's. The exception tells what is to be known.
+    torch prints a C++ stack trace for each reply that does not come from a TCPStore. The exception is enough.
     """
     sys.stderr.flush()
-    kept = os.dup(STDERR_FD)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), STDERR_FD)
+    saved_fd = os.dup(STDERR_FD)
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), STDERR_FD)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(kept, STDERR_FD)
-            os.close(kept)
-        held.seek(0)
-        sys.stderr.write(held.read().decode(errors="replace"))
+            os.dup2(saved_fd, STDERR_FD)
+            os.close(saved_fd)
+        buffer.seek(0)
+        sys.stderr.write(buffer.read().decode(errors="replace"))
 
 
 def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
-    """Where rank 0 keeps the store; None leaves it to torch, also where this process keeps one at this port already."""
+    """Bind the listening socket of rank 0's store; None if torch must bind it, or shares a store at this port."""
     try:
         return listen_at(rank_env.master_address, rank_env.master_port)
     except OSError as error:
@@ -142,11 +141,11 @@ def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
 
 
 def _wait_until_open(rank_env: RankEnv, deadline: float) -> None:
-    """Wait until something listens where rank 0 keeps the store: torch waits too, and ends with pages of C++."""
+    """Wait until the port of rank 0's store is open; torch's own wait would end with C++ stack traces on stderr."""
     while True:
         try:
-            left_s = max(POLL_S, deadline - time.monotonic())
-            with socket.create_connection((rank_env.master_address, rank_env.master_port), timeout=left_s):
+            remaining_s = max(POLL_S, deadline - time.monotonic())
+            with socket.create_connection((rank_env.master_address, rank_env.master_port), timeout=remaining_s):
                 return
         except OSError as error:
             if time.monotonic() > deadline - POLL_S:
@@ -155,17 +154,17 @@ def _wait_until_open(rank_env: RankEnv, deadline: float) -> None:
 
 
 def _await_all_ranks(store: dist.Store, rank_env: RankEnv, deadline: float) -> str:
-    """Wait until all ranks have come; returns the name of this start.
+    """Wait until all ranks have joined and return the name of the session.
 
     Raises:
-        _MissingRanksError: some have not.
+        _MissingRanksError: some ranks did not join before the deadline.
     """
-    roll_call = _StartBarrier(store, rank_env)
-    while not roll_call.poll():
+    barrier = _StartBarrier(store, rank_env)
+    while not barrier.poll():
         if time.monotonic() > deadline:
-            raise _MissingRanksError(roll_call.missing_ranks())
+            raise _MissingRanksError(barrier.missing_ranks())
         time.sleep(max(POLL_S, rank_env.world_size / 5000))
-    return roll_call.session
+    return barrier.session
 
 
 def _store_address(rank_env: RankEnv) -> str:
@@ -177,42 +176,49 @@ def _timeout_message(rank_env: RankEnv, timeout_s: float, *, was_open: bool) -> 
     if was_open:
         return (
             f"rank {rank_env.rank} lost the store at {_store_address(rank_env)} while it waited for the other "
-            f"{rank_env.world_size - 1}: no answer {within}; see what became of rank 0, its host and the way there"
+            f"{rank_env.world_size - 1}: no answer {within}; check rank 0, its host and the network to it"
         )
-    return f"rank {rank_env.rank} has no answer from {_store_address(rank_env)} {within}: {_NOT_OUR_STORE}; {_suggest_port(rank_env)}"
+    return (
+        f"rank {rank_env.rank} has no answer from {_store_address(rank_env)} {within}: {_NOT_OUR_STORE}; "
+        f"{_suggest_port(rank_env)}"
+    )
 
 
 def _store_error_message(rank_env: RankEnv, error: BaseException, *, was_open: bool) -> str:
     reason = str(error).splitlines()[0][:MAX_REASON_CHARS]
     if "EADDRINUSE" in reason:
         return (
-            f"rank {rank_env.rank} cannot keep the store of the job at {_store_address(rank_env)}: another program listens at this "
-            f"port; {_suggest_port(rank_env)}"
+            f"rank {rank_env.rank} cannot host the store of the job at {_store_address(rank_env)}: another program "
+            f"listens at this port; {_suggest_port(rank_env)}"
         )
     if was_open:
         return (
             f"rank {rank_env.rank} lost the store at {_store_address(rank_env)} while it waited for the other "
-            f"{rank_env.world_size - 1}: {reason}; see what became of rank 0, its host and the way there"
+            f"{rank_env.world_size - 1}: {reason}; check rank 0, its host and the network to it"
         )
-    return f"rank {rank_env.rank} cannot open the store at {_store_address(rank_env)}: {_NOT_OUR_STORE} ({reason}); {_suggest_port(rank_env)}"
+    return (
+        f"rank {rank_env.rank} cannot open the store at {_store_address(rank_env)}: {_NOT_OUR_STORE} ({reason}); "
+        f"{_suggest_port(rank_env)}"
+    )
 
 
 def _suggest_port(rank_env: RankEnv) -> str:
     return f"choose another MASTER_PORT than {rank_env.master_port}, the same for all ranks"
 
 
-class _MissingRanksError(Exception):  # noqa: N818 - says who, and ends here
+class _MissingRanksError(Exception):
     def __init__(self, ranks: list[int], reason: str = "") -> None:
         super().__init__(ranks, reason)
-        self.ranks, self.reason = ranks, reason
+        self.ranks = ranks
+        self.reason = reason
 
 
 class _StartBarrier:
-    """All processes of this start, and none of an earlier one, agree on the name that rank 0 gives it.
+    """Barrier over the processes of one start of the job that ignores stale keys of earlier starts in the same store.
 
-    A process can tell its own keys from old ones, and no others: it has made up a name that nobody had before. Rank 0
-    shows its name, the others answer to the name that they see with their own, and rank 0 lets exactly those begin who
-    did. Nothing is taken from counters of a launcher, which agents may not agree on when nodes come and go.
+    Every process draws a unique id. Rank 0 publishes its id as the session name, the other ranks answer the session
+    name that they read with their own ids, and rank 0 releases exactly the ids that answered. Restart counters of the
+    launcher are not used: elastic agents may disagree on them when nodes join or leave.
     """
 
     def __init__(self, store: dist.Store, rank_env: RankEnv) -> None:
@@ -221,19 +227,19 @@ class _StartBarrier:
         self._peer_ranks = range(1, rank_env.world_size)
         self._own_id = uuid.uuid4().hex
         self.session = ""
-        """The name of rank 0 as last seen."""
+        """Id of rank 0 as last read."""
         if rank_env.rank == 0:
             self.session = self._own_id
             self._store.set("first", self._own_id)
 
     def poll(self) -> bool:
-        """Look once; whether all have come, and know it."""
+        """Poll the store once; return whether this rank may start: rank 0 if all answered, the others once released."""
         return self._release_ranks() if self._rank == 0 else self._is_released()
 
     def missing_ranks(self) -> list[int]:
-        """Those who did not answer to the name that was seen; rank 0 if they all did, as it then left them alone."""
-        waited_for = [rank for rank in self._peer_ranks if rank != self._rank] if self.session else []
-        return [rank for rank in waited_for if not self._store.check([self._answer_key(rank)])] or [0]
+        """Return the ranks that did not answer the current session; [0] if all did, as rank 0 did not release them."""
+        awaited = [rank for rank in self._peer_ranks if rank != self._rank] if self.session else []
+        return [rank for rank in awaited if not self._store.check([self._answer_key(rank)])] or [0]
 
     def _release_ranks(self) -> bool:
         answers = [self._answer_key(rank) for rank in self._peer_ranks]
@@ -246,11 +252,11 @@ class _StartBarrier:
     def _is_released(self) -> bool:
         if not self._store.check(["first"]):
             return False
-        seen = self._store.get("first").decode()
-        if seen != self.session:
-            self.session = seen
+        session = self._store.get("first").decode()
+        if session != self.session:
+            self.session = session
             self._store.set(self._answer_key(self._rank), self._own_id)
-        return self._store.check([f"begin/{seen}/{self._own_id}"])
+        return self._store.check([f"begin/{session}/{self._own_id}"])
 
     def _answer_key(self, rank: int) -> str:
         return f"answer/{self.session}/{rank}"
@@ -259,37 +265,37 @@ class _StartBarrier:
 HOST = "127.0.0.1"
 BACKLOG = 2048
 INTERFACES = ("lo", "lo0")
-"""Names of the loopback interface: Linux, macOS."""
+"""Names of the loopback interface on Linux and macOS."""
 
 
 def loopback_store() -> dist.TCPStore:
-    """Keep a store in this process, on a free port of the loopback address.
+    """Host a TCPStore in this process, on a free port of the loopback address.
 
-    torch by itself listens on all interfaces, whatever address it is given.
+    torch's own listener binds all interfaces, whatever address it is given.
     """
     listener = _bind_and_listen(socket.AF_INET, (HOST, 0))
     port = int(listener.getsockname()[1])
-    # The store owns the descriptor from here on.
+    # detach(): the store takes ownership of the descriptor.
     return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at the address that the ranks meet at, if it is certain to be the one that they connect to.
+    """Listen at the rendezvous address only, if that is certainly the interface to which the ranks connect.
 
-    A number is, and so is "localhost". The name of a host may mean one interface to itself and another to the others:
-    then, and for an address that this machine only has through a translation, the caller listens on all interfaces.
+    This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
+    and an address mapped by NAT is not local: then the caller must listen on all interfaces.
 
     Returns:
-        The socket, or None where torch has to choose.
+        The listening socket, or None if torch must bind all interfaces.
 
     Raises:
-        OSError: something else listens at the port.
+        OSError: another program listens at the port.
     """
     if address != "localhost" and not _is_ip_address(address):
         return None
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
-        return _bind_and_listen(family, where)
+        return _bind_and_listen(family, socket_address)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -297,14 +303,14 @@ def listen_at(address: str, port: int) -> socket.socket | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address that only processes of this machine reach."""
+    """Return whether an address is a loopback address, which only processes of this machine can reach."""
     return address == "localhost" or (_is_ip_address(address) and ipaddress.ip_address(address).is_loopback)
 
 
 def restrict_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo and NCCL connect over the loopback interface, unless the user has chosen another.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the loopback interface, unless the user has set them.
 
-    gloo else takes the interface of the host's name, which may be one of the network.
+    By default gloo uses the interface of the host's name, which may be a network interface.
     """
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in INTERFACES if name in present), None)
@@ -324,7 +330,7 @@ def _is_ip_address(address: str) -> bool:
 def _bind_and_listen(family: int, address: tuple[object, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port whose last connections are in their final wait is free.
+        # Allow ports with connections in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)

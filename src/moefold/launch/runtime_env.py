@@ -1,9 +1,4 @@
-"""What a rank sets for itself before it computes, and what its environment sets: threads, cores, memory, NCCL.
-
-What the C library does with the memory of freed tensors on a CPU: kept for the next step, or given back.
-
-List the communication backends that this build of torch has.
-"""
+"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends."""
 
 import os
 from collections.abc import Mapping
@@ -24,13 +19,13 @@ LOGGED_PREFIXES = {
         "PYTORCH_ALLOC_",
     ),
 }
-"""Beginnings of the names of variables that change how ranks of a device compute and talk."""
+"""Prefixes of environment variables that change computation or communication, by device type."""
 
 
 def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Give this rank its share of the cores, unless the user or a launcher has chosen.
+    """Set torch's thread count to this rank's share of the cores, unless OMP_NUM_THREADS is set.
 
-    Ranks that share cores and spin on each other's threads are many times slower than one thread each.
+    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
     """
     if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
         torch.set_num_threads(
@@ -39,11 +34,11 @@ def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str
 
 
 def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
-    """Threads of one rank.
+    """Return the number of CPU threads of one rank.
 
     Args:
-        cores: that this rank may run on. Those near a GPU are one of several parts of the machine.
-        all_cores: of the machine.
+        cores: cores that this rank may run on; for a GPU rank possibly only those of its NUMA node.
+        all_cores: cores of the machine.
         local_ranks: ranks of the machine.
         device_type: "cpu" or "cuda".
     """
@@ -51,11 +46,12 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
 
 
 def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what is set, in one line, for the log of the first rank; empty for a rank by itself."""
+    """Return ranks, threads and logged variables in one line for the log of rank 0; "" for a single rank."""
     if rank_env.world_size == 1:
         return ""
-    threads, who = torch.get_num_threads(), environment.get(OMP_THREADS_VARIABLE)
-    found = [
+    threads = torch.get_num_threads()
+    omp_threads = environment.get(OMP_THREADS_VARIABLE)
+    variables = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
         if name.startswith(LOGGED_PREFIXES[device_type])
@@ -63,19 +59,19 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
     parts = [
         f"{rank_env.local_world_size} of {rank_env.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_usable_cores()} of {os.cpu_count()} cores",
-        f"{OMP_THREADS_VARIABLE}={who}" if who else f"{OMP_THREADS_VARIABLE} not set",
-        *found,
+        f"{OMP_THREADS_VARIABLE}={omp_threads}" if omp_threads else f"{OMP_THREADS_VARIABLE} not set",
+        *variables,
     ]
     return ", ".join(parts)
 
 
 def _usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_backends() -> list[str]:
-    """Return the names of the usable backends of torch.distributed; empty if torch was built without it."""
+    """Return the names of the available torch.distributed backends; empty if torch was built without it."""
     if not dist.is_available():
         return []
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}

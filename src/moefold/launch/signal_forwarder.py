@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at the process that started the ranks: it passes them on and waits. Torch-free."""
+"""Signal forwarding: the launcher passes Ctrl-C and SIGTERM to its ranks and waits for them. Torch-free."""
 
 import multiprocessing
 import os
@@ -12,12 +12,12 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalForwarder:
-    """While it is entered, passes Ctrl-C and SIGTERM to the child processes. A second Ctrl-C kills them.
+    """Context manager that forwards SIGINT and SIGTERM to the child processes; a second Ctrl-C kills them.
 
-    A terminal sends Ctrl-C to the ranks as well, `kill` to this process alone: ranks must bear to get it twice.
+    A terminal sends Ctrl-C to the ranks too, `kill` only to this process: ranks must tolerate a repeated signal.
 
     Attributes:
-        received: the signals that came, in order.
+        received: received signals, in order.
     """
 
     def __init__(self) -> None:
@@ -36,20 +36,20 @@ class SignalForwarder:
             signal.signal(number, handler)
 
     def explains(self, exitcode: int) -> bool:
-        """Whether a child that ended so (negative: by a signal) did what the signals asked of it."""
-        asked = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
+        """Return whether the forwarded signals explain a child's exit code (negative: ended by a signal)."""
+        expected = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
         if self.got_second_interrupt:
-            asked.add(-signal.SIGKILL)
-        return exitcode in asked
+            expected.add(-signal.SIGKILL)
+        return exitcode in expected
 
     @property
     def got_second_interrupt(self) -> bool:
-        """Whether Ctrl-C came again."""
+        """True after a second Ctrl-C."""
         return self.received.count(signal.SIGINT) > 1
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked child that has not set handlers of its own yet.
+            # A forked child inherits this handler until it installs its own.
             os._exit(SIGNAL_STATUS + number)
         self.received.append(number)
         children = multiprocessing.active_children()

@@ -1,8 +1,9 @@
-"""Ends a job that stands still, with one message for all ranks: who holds it up, and what the others wait in.
+"""Watchdog: end a job that hangs, with one message that names the blocking ranks and what the others wait for.
 
-Each rank has two threads beside the one that trains. The messenger tells the job's store every second what the rank is
-doing, and looks for ranks of its machine that died. The other thread watches the rank's own record; when it has stood
-still for too long it lets the messenger ask all ranks, and speaks itself if the messenger hangs: the store may be gone.
+Each rank runs two threads next to its training thread. The store reporter publishes the flight-recorder snapshot in the
+job's store every second and detects dead ranks of its machine. The watchdog thread monitors the rank's own flight
+recorder; after a timeout without progress it lets the store reporter run the diagnosis over all ranks, and prints a
+local message if the store does not respond.
 """
 
 import json
@@ -31,39 +32,39 @@ from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.single_reporter import SingleReporter
 
 REPORT_PERIOD_S = 1.0
-"""How often a rank reports, at most."""
+"""Longest interval between two reports of a rank."""
 REPORT_WAIT_S = 3.0
-"""So long the one who speaks waits for the last reports of the others."""
+"""Limit of the diagnosing rank's wait for the last reports of the others."""
 PRINT_WAIT_S = 10.0
-"""So long the others wait for the one who speaks."""
+"""Limit of the other ranks' wait for the diagnosing rank."""
 MAX_MISSED_PERIODS = 8
-"""A store that has not answered for so many periods is not asked."""
+"""The store counts as lost after this many report periods without a response."""
 POLL_S = 0.05
-"""How often a rank of few looks whether it can know all others; thousands look less often."""
+"""Least interval of the polling for the other ranks' registration; it grows with the number of ranks."""
 WAITING_FRAMES = 4
-"""The innermost calls of a thread that waits for another one, in `run_with_timeout`."""
-PRINTED_KEY = "told"
-"""A key of the store, once the message is out."""
+"""Number of innermost frames that are searched for `run_with_timeout`, in which a thread waits for another one."""
+PRINTED_KEY = "printed"
+"""Store key that is set once the message is printed."""
 
 
 def _flight_record_file(rank_env: RankEnv) -> Path | None:
-    """What this rank's record is written into: other ranks of the machine hold it open, also when this one is gone."""
+    """Return the file of this rank's flight record, which other ranks of the machine keep open after this rank died."""
     if rank_env.record_paths:
         return Path(rank_env.record_paths[rank_env.rank])
     if not hasattr(os, "memfd_create"):
         return None
-    # A file without a name leaves nothing behind.
+    # An anonymous file: nothing needs to be removed after a kill.
     return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-record')}")
 
 
 class Watchdog:
-    """Context manager inside a process group: keeps the record of this rank and watches over it.
+    """Context manager inside a process group: owns the flight recorder of this rank and ends the job if it hangs.
 
-    It starts before, when the ranks have met: they may wait for each other for ever while they connect.
+    `start` must be called after the rendezvous and before the backends connect, where ranks could block without limit.
 
     Args:
-        rank_env: of this rank.
-        timeout_s: the job ends when a rank's record has stood still for so long.
+        rank_env: environment of this rank.
+        timeout_s: the job ends when a rank makes no progress for this long.
         device_type: "cpu" or "cuda".
     """
 
@@ -77,14 +78,14 @@ class Watchdog:
         self._store_reporter: _StoreReporter | None = None
 
     def start(self, session: str) -> None:
-        """Begin to watch; returns when this rank knows those of its machine, as nobody can ask once the store is gone.
+        """Start both threads; return once the ranks of this machine are known, which needs the store.
 
         Args:
-            session: the name of this start of the job: keys of one before may lie in a store that outlives the ranks.
+            session: session name of `join_rendezvous`, used as key prefix in a store that may outlive the ranks.
         """
         self.flight_recorder.set_phase("connecting to the other ranks")
         self._store_reporter = _StoreReporter(self._rank_env, self.flight_recorder, self._file, self.reporter, session)
-        # Of a GPU's ranks the host may wait anywhere for a collective: where it is tells nothing.
+        # The host thread of a GPU rank may block anywhere on a collective: its stack is no evidence.
         self._store_reporter.stack_shows_comm = self._device_type == "cpu"
         self._store_reporter.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -92,91 +93,91 @@ class Watchdog:
         self.flight_recorder.set_phase("connecting to the other ranks")
 
     def __enter__(self) -> Self:
-        assert self._store_reporter is not None, "it starts when the ranks have met"
+        assert self._store_reporter is not None, "start() comes first, after the rendezvous"
         self.flight_recorder.set_phase("starting")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A rank of many that failed goes on watching until it leaves: it may have to say who failed first.
+        # A failed rank of several keeps the threads until it exits: it may have to report which rank failed first.
         if error is None or self._rank_env.world_size == 1:
             self.deregister(0)
 
     def deregister(self, status: int) -> None:
-        """Say good-bye to the other ranks, which then do not miss this one; may be called when nothing runs."""
+        """Deregister this rank, so that the others do not report it as lost; does nothing before `start`."""
         self._stopped.set()
         if self._store_reporter is not None:
             self._store_reporter.deregister(status)
 
     def claim_first(self, topic: str) -> bool:
-        """Whether no rank has asked this before; true where the ranks have not met."""
+        """Return whether this is the first rank to claim `topic`; True before `start`."""
         return self._store_reporter is None or self._store_reporter.claim_first(topic)
 
     def exit_failed(self) -> NoReturn:
-        """End this process as one that failed, and stopped ranks of its machine, which no signal of a launcher ends."""
+        """Exit with `EXIT_FAILED`, and kill stopped ranks of this machine, which ignore the launcher's SIGTERM."""
         if self._store_reporter is not None:
             self._store_reporter.exit_failed()
         hard_exit(EXIT_FAILED)
 
     def explain_lost_peer(self, error: BaseException) -> None:
-        """Ask all ranks why this one lost another, and end the process with the answer; returns before any rank met.
+        """Diagnose over all ranks why the connection to another rank was lost, and exit; return if not started.
 
-        A rank on the machine of the lost one knows best and speaks first.
+        Waits first, so that a rank on the machine of the lost rank, which can see its process, diagnoses first.
         """
-        messenger = self._store_reporter
-        if messenger is None:
+        store_reporter = self._store_reporter
+        if store_reporter is None:
             return
         self._stopped.set()
-        time.sleep(2.5 * messenger.period_s)
+        time.sleep(2.5 * store_reporter.period_s)
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        why = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line[:160]}"
-        self._request_diagnosis(messenger, why, is_lost_peer=True)
-        # The store may be gone because the rank that kept it failed, and said so: what started it ends the others. If
-        # that is one of this machine, the word tells.
+        reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line[:160]}"
+        self._request_diagnosis(store_reporter, reason, is_lost_peer=True)
+        # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
+        # other ranks, and a rank of the same machine finds the message marked as printed.
         _wait_until(
-            lambda: self.reporter.was_reported() or messenger.local_peer_states().get(0) == GONE,
-            messenger.store_timeout_s,
+            lambda: self.reporter.was_reported() or store_reporter.local_peer_states().get(0) == GONE,
+            store_reporter.store_timeout_s,
         )
-        self._report_without_store(messenger, why)
+        self._report_without_store(store_reporter, reason)
 
     def _watch(self) -> None:
-        messenger = self._store_reporter
-        assert messenger is not None
+        store_reporter = self._store_reporter
+        assert store_reporter is not None
         limit_s = self.flight_recorder.hang_timeout_s
         while not self._stopped.wait(min(REPORT_PERIOD_S, limit_s / 5)):
             if self.flight_recorder.idle_s() > limit_s:
-                why = f"no progress for {limit_s:g} s (faults.timeout_s)"
-                self._request_diagnosis(messenger, why, is_lost_peer=False)
-                self._report_without_store(messenger, why)
+                reason = f"no progress for {limit_s:g} s (faults.timeout_s)"
+                self._request_diagnosis(store_reporter, reason, is_lost_peer=False)
+                self._report_without_store(store_reporter, reason)
 
     def _request_diagnosis(self, store_reporter: "_StoreReporter", reason: str, *, is_lost_peer: bool) -> None:
-        """Let the messenger find out; it ends the process unless it cannot reach the store."""
+        """Let the store reporter run the diagnosis, which ends the process; return if the store does not respond."""
         store_reporter.request_diagnosis(reason, is_lost_peer=is_lost_peer)
         deadline = time.monotonic() + REPORT_WAIT_S + PRINT_WAIT_S
         while store_reporter.is_store_responding() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _report_without_store(self, store_reporter: "_StoreReporter", reason: str) -> NoReturn:
-        """Say what this rank knows; the store cannot be asked."""
-        place = self._rank_env
+        """Print a message with local knowledge only, as the store does not respond, and exit."""
+        env = self._rank_env
         states = store_reporter.local_peer_states()
-        store = f"the store at {place.master_address}:{place.master_port}"
-        keeper = "rank 0, the launcher, or the first torchrun agent, whichever keeps it"
-        sighting = self.flight_recorder.snapshot()
+        store = f"the store at {env.master_address}:{env.master_port}"
+        host = "rank 0, the launcher, or the first torchrun agent, whichever hosts it"
+        snapshot = self.flight_recorder.snapshot()
         lines = [
-            f"moefold: {store} does not answer rank {place.rank} on {store_reporter.own_process.host}, last heard "
-            f"{store_reporter.since_contact_s():.1f} s ago: its process ({keeper}), its host, or the way there is down",
-            f"  rank {place.rank}: {describe_activity(sighting)}, {time.time() - sighting.moved_s:.1f} s ago",
+            f"moefold: {store} does not answer rank {env.rank} on {store_reporter.own_process.host}, last heard "
+            f"{store_reporter.since_contact_s():.1f} s ago: its process ({host}), its host, or the network is down",
+            f"  rank {env.rank}: {describe_activity(snapshot)}, {time.time() - snapshot.moved_s:.1f} s ago",
         ]
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
-        lines.append(f"  the run ends: {reason}; docs/failures.md says what to do")
+        lines.append(f"  the run ends: {reason}; see docs/failures.md")
         self.reporter.report_once("\n".join(lines))
         store_reporter.exit_failed()
 
 
 class _StoreReporter(threading.Thread):
-    """Talks to the store on a connection of its own: one that trains or waits must not share it."""
+    """Thread that reports to the store, on its own connection: the training thread may block on a shared one."""
 
     def __init__(
         self,
@@ -186,10 +187,10 @@ class _StoreReporter(threading.Thread):
         reporter: SingleReporter,
         session: str,
     ) -> None:
-        super().__init__(name="messenger", daemon=True)
+        super().__init__(name="store reporter", daemon=True)
         self.own_process = ProcessId.current()
         self.peers_known = threading.Event()
-        """Set once the other ranks of this machine are known, or will never be."""
+        """Set once the other ranks of this machine are known, or the store is lost."""
         self._file = file
         self._reporter = reporter
         self.period_s = min(REPORT_PERIOD_S, flight_recorder.hang_timeout_s / 5)
@@ -209,7 +210,7 @@ class _StoreReporter(threading.Thread):
         self._store: dist.Store | None = None
 
     def run(self) -> None:
-        """Report until the rank parts, or the store is gone."""
+        """Report until the rank deregisters or the store is lost."""
         try:
             self._connect()
             while self._exit_status is None:
@@ -227,70 +228,73 @@ class _StoreReporter(threading.Thread):
             self._deregistered.set()
 
     def request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
-        """Find out who is late, say so, and end the process; `reason` ends the message."""
+        """Request a diagnosis, after which this thread ends the process; `reason` is the end of the message."""
         self._is_lost_peer = is_lost_peer
         self._reason = reason
         self._wake.set()
 
     def deregister(self, status: int) -> None:
-        """Leave word and stop; waits a moment for it. Of a failure that another rank's end explains nothing returns."""
+        """Publish the exit status and stop the thread; wait a moment for it.
+
+        Does not return from a failure that the death of another rank explains: the thread then ends the process.
+        """
         if self._exit_status is None:
             self._exit_status = status
             self._wake.set()
             self._deregistered.wait(1.0 if status == 0 else REPORT_WAIT_S + 1.0)
 
     def claim_first(self, topic: str) -> bool:
-        """Whether no rank has asked this before, as far as the store can tell."""
+        """Return whether this is the first rank to claim `topic`; True if the store is lost."""
         rank = str(self._rank_env.rank)
         with suppress(*STORE_ERRORS):
             return self._store is None or self._store.compare_set(f"first/{topic}", "", rank).decode() == rank
         return True
 
     def is_store_responding(self) -> bool:
-        """Whether the store has answered lately."""
+        """Return whether the store has responded within `store_timeout_s`."""
         return self.is_alive() and self.since_contact_s() < self.store_timeout_s
 
     def since_contact_s(self) -> float:
-        """How long ago the store last answered."""
+        """Return the seconds since the last response of the store."""
         since_s = time.monotonic() - self._last_contact_s
         return since_s if since_s < float("inf") else self._flight_recorder.idle_s()
 
     def local_peer_states(self) -> dict[int, str]:
-        """The other ranks of this machine, as the kernel sees them."""
-        return {rank: neighbour.process.state() for rank, neighbour in self._local_peers.items()}
+        """Return the process states of the other ranks of this machine."""
+        return {rank: peer.process.state() for rank, peer in self._local_peers.items()}
 
     def exit_failed(self) -> NoReturn:
-        """Leave, and take along what could not leave by itself: a stopped process obeys no other signal."""
-        for neighbour in self._local_peers.values():
-            if neighbour.process.state() == STOPPED:
-                os.kill(neighbour.process.number, signal.SIGKILL)
+        """Exit, and SIGKILL stopped ranks of this machine: a stopped process handles no other signal."""
+        for peer in self._local_peers.values():
+            if peer.process.state() == STOPPED:
+                os.kill(peer.process.number, signal.SIGKILL)
         hard_exit(EXIT_FAILED)
 
     @property
     def _connected_store(self) -> dist.Store:
-        assert self._store is not None, "the messenger opens it first"
+        assert self._store is not None, "run() connects first"
         return self._store
 
     def _connect(self) -> None:
-        place = self._rank_env
+        env = self._rank_env
         timeout = timedelta(seconds=max(self._flight_recorder.hang_timeout_s, MAX_MISSED_PERIODS * REPORT_PERIOD_S))
         store = dist.TCPStore(
-            place.master_address, place.master_port, is_master=False, timeout=timeout, wait_for_workers=False
+            env.master_address, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False
         )
         self._store = dist.PrefixStore(f"moefold/{self._session}", store)
         own = self.own_process
         number = self._store.add(f"machine/{own.machine}", 1)
-        card: dict[str, Any] = {"rank": place.rank, "host": own.host, "number": own.number, "started": own.started}
-        card |= {"file": str(self._file or ""), "word": self._reporter.shared_path}
-        self._store.set(f"card/{own.machine}/{number}", json.dumps(card))
-        self._store.add("cards", 1)
+        entry: dict[str, Any] = {"rank": env.rank, "host": own.host, "number": own.number, "started": own.started}
+        entry |= {"file": str(self._file or ""), "report_file": self._reporter.shared_path}
+        self._store.set(f"member/{own.machine}/{number}", json.dumps(entry))
+        self._store.add("members", 1)
 
     def _poll_store(self) -> None:
         store = self._connected_store
         self._publish_report()
-        asked = store.check(["speaker"])
+        is_diagnosing = store.check(["diagnoser"])
         self._last_contact_s = time.monotonic()
-        if asked:
+        if is_diagnosing:
             self._answer_and_exit()
         if not self.peers_known.is_set():
             self._discover_local_peers()
@@ -300,49 +304,52 @@ class _StoreReporter(threading.Thread):
             self._diagnose_and_exit(self._reason, is_lost_peer=self._is_lost_peer)
 
     def _lost_peers(self) -> list[int]:
-        """The other ranks of this machine that are gone and did not say good-bye."""
+        """Return the other ranks of this machine that are gone without having deregistered."""
         gone = [rank for rank, state in self.local_peer_states().items() if state == GONE]
         return [rank for rank in gone if not self._connected_store.check([f"left/{rank}"])]
 
     def _report_lost_peers(self, lost: list[int]) -> NoReturn:
         if self._rank_env.record_paths:
-            # The launcher names them, and ends the others: not one that NCCL holds.
+            # The launcher names the lost ranks and ends the others, except a rank that is blocked inside NCCL.
             time.sleep(2 * self.period_s)
             self.exit_failed()
         self._diagnose_and_exit(f"{format_ranks(lost)} can no longer take part", is_lost_peer=False)
 
     def _publish_report(self) -> None:
-        place, communicates = _source_location(self._main_thread_id)
+        location, is_communicating = _source_location(self._main_thread_id)
         report = {
             "host": self.own_process.host,
-            "sighting": self._flight_recorder.snapshot().to_json(),
-            "heard_s": time.time(),
-            "place": place,
-            "communicates": communicates or not self.stack_shows_comm,
-            "neighbours": {rank: neighbour.describe() for rank, neighbour in self._local_peers.items()},
+            "snapshot": self._flight_recorder.snapshot().to_json(),
+            "reported_at_s": time.time(),
+            "source_location": location,
+            "is_communicating": is_communicating or not self.stack_shows_comm,
+            "local_peers": {rank: peer.describe() for rank, peer in self._local_peers.items()},
         }
         self._connected_store.set(f"report/{self._rank_env.rank}", json.dumps(report))
 
     def _discover_local_peers(self) -> None:
-        """Learn of the ranks of this machine once all ranks have come, and which of them keeps the word."""
-        store, machine = self._connected_store, self.own_process.machine
-        if store.add("cards", 0) < self._rank_env.world_size:
+        """Read the ranks of this machine once all ranks have registered, and share the lowest rank's report file."""
+        store = self._connected_store
+        machine = self.own_process.machine
+        if store.add("members", 0) < self._rank_env.world_size:
             return
-        words, neighbours = {}, {}
+        report_files = {}
+        peers = {}
         for number in range(1, store.add(f"machine/{machine}", 0) + 1):
-            card = json.loads(store.get(f"card/{machine}/{number}"))
-            rank, file = card.pop("rank"), card.pop("file")
-            words[rank] = card.pop("word")
+            entry = json.loads(store.get(f"member/{machine}/{number}"))
+            rank = entry.pop("rank")
+            file = entry.pop("file")
+            report_files[rank] = entry.pop("report_file")
             if rank != self._rank_env.rank:
-                neighbours[rank] = _LocalPeer(ProcessId(machine=machine, **card), file)
-        if first := words[min(words)]:
-            self._reporter.use_file(first)
-        # At once: another thread may be looking through them.
-        self._local_peers = neighbours
+                peers[rank] = _LocalPeer(ProcessId(machine=machine, **entry), file)
+        if shared_file := report_files[min(report_files)]:
+            self._reporter.use_file(shared_file)
+        # One assignment: another thread may be iterating over the dictionary.
+        self._local_peers = peers
         self.peers_known.set()
 
     def _answer_and_exit(self) -> NoReturn:
-        """Report once more to the one who speaks, and leave when it has."""
+        """Publish a last report for the diagnosing rank, and exit once it has printed its message."""
         store = self._connected_store
         self._publish_report()
         store.set(f"answer/{self._rank_env.rank}", "1")
@@ -351,16 +358,17 @@ class _StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _diagnose_and_exit(self, reason: str, *, is_lost_peer: bool) -> NoReturn:
-        """Gather what all ranks know, print it, and leave; unless another rank does."""
-        store, rank = self._connected_store, str(self._rank_env.rank)
-        if store.compare_set("speaker", "", rank).decode() != rank:
+        """Collect the reports of all ranks, print the diagnosis and exit; only answer if another rank diagnoses."""
+        store = self._connected_store
+        rank = str(self._rank_env.rank)
+        if store.compare_set("diagnoser", "", rank).decode() != rank:
             self._answer_and_exit()
         self._publish_report()
         store.set(f"answer/{rank}", "1")
-        mute = sum(state in (GONE, STOPPED) for state in self.local_peer_states().values())
-        _wait_until(lambda: store.add("answers", 0) + 1 >= self._rank_env.world_size - mute, REPORT_WAIT_S)
+        num_unable = sum(state in (GONE, STOPPED) for state in self.local_peer_states().values())
+        _wait_until(lambda: store.add("answers", 0) + 1 >= self._rank_env.world_size - num_unable, REPORT_WAIT_S)
         reports = self._gather_reports()
-        # A rank that failed by itself has said so, and those around it only lost it.
+        # A rank that failed by itself has printed its own message; the lost connection is a consequence.
         if not (
             is_lost_peer and any(report.exit_status in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())
         ):
@@ -369,53 +377,53 @@ class _StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _gather_reports(self) -> dict[int, RankReport]:
-        """What every rank that ever reported was doing; of one that does not answer, what its neighbours see."""
+        """Return the report of every rank that ever reported; for a silent one, as its local peers observe it."""
         store = self._connected_store
         reports: dict[int, RankReport] = {}
-        seen: dict[int, tuple[str, dict[str, Any] | None]] = {}
+        observed: dict[int, tuple[str, dict[str, Any] | None]] = {}
         for rank in range(self._rank_env.world_size):
             if not store.check([f"report/{rank}"]):
                 continue
             data = json.loads(store.get(f"report/{rank}"))
-            answers = store.check([f"answer/{rank}"])
-            if answers:
-                seen |= {int(other): described for other, described in data["neighbours"].items()}
+            has_responded = store.check([f"answer/{rank}"])
+            if has_responded:
+                observed |= {int(other): observation for other, observation in data["local_peers"].items()}
             reports[rank] = RankReport(
                 host=data["host"],
-                snapshot=FlightSnapshot.from_json(data["sighting"]),
-                reported_at_s=data["heard_s"],
-                has_responded=answers,
-                source_location=data["place"] if answers else "",
-                is_communicating=data["communicates"],
+                snapshot=FlightSnapshot.from_json(data["snapshot"]),
+                reported_at_s=data["reported_at_s"],
+                has_responded=has_responded,
+                source_location=data["source_location"] if has_responded else "",
+                is_communicating=data["is_communicating"],
                 exit_status=int(store.get(f"left/{rank}")) if store.check([f"left/{rank}"]) else None,
             )
-        for rank, (state, sighting) in seen.items():
+        for rank, (state, snapshot) in observed.items():
             if rank in reports and reports[rank].has_responded and state == BLOCKED:
-                # Its main thread: the one that answers is another.
+                # BLOCKED is the state of the main thread; the store reporter still responds.
                 reports[rank] = replace(reports[rank], process_state=state)
             if rank in reports and not reports[rank].has_responded:
-                last = reports[rank].snapshot if sighting is None else FlightSnapshot.from_json(sighting)
+                last = reports[rank].snapshot if snapshot is None else FlightSnapshot.from_json(snapshot)
                 reports[rank] = replace(reports[rank], process_state=state, snapshot=last)
         return reports
 
 
 class _LocalPeer:
-    """Another rank of this machine, and its record, which stays open when it is gone."""
+    """Another rank of this machine and its flight record, which stays open after the rank died."""
 
     def __init__(self, process: ProcessId, file: str) -> None:
         self.process = process
         self._record_file = None
         with suppress(OSError):
-            self._record_file = Path(file).open("rb", buffering=0) if file else None  # noqa: SIM115 - for good
+            self._record_file = Path(file).open("rb", buffering=0) if file else None  # noqa: SIM115 - open until exit
 
     def describe(self) -> tuple[str, dict[str, Any] | None]:
-        """Its state, and what it was doing if it can no longer tell itself."""
+        """Return the process state and, unless the rank is alive, its last flight-recorder snapshot."""
         state = self.process.state()
         if state == ALIVE or self._record_file is None:
             return state, None
         self._record_file.seek(0)
-        sighting = decode_snapshot(self._record_file.read(FILE_BYTES))
-        return state, None if sighting is None else sighting.to_json()
+        snapshot = decode_snapshot(self._record_file.read(FILE_BYTES))
+        return state, None if snapshot is None else snapshot.to_json()
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -425,13 +433,13 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _source_location(thread_id: int | None) -> tuple[str, bool]:
-    """Where in the source a thread is, and whether that is inside communication."""
+    """Return the source line that a thread executes, and whether it is inside communication."""
     frame = sys._current_frames().get(thread_id or 0)
     if frame is None:
         return "", False
     stack = traceback.extract_stack(frame, limit=WAITING_FRAMES)
     innermost = stack[-1]
     path = Path(innermost.filename)
-    waits = "distributed" in path.parts or (path.parent.name == "comm" and innermost.name.lstrip("_") == "wait")
-    waits = waits or any(caller.name == run_with_timeout.__name__ for caller in stack)
-    return f"{'/'.join(path.parts[-2:])}:{innermost.lineno} {innermost.name}", waits
+    is_waiting = "distributed" in path.parts or (path.parent.name == "comm" and innermost.name.lstrip("_") == "wait")
+    is_waiting = is_waiting or any(caller.name == run_with_timeout.__name__ for caller in stack)
+    return f"{'/'.join(path.parts[-2:])}:{innermost.lineno} {innermost.name}", is_waiting

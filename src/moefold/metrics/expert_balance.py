@@ -1,4 +1,4 @@
-"""How evenly the experts of a run were used: what `moefold inspect` shows, from whatever the run has written."""
+"""Expert balance of a run for `moefold inspect`, read from counts, routing trace or metrics of the run folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,75 +16,76 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _MAX_VALUE = 1e300
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
-"""So many counts are in memory as floats, or one step of them."""
+"""Limit of the counts that are converted to floats at once; at least one step."""
 _MAX_TRACED_COUNTS = 1 << 28
-"""Steps times layers times experts of a trace, whose counts are in memory as 4 bytes each."""
+"""Limit of steps * layers * experts of a trace, whose counts take 4 bytes each in memory."""
 END_WINDOW_DIVISOR = 10
-"""What is said of the start and of the end of a run is a mean over this part of its steps: a tenth."""
+"""Values for the start and end of a run are means over 1/10 of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSummary:
-    """The balance of one MoE layer; start and end are the first and the last tenth of the recorded steps."""
+    """Balance of one MoE layer; start and end are the first and the last tenth of the recorded steps."""
 
     layer: int
-    """Number of the layer in the whole model."""
+    """Layer index in the whole model."""
     load_start: float
-    """Copies of the fullest expert of a step over the mean, mean over the start; 1 is perfect balance."""
+    """Routed tokens of the most loaded expert over the mean, averaged over the start; 1 is perfect balance."""
     load_end: float
-    """The same at the end."""
+    """`load_start`'s ratio, averaged over the end."""
     load_worst: float
-    """The largest of all steps."""
+    """Largest ratio of all steps."""
     worst_step: int
-    """The step that had it."""
+    """Step of `load_worst`."""
     load_cv: float | None
-    """Standard deviation over mean of the experts' copies in a step, mean over the end; None without counts."""
+    """Standard deviation over mean of the experts' routed tokens, averaged over the end; None without counts."""
     dead_experts: tuple[int, ...] | None
-    """Experts that got no copy in the end; None without counts."""
+    """Experts without a routed token in the end; None without counts."""
     dropped_fraction: float | None
-    """Dropped copies over all of them, mean over the end; None if the run did not write it."""
+    """Dropped over all routed tokens, averaged over the end; None if the run did not record it."""
     router_entropy: float | None
-    """Entropy of a token's scores in nats, mean over the end; None if the run did not write it."""
+    """Entropy of a token's scores in nats, averaged over the end; None if the run did not record it."""
     share: tuple[float, ...] | None
-    """Copies of each expert over the mean, in the end; None without counts."""
+    """Routed tokens of each expert over the mean, in the end; None without counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertBalance:
-    """The load of every MoE layer over the recorded steps."""
+    """Load of every MoE layer over the recorded steps."""
 
     run_dir: Path
     source: str
-    """What the loads were read from."""
+    """File or folder from which the loads were read."""
     layers: tuple[int, ...]
-    """Numbers of the MoE layers in the whole model, L of them."""
+    """Indices of the L MoE layers in the whole model."""
     steps: Array
     """Steps of `load` and `counts`, int64 [N], ascending."""
     load: Array
-    """Copies of the fullest expert over the mean, float64 [N, L]."""
+    """Routed tokens of the most loaded expert over the mean, float64 [N, L]."""
     counts: Array | None
-    """Copies of each expert, [N, L, E]; None if the run wrote neither counts nor a trace."""
+    """Routed tokens of each expert, [N, L, E]; None if the run wrote neither counts nor a trace."""
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
-    """Dropped copies over all of them, float64 [M, L], NaN where it was not written."""
+    """Dropped over all routed tokens, float64 [M, L], NaN where not recorded."""
     entropy: Array
-    """Entropy of a token's scores in nats, float64 [M, L], NaN where it was not written."""
+    """Entropy of a token's scores in nats, float64 [M, L], NaN where not recorded."""
 
     @property
     def cut_short(self) -> str:
-        """Says that the loads end before the run's metrics do, by more than their own pace; empty if they do not."""
-        last, end = int(self.steps[-1]), int(self.drop_steps[-1]) if len(self.drop_steps) else 0
-        pace = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
-        return f"counts end at step {last} of {end}" if end - last >= pace else ""
+        """Message that the loads end before the run's metrics, by at least one recording interval; else ""."""
+        last = int(self.steps[-1])
+        end = int(self.drop_steps[-1]) if len(self.drop_steps) else 0
+        interval = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
+        return f"counts end at step {last} of {end}" if end - last >= interval else ""
 
     @property
     def num_experts(self) -> int | None:
-        """E; None without counts."""
+        """Number of experts, E; None without counts."""
         return None if self.counts is None else int(self.counts.shape[2])
 
     def shares(self, max_bins: int) -> Array:
-        """Copies of each expert over the mean, float64 [bins, L, E], in at most `max_bins` equal spans of steps."""
+        """Return each expert's routed tokens over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
         assert self.counts is not None, "a run without counts has no shares"
         sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in split_into_bins(len(self.steps), max_bins)]
         binned: Array = np.stack(sums)
@@ -93,7 +94,7 @@ class ExpertBalance:
         return shares
 
     def summaries(self) -> list[LayerSummary]:
-        """Each layer by itself."""
+        """Return the summary of each layer."""
         n = max(1, len(self.steps) // END_WINDOW_DIVISOR)
         last = (self.drop_steps >= self.steps[-n]) & (self.drop_steps <= self.steps[-1])
         return [self._summary(i, n, last) for i in range(len(self.layers))]
@@ -101,8 +102,8 @@ class ExpertBalance:
     def _summary(self, i: int, n: int, last: Array) -> LayerSummary:
         load = self.load[:, i]
         end = None if self.counts is None else np.asarray(self.counts[-n:, i], dtype=np.float64)
-        copies = None if end is None else end.sum(0)
-        # A step without any copy has no spread, and no shares.
+        routed_E = None if end is None else end.sum(0)
+        # _MIN_POSITIVE: a step without routed tokens has a CV and shares of 0.
         cv = None if end is None else float((end.std(1) / np.maximum(end.mean(1), _MIN_POSITIVE)).mean())
         return LayerSummary(
             layer=self.layers[i],
@@ -111,38 +112,42 @@ class ExpertBalance:
             load_worst=float(load.max()),
             worst_step=int(self.steps[load.argmax()]),
             load_cv=cv,
-            dead_experts=None if copies is None else tuple(np.flatnonzero(copies == 0).tolist()),
+            dead_experts=None if routed_E is None else tuple(np.flatnonzero(routed_E == 0).tolist()),
             dropped_fraction=_mean(self.dropped[last, i]),
             router_entropy=_mean(self.entropy[last, i]),
-            share=None if copies is None else tuple((copies / np.maximum(copies.mean(), _MIN_POSITIVE)).tolist()),
+            share=None if routed_E is None else tuple((routed_E / np.maximum(routed_E.mean(), _MIN_POSITIVE)).tolist()),
         )
 
 
 def split_into_bins(count: int, max_bins: int) -> list[tuple[int, int]]:
-    """Cut `count` things into at most `max_bins` spans (first, end) of nearly equal length."""
+    """Split range(count) into at most `max_bins` ranges (start, end) of nearly equal length."""
     bins = min(count, max_bins)
     return [(i * count // bins, (i + 1) * count // bins) for i in range(bins)]
 
 
 def read_balance(run_dir: Path) -> ExpertBalance:
-    """Read the load of a run's experts: from expert_counts.bin, else from its trace, else from metrics.jsonl.
+    """Read the expert load of a run from expert_counts.bin, else from its routing trace, else from metrics.jsonl.
 
     Raises:
-        ConfigError: the folder is no run, has no MoE layer or no step yet, or a file cannot be read.
+        ConfigError: the folder is not a run, has no MoE layer or no step yet, or a file cannot be read.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"run {str(run_dir)!r} does not exist; name the run.dir of a training run")
     records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
-    counts, source = read_expert_counts(run_dir), COUNTS_FILE
+    counts = read_expert_counts(run_dir)
+    source = COUNTS_FILE
     if counts is None or not len(counts.steps):
-        counts, source = _count_trace(run_dir), f"{TRACE_FOLDER}/"
+        counts = _count_trace(run_dir)
+        source = f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
-        steps, layers = counts.steps, counts.layers
-        at_once = max(1, _COUNTS_PER_CHUNK // (counts.counts.shape[1] * counts.counts.shape[2]))
-        parts = split_into_bins(len(steps), -(-len(steps) // at_once))
-        load = np.concatenate([_max_over_mean(counts.counts[a:b]) for a, b in parts])
+        steps = counts.steps
+        layers = counts.layers
+        chunk_steps = max(1, _COUNTS_PER_CHUNK // (counts.counts.shape[1] * counts.counts.shape[2]))
+        chunks = split_into_bins(len(steps), -(-len(steps) // chunk_steps))
+        load = np.concatenate([_max_over_mean(counts.counts[a:b]) for a, b in chunks])
     else:
-        counts, source = None, METRICS_FILE
+        counts = None
+        source = METRICS_FILE
         steps, layers, load = _read_load(run_dir, records)
     drop_steps, dropped, entropy = _read_layers(records, len(layers))
     return ExpertBalance(
@@ -159,14 +164,14 @@ def read_balance(run_dir: Path) -> ExpertBalance:
 
 
 def _max_over_mean(counts: Array) -> Array:
-    """Max over mean of [N, L, E]."""
-    whole = np.asarray(counts, dtype=np.float64)
-    load: Array = whole.max(2) / np.maximum(whole.mean(2), _MIN_POSITIVE)
+    """Return max over mean along E of counts [N, L, E]."""
+    counts_NLE = np.asarray(counts, dtype=np.float64)
+    load: Array = counts_NLE.max(2) / np.maximum(counts_NLE.mean(2), _MIN_POSITIVE)
     return load
 
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
-    """The counts that a run's trace adds up to; None without a trace."""
+    """Return the expert counts of a run's routing trace; None without a trace."""
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None
     trace = RoutingTrace(run_dir, "run")
@@ -175,7 +180,7 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     if not shape.layers or num_counts > _MAX_TRACED_COUNTS:
         raise ConfigError(
             f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
-            f"{shape.num_experts} experts, of which at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be shown"
+            f"{shape.num_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be shown"
         )
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
@@ -187,7 +192,7 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
 
 
 def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tuple[int, ...], Array]:
-    """(steps, layers, load) of metrics.jsonl."""
+    """Return (steps, layers, load) of metrics.jsonl."""
     if not records:
         raise ConfigError(
             f"run {str(run_dir)!r} holds no step of training ({METRICS_FILE}); name the run.dir of a training run"
@@ -197,9 +202,9 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
         raise ConfigError(f"run {str(run_dir)!r} is of a model without MoE layers; there are no experts to inspect")
     if len({len(row) for row in rows}) > 1:
         raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: its steps have loads of different numbers of layers")
-    named = [layer.get("layer") for layer in _record_layers(records[-1])]
-    numbers = [number for number in named if type(number) is int and number >= 0]
-    if not len(numbers) == len(named) == len(rows[-1]):
+    recorded = [layer.get("layer") for layer in _record_layers(records[-1])]
+    numbers = [number for number in recorded if type(number) is int and number >= 0]
+    if not len(numbers) == len(recorded) == len(rows[-1]):
         numbers = list(range(len(rows[-1])))
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     return steps, tuple(numbers), np.array(rows)
@@ -208,19 +213,19 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
 def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
     found = record.get("expert_load", [])
     if not isinstance(found, list):
-        raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is no list")
+        raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is not a list")
     return [_number(load) for load in found]
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what a step says of each MoE layer; nothing where it says it in another form."""
+    """Return the `moe_layers` records of a step; [] if they have another form."""
     found = record.get("moe_layers")
     is_list = isinstance(found, list) and all(isinstance(layer, dict) for layer in found)
     return found if is_list and found is not None else []
 
 
 def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array, Array, Array]:
-    """(steps, dropped, entropy) of metrics.jsonl, which gives all layers one drop rate if not each its own."""
+    """Return (steps, dropped, entropy) of metrics.jsonl; a record without layers has one drop rate for all of them."""
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     dropped, entropy = np.full((2, len(records), num_layers), np.nan)
     for i, record in enumerate(records):
@@ -234,7 +239,7 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 
 def _number(value: Any) -> float:
-    """Return a measurement; NaN for what is none, be it of another type or too large."""
+    """Return a measurement as float; NaN for a value of another type or too large a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_VALUE:
         return np.nan
     return float(value)

@@ -1,7 +1,7 @@
-"""RUN_DIR/expert_counts.bin: how many copies each expert of each layer got, step by step. numpy alone.
+"""RUN_DIR/expert_counts.bin: routed tokens of each expert of each layer in each step. Needs numpy, not torch.
 
-An append-only file: one line of JSON that says which layers and how many experts, padded to a multiple of 64 bytes,
-then records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
+An append-only file: one line of JSON with layers and number of experts, padded to a multiple of 64 bytes, then records
+of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
 """
 
 import json
@@ -18,40 +18,40 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
 
 COUNTS_FILE = "expert_counts.bin"
-"""Name of the counts inside the run folder."""
+"""Name of the counts file in the run folder."""
 FORMAT = "moefold-expert-counts-1"
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
-"""Of the first line: 100,000 layers have 700 KB."""
+"""Size limit of the first line: 100,000 layers take 700 KB."""
 MAX_COUNTS = 1 << 24
-"""Of a step: 1,000 layers with 16,384 experts."""
+"""Limit of the counts of one step: 1,000 layers with 16,384 experts."""
 MAX_LOADS = 1 << 27
-"""Steps times layers: 2 million steps of 61 layers; so many numbers of 8 bytes are in memory at once."""
+"""Limit of steps * layers: 2 million steps of 61 layers; the loads take 8 bytes each in memory."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertCounts:
-    """The counts of a run, in the order they were written."""
+    """Expert counts of a run, in the order in which they were written."""
 
     layers: tuple[int, ...]
-    """Numbers of the MoE layers in the whole model, L of them."""
+    """Indices of the L MoE layers in the whole model."""
     steps: Array
-    """int64 [N]."""
+    """Step numbers, int64 [N]."""
     counts: Array
-    """Copies that chose each expert, before any was dropped, uint32 [N, L, E]."""
+    """Tokens routed to each expert, before any is dropped, uint32 [N, L, E]."""
 
 
 class ExpertCountsWriter:
-    """Appends steps to RUN_DIR/expert_counts.bin. Made on one rank only.
+    """Appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
 
-    Opening it drops the steps past `resume_step` and a record that a kill has torn, as metrics.jsonl does; a file of
-    other layers or experts, or one that cannot be read, is replaced.
+    Opening drops the steps past `resume_step` and a truncated last record, as for metrics.jsonl; an invalid file, or
+    one with other layers or experts, is replaced.
 
     Args:
         run_dir: folder of the run.
-        layers: numbers of the MoE layers.
+        layers: indices of the MoE layers.
         num_experts: E.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run.
     """
@@ -67,9 +67,10 @@ class ExpertCountsWriter:
         self._file = path.open("ab")
 
     def write(self, step: int, counts: Array) -> None:
-        """Append the counts of a step, [L, E]; they are on their way to the disk when this returns."""
+        """Append the counts of a step, [L, E], and flush to the operating system."""
         record = np.zeros((), self._record_dtype)
-        record["step"], record["counts"] = step, counts
+        record["step"] = step
+        record["counts"] = counts
         self._file.write(record.tobytes())
         self._file.flush()
 
@@ -87,10 +88,10 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Read the counts of a run, a torn last record left out; None if the run wrote none. They stay on the disk.
+    """Memory-map the counts of a run without a truncated last record; None if the run wrote none.
 
     Raises:
-        ConfigError: the file is not one of counts.
+        ConfigError: the file is invalid.
     """
     path = run_dir / COUNTS_FILE
     if not path.is_file():
@@ -101,16 +102,16 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
             raise ConfigError(f"{path} is not a file of expert counts; remove it, or name another run")
         record = _make_record_dtype(len(header.layers), header.num_experts)
         start = file.tell()
-        whole = (os.fstat(file.fileno()).st_size - start) // record.itemsize
-    if whole * len(header.layers) > MAX_LOADS:
+        num_records = (os.fstat(file.fileno()).st_size - start) // record.itemsize
+    if num_records * len(header.layers) > MAX_LOADS:
         raise ConfigError(
-            f"{path} has {whole:,} steps of {len(header.layers)} layers, and at most {MAX_LOADS:,} loads are read; "
-            "record fewer steps with metrics.expert_counts_every"
+            f"{path} has {num_records:,} steps of {len(header.layers)} layers, and at most {MAX_LOADS:,} loads are "
+            "read; record fewer steps with metrics.expert_counts_every"
         )
-    if not whole:
+    if not num_records:
         empty = np.empty(0, record)
         return ExpertCounts(layers=header.layers, steps=empty["step"], counts=empty["counts"])
-    records = np.memmap(path, record, mode="r", offset=start, shape=(whole,))
+    records = np.memmap(path, record, mode="r", offset=start, shape=(num_records,))
     steps = np.array(records["step"])
     if steps[0] < 0 or not (np.diff(steps) > 0).all():
         raise ConfigError(f"{path} is damaged: its steps do not ascend; remove it, or name another run")
@@ -118,7 +119,7 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
 
 
 def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
-    """Drop the records of a run past `last_step` and a torn one; a file that is not one of counts stays as it is."""
+    """Drop the records past `last_step` and a truncated one; an invalid file is left unchanged."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return
@@ -126,13 +127,18 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
         header = _read_header(file.readline(MAX_HEADER_BYTES))
         if header is None:
             return
-        start, record = file.tell(), _make_record_dtype(len(header.layers), header.num_experts)
-        whole = (path.stat().st_size - start) // record.itemsize
-        # Mapped: the counts of a long run take gigabytes, and its steps alone are read.
-        steps = np.memmap(path, record, mode="r", offset=start, shape=(whole,))["step"] if whole else np.empty(0)
+        start = file.tell()
+        record = _make_record_dtype(len(header.layers), header.num_experts)
+        num_records = (path.stat().st_size - start) // record.itemsize
+        # Mapped: the counts of a long run take gigabytes, and only the steps are read.
+        steps = (
+            np.memmap(path, record, mode="r", offset=start, shape=(num_records,))["step"]
+            if num_records
+            else np.empty(0)
+        )
         past = np.flatnonzero(steps > last_step)
-        kept = int(past[0]) if len(past) else whole
-        file.truncate(start + kept * record.itemsize)
+        num_kept = int(past[0]) if len(past) else num_records
+        file.truncate(start + num_kept * record.itemsize)
         file.flush()
         os.fsync(file.fileno())
 
@@ -144,10 +150,11 @@ class _Header:
 
 
 def _read_header(line: bytes) -> _Header | None:
-    """What the first line of a file says; None if it is no file of counts."""
+    """Parse the first line of a file; None if the file is not an expert-counts file."""
     try:
         header = parse_json(line)
-        layers, num_experts = header["layers"], header["num_experts"]
+        layers = header["layers"]
+        num_experts = header["num_experts"]
         is_ours = header["format"] == FORMAT
     except (ValueError, KeyError, TypeError):
         return None

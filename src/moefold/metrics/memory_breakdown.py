@@ -1,12 +1,16 @@
-"""What every rank had in memory in a measured step, by part (`metrics.memory_every`). Torch-free."""
+"""Memory breakdown: tensor bytes of every rank in a measured step, by part (`metrics.memory_every`). Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 STATES = ("weights", "gathered weights", "gradients", "optimizer", "buffers", "batch")
-DELAYED_WGRAD, PIPELINE, RELOADED = "postponed gradients", "pipeline", "brought back"
-"""What a backward pass leaves for another one; what is sent; and what `train.offload` had outside of memory."""
+DELAYED_WGRAD = "postponed gradients"
+"""Part name of tensors saved for a delayed weight-gradient pass."""
+PIPELINE = "pipeline"
+"""Part name of tensors sent between pipeline stages."""
+RELOADED = "brought back"
+"""Part name of activations that `train.offload` has reloaded."""
 ACTIVATIONS = (
     "embedding",
     "norms",
@@ -25,24 +29,24 @@ ACTIVATIONS = (
 )
 NOT_ACTIVATIONS = (*STATES, "workspace", "pipeline buffers", "other")
 PARTS = (*STATES, *ACTIVATIONS, "workspace", "pipeline buffers", "other")
-"""Every name that memory has, in the order of tables."""
+"""All part names, in the order of tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryByPart:
-    """Bytes of tensors, a list of one number for each rank under each part that any rank has."""
+    """Tensor bytes by part: for each part that any rank has, a list with one number per rank."""
 
     peak_bytes: dict[str, list[int]]
-    """At the moment of the two passes at which the rank had most; the sum over the parts is its peak."""
+    """Bytes at the rank's peak within the forward and backward passes; the sum over the parts is that peak."""
     current_bytes: dict[str, list[int]]
-    """Behind the two passes, with all gradients, before the update."""
+    """Bytes after the backward passes, with all gradients, before the optimizer update."""
 
     @classmethod
     def from_ranks(cls, ranks_bytes: Sequence[Sequence[float]]) -> Self:
-        """Make it of what each rank says.
+        """Build the breakdown from the bytes of all ranks.
 
         Args:
-            ranks_bytes: for each rank the bytes of `PARTS` at the peak, and behind them those now, [ranks, 2 * parts].
+            ranks_bytes: for each rank the bytes of `PARTS` at the peak, then the current bytes, [ranks, 2 * parts].
         """
         peak, current = (
             {part: [int(row[start + i]) for row in ranks_bytes] for i, part in enumerate(PARTS)}

@@ -1,9 +1,7 @@
-"""Every byte of tensor memory by the part of the step that made it, over the time of a step.
+"""Memory tracker: tensor bytes by the part of the step that allocated them.
 
-It watches each operation and notes the memory of its results until it is freed, so it works on every device, on meta
-tensors as well, and needs no allocator to ask. Libraries' own buffers and what kernels use inside are not seen.
-
-The most memory that this process has used.
+`MemoryTracker` is a dispatch mode that records the storage of each operation's results until it is freed. It works on
+every device, including meta tensors, without an allocator. Internal buffers of libraries and kernels are not tracked.
 """
 
 import threading
@@ -33,29 +31,28 @@ _CAST_OP = torch.ops.aten._to_copy.default
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory of one storage."""
+    """One tracked storage."""
 
     size: int
     part: str
     phase: Phase
     is_tagged: bool = False
-    """Whether its part is known for good: of what it was made in does not matter."""
+    """Whether the part was set explicitly, independent of where the storage was allocated."""
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most that was in memory at once."""
+    """Peak of tracked bytes."""
 
     total: int
     by_part: dict[str, int]
-    """Bytes of each part at that moment."""
+    """Bytes of each part at the peak."""
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager: inside, notes what every operation allocates, and when it is freed.
+    """Context manager that records the allocations of every operation and their frees.
 
-    `part` says which part of the model runs. What is made in a backward pass is workspace, unless it is found to be
-    something that stays.
+    `part` sets the current part of the model. Allocations of a backward pass count as workspace unless they are tagged.
     """
 
     def __init__(self) -> None:
@@ -69,7 +66,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is made inside belongs to this part."""
+        """Attribute allocations inside the block to a part."""
         self._part_stack.append(name)
         try:
             yield
@@ -77,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
             self._part_stack.pop()
 
     def scoped(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """The same function, whose memory belongs to a part."""
+        """Wrap a function so that its allocations are attributed to a part."""
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -87,53 +84,56 @@ class MemoryTracker(TorchDispatchMode):
         return run
 
     def scoped_resumable(self, name: str, function: Callable[P, Resumable[T]]) -> Callable[P, Resumable[T]]:
-        """The same steps, whose memory belongs to a part; what runs while they pause belongs to others."""
+        """Wrap a resumable function so that its allocations, but not those made while it pauses, belong to a part."""
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> Resumable[T]:
-            begun = ResumableTask(function(*args, **kwargs))
+            task = ResumableTask(function(*args, **kwargs))
             while True:
                 with self.part(name):
-                    begun.resume()
-                if begun.is_done:
-                    return begun.run_to_end()
+                    task.resume()
+                if task.is_done:
+                    return task.run_to_end()
                 yield
 
         return run
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors are this part, whenever and wherever they were made."""
+        """Assign tensors to a part, wherever they were allocated."""
         for tensor in tensors:
             block = self._allocation(tensor)
-            block.part, block.is_tagged = name, True
+            block.part = name
+            block.is_tagged = True
 
     def tag_survivors(self, name: str) -> None:
-        """What a backward pass made and has left is this part."""
+        """Assign the live, untagged allocations of the backward pass to a part."""
         for block in self._live_allocations():
             if block.phase == "backward" and block.part == UNTAGGED and not block.is_tagged:
-                block.part, block.is_tagged = name, True
+                block.part = name
+                block.is_tagged = True
 
     def tag_untagged(self, name: str) -> None:
-        """What has no part yet is this one."""
+        """Assign all live allocations without a part to a part."""
         for block in self._live_allocations():
             if block.part == UNTAGGED and not block.is_tagged:
-                block.part, block.is_tagged = name, True
+                block.part = name
+                block.is_tagged = True
 
     def retag(self, old: str, new: str) -> None:
-        """What of a part is there now belongs to another one."""
+        """Move the live, tagged allocations of one part to another."""
         for block in self._live_allocations():
             if block.is_tagged and block.part == old:
                 block.part = new
 
     def current(self) -> dict[str, int]:
-        """Bytes of each part now."""
-        found: dict[str, int] = {}
+        """Return the live bytes of each part."""
+        by_part: dict[str, int] = {}
         for block in self._live_allocations():
-            found[self._effective_part(block)] = found.get(self._effective_part(block), 0) + block.size
-        return found
+            by_part[self._effective_part(block)] = by_part.get(self._effective_part(block), 0) + block.size
+        return by_part
 
     def peak(self, is_counted: Callable[[str], bool] = lambda part: True) -> MemoryPeak:
-        """The moment at which some parts together had most bytes."""
+        """Return the peak of the total bytes of the counted parts, with all parts at that moment."""
         self._record_frees()
         now = best = 0
         best_at = 0
@@ -141,7 +141,8 @@ class MemoryTracker(TorchDispatchMode):
             if is_counted(self._effective_part(block)):
                 now += change
                 if now > best:
-                    best, best_at = now, i
+                    best = now
+                    best_at = i
         by_part: dict[str, int] = {}
         for change, block in self._events[:best_at]:
             by_part[self._effective_part(block)] = by_part.get(self._effective_part(block), 0) + change
@@ -149,10 +150,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            # It takes itself apart, and its local operations come here.
+            # DTensor redispatches on its local tensors, which are tracked.
             return NotImplemented
         if func.namespace == "fsdp" and self.phase != "backward":
-            # Weights on their way: what FSDP copies them together in, and what it receives.
+            # FSDP's all-gather buffers: the copy-in input and the gathered output.
             self.tag(
                 GATHERED_WEIGHTS,
                 (x for x in tree_iter(args) if isinstance(x, Tensor) and not self._allocation(x).is_tagged),
@@ -162,23 +163,24 @@ class MemoryTracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 block = self._allocation(leaf)
                 if func is _CAST_OP and self._allocation(args[0]).part == "weights":
-                    # One rank by itself reads its weights through casts.
-                    block.part, block.is_tagged = GATHERED_WEIGHTS, True
+                    # Without FSDP, low-precision weights are casts of the master weights.
+                    block.part = GATHERED_WEIGHTS
+                    block.is_tagged = True
         return result
 
     def __enter__(self) -> "MemoryTracker":
         self._thread_id = threading.get_ident()
-        # FSDP frees and refills the memory of gathered weights by resizing it, which is no operation.
+        # FSDP frees and refills gathered weights by storage.resize_(), which is not dispatched.
         self._resize = torch.UntypedStorage.resize_
         resize = self._resize
 
         @wraps(resize)
-        def watched(storage: torch.UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
+        def tracked_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
             self._record_resize(storage, size)
-            return found
+            return result
 
-        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = tracked_resize  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -203,8 +205,8 @@ class MemoryTracker(TorchDispatchMode):
         return list(self._live.values())
 
     def _record_frees(self) -> None:
-        # Other threads free what is offloaded, at any moment: they only say so, and the thread of the passes takes it
-        # up before it looks anything up, so that an address that was used anew is not taken for the old one.
+        # Offload threads free storages at any time: their weakref callbacks only enqueue the key. The training thread
+        # drains the queue before each look-up, so that a reused address is not mistaken for the freed storage.
         while self._freed:
             key = self._freed.popleft()
             block = self._live.pop(key)
@@ -213,18 +215,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def _record_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if threading.get_ident() != self._thread_id:
-            # What was made in another thread is not looked after.
+            # Allocations of other threads are not tracked.
             return
         self._record_frees()
         block = self._live.get(storage._cdata)
         if block is not None:
             self._events.append((size - block.size, block))
-            block.size, block.part, block.is_tagged = size, GATHERED_WEIGHTS, True
+            block.size = size
+            block.part = GATHERED_WEIGHTS
+            block.is_tagged = True
 
     def _effective_part(self, allocation: Allocation) -> str:
-        # Where a part runs in a backward pass, it runs again: what it makes are activations.
+        # A part that runs in the backward pass is recomputed: its allocations are activations, not workspace.
         is_workspace = allocation.phase == "backward" and allocation.part == UNTAGGED and not allocation.is_tagged
         return "workspace" if is_workspace else allocation.part
-
-
-GIB = 2**30

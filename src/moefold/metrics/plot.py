@@ -1,7 +1,4 @@
-"""The loss curve of a run as a picture.
-
-Text for pictures: what the font cannot draw is replaced, so that drawing warns of nothing.
-"""
+"""Plot of a run's loss curve, gradient norm and expert balance with matplotlib."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -18,19 +15,19 @@ if TYPE_CHECKING:
 
 
 LOSS_PICTURE = "loss.png"
-"""Name of the picture inside the run folder."""
+"""Name of the plot in the run folder."""
 
 _TRAIN = "#4c78a8"
 _EVAL = "#d1495b"
 _MEAN = "#8d99ae"
 _TEXT_COLOR = "#333333"
 _SMOOTH_FROM_STEPS = 20
-"""A shorter run has no noise worth smoothing."""
+"""Shorter runs are plotted without smoothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curves:
-    """The columns of metrics.jsonl that the picture shows, one entry a step; a value that is missing is NaN."""
+    """Plotted columns of metrics.jsonl, one entry per step; missing values are NaN."""
 
     steps: list[int]
     loss: list[float]
@@ -39,24 +36,24 @@ class Curves:
     lr: list[float]
     grad_norm: list[float]
     worst_load: list[float]
-    """The largest max/mean over the MoE layers; empty for a model without them."""
+    """Largest expert load (max/mean) of the MoE layers; empty for a model without them."""
     mean_load: list[float]
-    """The mean of max/mean over the MoE layers; empty for a model without them."""
+    """Mean expert load (max/mean) of the MoE layers; empty for a model without them."""
     tokens: int
-    """Tokens trained on in all."""
+    """Total trained tokens."""
 
 
 def plot_loss(run_dir: Path) -> Path:
-    """Draw RUN_DIR/metrics.jsonl as RUN_DIR/loss.png and return its path.
+    """Plot RUN_DIR/metrics.jsonl as RUN_DIR/loss.png and return its path.
 
-    The upper panel shows the training loss, a smoothed line through it, and the evaluations. Below it are the gradient
-    norm with the learning rate, and the balance of the experts, if there are any.
+    The upper panel shows training loss, smoothed loss and evaluations; below are the gradient norm with the learning
+    rate and, for MoE models, the expert balance.
 
     Raises:
-        ConfigError: the folder holds no metrics.
+        ConfigError: the folder has no metrics.
     """
     curves = read_curves(run_dir)
-    # matplotlib takes half a second to import, and only this function needs it. No pyplot: it keeps global state.
+    # Lazy import: matplotlib takes half a second. No pyplot: it has global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -68,7 +65,8 @@ def plot_loss(run_dir: Path) -> Path:
     for axes, draw in zip(panels, drawers, strict=True):
         _style(axes)
         draw(axes, curves)
-    loss_axes, side_axes = panels[0], panels[-1]
+    loss_axes = panels[0]
+    side_axes = panels[-1]
     loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
     side_axes.set_xlabel("step", color=_TEXT_COLOR)
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
@@ -80,10 +78,10 @@ def plot_loss(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run; lines that a kill has torn are left out.
+    """Read the curves of a run; invalid lines are skipped.
 
     Raises:
-        ConfigError: the folder holds no metrics.
+        ConfigError: the folder has no metrics.
     """
     records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
     if not records:
@@ -107,16 +105,17 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def smooth(values: list[float], half_window: int) -> list[float]:
-    """Return the mean of up to `half_window` neighbours on each side of every value; NaN is left out of the means.
+    """Return a centred moving average with up to `half_window` neighbours on each side; NaN values are excluded.
 
-    Centred, so that the line does not lag behind a falling loss; where the start allows fewer neighbours before a
-    value, as few are taken after it. Only at the end, where the newest values count, is the mean one-sided.
+    Centred, so that the curve does not lag a falling loss. Near the start the window shrinks on both sides; only at the
+    end, where the newest values matter, is it one-sided.
     """
     sums = list(accumulate((0.0 if isnan(value) else value for value in values), initial=0.0))
     counts = list(accumulate((not isnan(value) for value in values), initial=0))
     averages = []
     for i in range(len(values)):
-        first, end = i - min(half_window, i), min(i + min(half_window, i) + 1, len(values))
+        first = i - min(half_window, i)
+        end = min(i + min(half_window, i) + 1, len(values))
         count = counts[end] - counts[first]
         averages.append((sums[end] - sums[first]) / count if count else nan)
     return averages
@@ -154,7 +153,7 @@ def _draw_balance(axes: "Axes", curves: Curves) -> None:
 
 
 def _draw_gradients(axes: "Axes", curves: Curves) -> None:
-    """The norm of the gradients, on a log scale, and the learning rate with an axis of its own to the right."""
+    """Draw the gradient norm on a log scale, and the learning rate on a second axis to the right."""
     axes.plot(curves.steps, curves.grad_norm, color=_TRAIN, linewidth=1.1, marker=_marker(curves))
     if any(norm > 0 for norm in curves.grad_norm):
         from matplotlib.ticker import LogLocator
@@ -174,7 +173,7 @@ def _draw_gradients(axes: "Axes", curves: Curves) -> None:
 
 
 def _marker(curves: Curves) -> str:
-    """A marker where a line would show nothing."""
+    """Return a marker for a curve of a single point, which a line would not show."""
     return "o" if len(curves.steps) == 1 else ""
 
 
@@ -196,10 +195,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def drawable(text: str) -> str:
-    """Return the text with each character that the font of pictures lacks replaced, and no formulas in it."""
+    """Return text for matplotlib: characters missing in its font replaced (they raise warnings), and `$` escaped."""
     known = _characters()
     plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)
-    # A pair of dollar signs would be read as a formula.
+    # matplotlib reads text between two dollar signs as a formula.
     return plain.replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""How a run shows itself while it works: one live line on a terminal, plain lines in a file or a pipe."""
+"""Progress display of a training run: a live line on a terminal, plain lines in a file or a pipe."""
 
 import time
 from collections import deque
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
     from moefold.console import PrintableConsole
 
 Clock = Callable[[], float]
-"""Returns seconds from any fixed moment."""
+"""Monotonic clock in seconds."""
 
 SHORT_RUN_STEPS = 100
-"""A run of at most so many steps prints a plain line for each of them."""
+"""Runs up to this length print a plain line for every step."""
 PLAIN_INTERVAL_S = 5.0
-"""A longer one prints plain lines at most so often, besides those that always appear."""
+"""Least interval between plain lines of a longer run, milestones excepted."""
 LIVE_INTERVAL_S = 0.1
-"""The live line is drawn at most so often."""
+"""Least interval between two redraws of the live line."""
 BAR_WIDTH = 12
-"""Columns of the bar on a terminal."""
+"""Width of the progress bar in columns."""
 ETA_WINDOW_STEPS = 50
-"""The time left is judged by so many of the last steps."""
+"""Number of last steps from which the remaining time is estimated."""
 
 
 class Display(Protocol):
-    """Where the lines go."""
+    """Protocol of a progress display."""
 
     def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Show a step; one that is no milestone may be left out."""
+        """Show a step; steps that are no milestones may be skipped."""
 
     def message(self, text: str) -> None:
-        """Show a line of text that stays."""
+        """Show a permanent line of text."""
 
     def close(self) -> None:
-        """Leave the stream ready for others."""
+        """Restore the stream for other output."""
 
 
 class Progress:
-    """Context manager around the training loop: `update` after each step, `message` for anything else worth a line.
+    """Context manager around the training loop: call `update` after each step, `message` for other lines.
 
     Args:
-        steps: the last step of the run.
-        first_step: the first step of this process, 1-based; more than 1 after a resume.
-        stream: where to write. A terminal gets a live line, everything else plain lines: each step of a short run,
-            one every few seconds of a long one, and always the first, the last and those with an evaluation.
-        clock: times the steps and the lines.
+        steps: last step of the run.
+        first_step: first step of this process, 1-based; more than 1 after a resume.
+        stream: output stream. A terminal gets a live line, other streams plain lines: every step of a short run, one
+            every few seconds of a long one, and always the first, the last and those with an evaluation.
+        clock: clock for step times and line intervals.
     """
 
     _display: Display
@@ -72,18 +72,18 @@ class Progress:
         self._display.close()
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show that a step is done."""
+        """Show a finished step."""
         self._step_ends_s.append(self._clock())
         is_milestone = metrics.step in (self._first_step, self._steps) or metrics.eval_loss is not None
         self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
 
     def message(self, text: str) -> None:
-        """Show a line of text that stays; control characters of the names in it are escaped."""
+        """Show a permanent line of text, with control characters escaped."""
         self._display.message(printable(text, MULTILINE_CHARS))
 
     def _open_display(self) -> Display:
         if self._stream.isatty():
-            # rich takes a tenth of a second to import, which a run into a file need not spend.
+            # Lazy import: rich takes a tenth of a second.
             from moefold.console import PrintableConsole
 
             console = PrintableConsole(file=self._stream, highlight=False, markup=False, emoji=False)
@@ -93,14 +93,14 @@ class Progress:
         return PlainDisplay(self._stream, self._steps, shows_every_step=is_short, clock=self._clock)
 
     def _time_left_s(self, metrics: StepMetrics) -> float:
-        """Seconds to the end at the pace of the last steps, with what lay between them: evaluation and saving."""
-        timed = len(self._step_ends_s) - 1
-        pace_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / timed if timed else metrics.step_time_s
-        return pace_s * (self._steps - metrics.step)
+        """Estimate the remaining seconds from the wall time of the last steps, evaluation and saving included."""
+        num_timed = len(self._step_ends_s) - 1
+        mean_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed if num_timed else metrics.step_time_s
+        return mean_s * (self._steps - metrics.step)
 
 
 class PlainDisplay:
-    """Writes whole lines and nothing else, so that a log file reads well."""
+    """Progress display that writes complete lines only, for log files and pipes."""
 
     def __init__(self, stream: TextIO, steps: int, *, shows_every_step: bool, clock: Clock) -> None:
         self._stream = stream
@@ -110,7 +110,7 @@ class PlainDisplay:
         self._shown_s = float("-inf")
 
     def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Write the step's line, unless it is one of many within a few seconds."""
+        """Write the step's line, rate-limited except for milestones."""
         now_s = self._clock()
         if is_milestone or self._shows_every_step or now_s - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = now_s
@@ -122,11 +122,11 @@ class PlainDisplay:
         self._stream.flush()
 
     def close(self) -> None:
-        """Every line is complete already."""
+        """Do nothing: all lines are complete."""
 
 
 class LiveDisplay:
-    """Redraws a bar and the numbers at the foot of a terminal, in as many lines as they need.
+    """Progress display that redraws a bar with the step's numbers at the bottom of a terminal.
 
     Messages and the steps with an evaluation scroll above it.
     """
@@ -144,7 +144,7 @@ class LiveDisplay:
         self._live.start(refresh=True)
 
     def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Redraw the line, unless it was drawn a moment ago; the newest state is drawn on closing."""
+        """Redraw the live line, rate-limited; `close` draws the newest state."""
         if metrics.eval_loss is not None:
             self._eval_loss = metrics.eval_loss
             self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
@@ -159,7 +159,7 @@ class LiveDisplay:
         self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
-        """Draw the newest state and give the cursor back."""
+        """Draw the newest state and restore the cursor."""
         self._live.update(self._line, refresh=True)
         self._live.stop()
 
@@ -178,12 +178,12 @@ class LiveDisplay:
 
 
 def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> str:
-    """Return a step as one line; arguments are those of `step_parts`."""
+    """Return a step as one line; for the arguments see `step_parts`."""
     return "  ".join(step_parts(metrics, steps, eval_loss, time_left_s))
 
 
 def wrap_parts(parts: list[str], width: int) -> str:
-    """Return parts in lines of at most `width` characters, each part whole; a part that is longer has its own line."""
+    """Wrap parts into lines of at most `width` characters without splitting a part."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) + 2 <= width:
@@ -198,7 +198,7 @@ def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_l
 
     Args:
         steps: the last step of the run.
-        eval_loss: the evaluation to show, which may be an earlier one than the step's; None shows none.
+        eval_loss: loss of the last evaluation, possibly of an earlier step; None shows none.
         time_left_s: seconds to the end of the run; not shown for the last step.
     """
     parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
@@ -218,7 +218,7 @@ def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_l
 
 
 def format_count(count: float) -> str:
-    """Return a number of things in at most three digits and a suffix: 950, 12.3k, 4.56M."""
+    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
     for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
         if count < 999.5 * size:
             return f"{count / size:.3g}{suffix}"
@@ -226,7 +226,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time as m:ss or h:mm:ss, rounded to seconds."""
+    """Return a duration as m:ss or h:mm:ss, rounded to seconds."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

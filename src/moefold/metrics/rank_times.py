@@ -1,6 +1,6 @@
-"""What each rank spends on its own work in a step, and who is slower than the others. numpy alone.
+"""Straggler detection from the compute and communication times of each rank. Needs numpy, not torch.
 
-All ranks of a pipeline stage do alike, so the odd one is visible (C4, arXiv:2406.04594).
+All ranks of a pipeline stage do the same work, so a slow rank stands out (C4, arXiv:2406.04594).
 """
 
 from collections import deque
@@ -10,12 +10,17 @@ from typing import Any, Self
 
 import numpy as np
 
-WINDOW_STEPS, REPORT_SLOW_STEPS, RECOVERED_SLOW_STEPS = 16, 12, 4
-"""A rank that was slow in MANY of the last WINDOW steps is named; it is well again once it was in FEW at most."""
+WINDOW_STEPS = 16
+REPORT_SLOW_STEPS = 12
+RECOVERED_SLOW_STEPS = 4
+"""A rank is reported as slow once it was slow in REPORT_SLOW_STEPS of the last WINDOW_STEPS steps, and counts as
+recovered once it was slow in at most RECOVERED_SLOW_STEPS of them."""
 MIN_IMPACT = 0.05
-"""What makes a rank slow must be at least this part of the step: less is not worth a look at a machine."""
-COMPUTE, DATA, COMM = 0, 1, 2
-"""Columns of what a step knows of each rank, in seconds."""
+"""Least excess time of a slow rank, as a fraction of the step."""
+COMPUTE = 0
+DATA = 1
+COMM = 2
+"""Columns COMPUTE, DATA and COMM of the times of a rank in one step, in seconds."""
 NUM_TIMES = 3
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -24,22 +29,22 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimeMetrics:
-    """Over all ranks, of one step up to its gradients; on CUDA of the step before."""
+    """Statistics over all ranks of their times in one step, up to its gradients; on CUDA of the previous step."""
 
     own_min_s: float
-    """Time that a rank spends on its own work, data included: all but that in collectives."""
+    """Time of a rank outside collectives, data loading included."""
     own_median_s: float
     own_max_s: float
     slowest_rank: int
     data_max_s: float
-    """Time to load the rank's part of the batch."""
+    """Time to load the rank's shard of the batch."""
     wait_min_s: float
-    """Time in collectives; the rank that the others wait for has the least."""
+    """Time in collectives; least on the rank for which the others wait."""
     wait_median_s: float
 
     @classmethod
     def from_ranks(cls, times: Array) -> Self | None:
-        """Make them of the times of each rank, [ranks, (own, data, wait)]; None if nothing was timed."""
+        """Compute the statistics from the times of each rank, [ranks, (own, data, wait)]; None if nothing was timed."""
         if not times.any():
             return None
         own = times[:, COMPUTE]
@@ -55,16 +60,16 @@ class RankTimeMetrics:
 
 
 class Stragglers:
-    """Names ranks whose own time exceeds `factor` times the median of their stage in most steps of a while.
+    """Detects ranks whose own time exceeds `factor` times the median of their stage in most steps of a window.
 
-    The times of single steps scatter, on a machine with other work by more than any factor worth naming: so steps are
-    counted, which no pause, however long, counts for more than once. Of an even number of ranks the lower middle
-    counts, so that one of two can be named. A rank is named once, and again after it was as fast as the others.
+    Times of single steps scatter widely on a shared machine, so slow steps are counted: one long pause counts once. For
+    an even number of ranks the lower median is used, so that one of two ranks can be detected. A rank is reported once,
+    and again only after it has recovered.
 
     Args:
-        factor: above 1.
-        stages: the ranks of each pipeline stage; those of one do the same work.
-        hosts: of each rank.
+        factor: threshold, above 1.
+        stages: ranks of each pipeline stage.
+        hosts: host name of each rank.
     """
 
     def __init__(self, factor: float, stages: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
@@ -76,16 +81,17 @@ class Stragglers:
         self._reported: set[int] = set()
 
     def update(self, times: Array) -> list[dict[str, Any]]:
-        """Take one step, [ranks, (own, data, wait)]; returns a record of each rank that is to be named now."""
+        """Add the times of one step, [ranks, (own, data, wait)]; return a record of each newly detected rank."""
         if not times.any():
             return []
-        own, data = times[:, COMPUTE], times[:, DATA]
-        middle = np.zeros(len(own))
+        own = times[:, COMPUTE]
+        data = times[:, DATA]
+        median = np.zeros(len(own))
         for stage in self._stages:
-            middle[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
-        is_felt = own - middle > MIN_IMPACT * (own + times[:, COMM])
-        self._slow.append((own > self._factor * middle) & is_felt)
-        self._window_times.append(np.stack([own, data, middle], axis=1))
+            median[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
+        has_impact = own - median > MIN_IMPACT * (own + times[:, COMM])
+        self._slow.append((own > self._factor * median) & has_impact)
+        self._window_times.append(np.stack([own, data, median], axis=1))
         counts = np.sum(self._slow, axis=0)
         self._reported -= set(np.flatnonzero(counts <= RECOVERED_SLOW_STEPS).tolist())
         new = [rank for rank in np.flatnonzero(counts >= REPORT_SLOW_STEPS).tolist() if rank not in self._reported]
@@ -93,7 +99,7 @@ class Stragglers:
         return [self._record(rank, int(counts[rank])) for rank in new]
 
     def _record(self, rank: int, slow_steps: int) -> dict[str, Any]:
-        own_s, data_s, median_s = np.median([seen[rank] for seen in self._window_times], axis=0).tolist()
+        own_s, data_s, median_s = np.median([step[rank] for step in self._window_times], axis=0).tolist()
         return {
             "kind": "straggler",
             "action": "log",
@@ -109,7 +115,7 @@ class Stragglers:
 
 
 def describe_straggler(record: dict[str, Any]) -> str:
-    """A straggler for the log."""
+    """Return a straggler record as a log line."""
     return (
         f"rank {record['rank']} ({record['host']}) is slow in {record['slow_steps']} of {record['steps']} steps: "
         f"{record['own_s']:.3g} s of its own work a step, {record['own_s'] / record['median_s']:.2f} times the median "

@@ -12,13 +12,13 @@ _PROCESS_STATUS = Path("/proc/self/status")
 def peak_memory_gib(device_type: str) -> float:
     """Return the peak memory of this process in GiB, since it started.
 
-    On `cuda` this is the most that tensors held at once on the current device (`torch.cuda.max_memory_allocated`):
-    it is what a recipe's sizes decide. The caching allocator's unused blocks, the CUDA context and NCCL's buffers come
-    on top, so leave some room above it.
+    On `cuda` this is the peak of allocated tensor bytes on the current device (`torch.cuda.max_memory_allocated`),
+    which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers come
+    on top, so leave headroom above it.
 
-    On `cpu` it is the peak resident set of the process, code and libraries included (about 0.3 GiB for torch): there
-    is no allocator of tensors alone to ask. Linux tells it as VmHWM. `getrusage`, which other systems have, is second
-    choice, because a child inherits its parent's peak there.
+    On `cpu` it is the peak resident set of the process, code and libraries included (about 0.3 GiB for torch), as torch
+    has no CPU tensor statistics. On Linux it is VmHWM of /proc; elsewhere `getrusage`, which is second choice because a
+    child process inherits its parent's peak.
 
     Args:
         device_type: "cuda" or "cpu".

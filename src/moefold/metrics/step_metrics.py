@@ -1,10 +1,7 @@
-"""What is known about one optimizer step, and the line of metrics.jsonl that it becomes.
+"""Metrics of one optimizer step, and their line in metrics.jsonl.
 
-What one MoE layer did in one optimizer step: the balance of its experts and the terms of its router.
-
-How far the data-parallel replicas of a step go apart. numpy alone.
-
-What leaving memory between the passes brought in a step, and what it cost.
+Includes per-layer MoE metrics (expert balance, router losses), agreement of the data-parallel replicas, and activation
+offload. Needs numpy, not torch.
 """
 
 import json
@@ -25,28 +22,28 @@ from moefold.metrics.rank_times import RankTimeMetrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoELayerMetrics:
-    """Over the whole global batch; loads are copies before any is dropped."""
+    """Metrics of one MoE layer over the global batch; loads are routed tokens before any is dropped."""
 
     layer: int
-    """Number of the layer in the whole model."""
+    """Layer index in the whole model."""
     load: float
-    """Copies of the fullest expert over the mean; 1 is perfect balance."""
+    """Routed tokens of the most loaded expert over the mean; 1 is perfect balance."""
     load_cv: float
-    """Coefficient of variation of the copies of the experts: standard deviation over mean; 0 is perfect balance."""
+    """Coefficient of variation of the experts' routed tokens: standard deviation over mean; 0 is perfect balance."""
     dead_experts: int
-    """Experts that no token chose."""
+    """Number of experts without a routed token."""
     dropped_fraction: float
-    """Dropped copies over all of them."""
+    """Dropped over all routed tokens."""
     router_entropy: float
-    """Mean over the tokens of the entropy of their scores, in nats; ln(num_experts) where all experts score alike."""
+    """Mean entropy of the tokens' router scores, in nats; ln(num_experts) for uniform scores."""
     aux_loss: float
-    """Load-balancing loss of this layer as it was optimised, its coefficient included."""
+    """Load-balancing loss of this layer, coefficient included."""
     z_loss: float
-    """Router z-loss of this layer as it was optimised, its coefficient included."""
+    """Router z-loss of this layer, coefficient included."""
     bias_min: float | None
-    """Smallest expert bias that this step routed with; None without model.expert_bias."""
+    """Smallest expert bias used for routing in this step; None without model.expert_bias."""
     bias_max: float | None
-    """Largest expert bias that this step routed with; None without model.expert_bias."""
+    """Largest expert bias used for routing in this step; None without model.expert_bias."""
 
     @classmethod
     def from_totals(
@@ -60,27 +57,27 @@ class MoELayerMetrics:
         losses: tuple[float, float],
         bias: Sequence[float] = (),
     ) -> Self:
-        """Make them of sums over the global batch.
+        """Compute the metrics from sums over the global batch.
 
         Args:
-            layer: its number.
-            counts: copies of each expert.
-            dropped: copies dropped.
+            layer: layer index.
+            counts: routed tokens of each expert.
+            dropped: dropped routed tokens.
             entropy: sum over tokens.
-            top_k: copies of a token.
-            losses: aux and z as optimised.
-            bias: of each expert; empty if there is none.
+            top_k: experts of a token.
+            losses: aux loss and z-loss, coefficients included.
+            bias: bias of each expert; empty if there is none.
         """
         counts_E = np.asarray(counts, dtype=np.float64)
-        copies = float(counts_E.sum())
-        mean = copies / len(counts_E)
+        num_routed = float(counts_E.sum())
+        mean = num_routed / len(counts_E)
         return cls(
             layer=layer,
             load=float(counts_E.max()) / mean,
             load_cv=float(counts_E.std()) / mean,
             dead_experts=int((counts_E == 0).sum()),
-            dropped_fraction=dropped / copies,
-            router_entropy=entropy * top_k / copies,
+            dropped_fraction=dropped / num_routed,
+            router_entropy=entropy * top_k / num_routed,
             aux_loss=losses[0],
             z_loss=losses[1],
             bias_min=min(bias, default=None),
@@ -90,19 +87,19 @@ class MoELayerMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMetrics:
-    """Of one checked step; a dispersion is a standard deviation over the mean. None where there is one replica alone.
+    """Agreement of the data-parallel replicas in one checked step; None where there is only one replica.
 
-    Loss and dense gradients are compared between the dp replicas, those of the experts between the edp replicas. All
-    are healthy as long as they stay as they are: a replica that computes something else raises the dispersions and
+    A dispersion is standard deviation over mean. Loss and dense gradients are compared between the dp replicas, expert
+    gradients between the edp replicas. A trend indicates a fault: a replica that diverges raises the dispersions and
     lowers the cosines.
     """
 
     loss_dispersion: float | None
     grad_norm_dispersion: float | None
     grad_cosine: float | None
-    """Mean over the pairs of replicas of the cosine of their gradients, before they are added up."""
+    """Mean cosine similarity over all pairs of replicas of their gradients before reduction."""
     grad_cosine_min: float | None
-    """Cosine of the two replicas that agree least."""
+    """Least cosine similarity of a pair of replicas."""
     expert_grad_norm_dispersion: float | None
     expert_grad_cosine: float | None
     expert_grad_cosine_min: float | None
@@ -111,12 +108,12 @@ class ReplicaMetrics:
     def from_dot_products(
         cls, losses: NDArray[np.float64], dense: NDArray[np.float64], experts: NDArray[np.float64]
     ) -> Self:
-        """Make them of what each replica has.
+        """Compute the metrics from losses and gradient dot products of the replicas.
 
         Args:
             losses: loss of each replica, in any common unit, [dp].
-            dense: scalar products of the dense gradients, [dp, dp].
-            experts: scalar products of the gradients of the experts, [edp, edp].
+            dense: dot products of the dense gradients, [dp, dp].
+            experts: dot products of the expert gradients, [edp, edp].
         """
         norm, mean, least = _gradient_agreement(dense)
         expert_norm, expert_mean, expert_least = _gradient_agreement(experts)
@@ -132,7 +129,7 @@ class ReplicaMetrics:
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
-    """Dispersion of the norms, mean and least cosine of the pairs; None where a norm is 0, as without experts."""
+    """Return norm dispersion, mean and least pairwise cosine; None if a norm is 0, as without experts."""
     norms = np.sqrt(np.diag(dot_products))
     if len(norms) < 2 or not norms.all():
         return None, None, None
@@ -149,20 +146,20 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadMetrics:
-    """Of all ranks."""
+    """Activation offload of one step over all ranks."""
 
     stored_gib: float
-    """What left memory, the sum over the ranks."""
+    """Offloaded activations, summed over the ranks."""
     kept_gib: float
-    """What should have and stayed, for want of room or of time; the sum over the ranks."""
+    """Activations not offloaded for lack of space or bandwidth, summed over the ranks."""
     io_s: float
-    """Time in which a rank carried bytes, out and back: the mean over the ranks."""
+    """Transfer time in both directions, mean over the ranks."""
     waited_s: float
-    """Time in which a rank's training stood still for that: the mean. What is left of io_s was hidden."""
+    """Time that training waited for transfers, mean over the ranks; the rest of io_s was overlapped."""
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], num_ranks: int) -> Self:
-        """Make them of sums over the ranks: bytes stored and kept, seconds of carrying and of waiting."""
+        """Compute the metrics from sums over the ranks: bytes stored, bytes kept, transfer seconds, wait seconds."""
         stored_bytes, kept_bytes, io_s, waited_s = sums
         return cls(
             stored_gib=stored_bytes / GIB,
@@ -173,77 +170,77 @@ class OffloadMetrics:
 
 
 MAX_STEP = 2**53
-"""Steps are whole numbers that floats hold too."""
+"""Largest step number that float64 represents exactly."""
 METRICS_FILE = "metrics.jsonl"
-"""Name of the metrics inside the run folder: one JSON object a line, one line a step."""
+"""Name of the metrics file in the run folder: one JSON object per line, one line per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """The measurements of one optimizer step. Equal on all ranks where they are of the global batch; one rank logs."""
+    """Metrics of one optimizer step. Those of the global batch are equal on all ranks; one rank logs them."""
 
     step: int
     """Optimizer step, 1-based."""
     loss: float
     """Mean language-model cross-entropy per token of the global batch, in nats."""
     aux_loss: float
-    """Load-balancing loss as it was optimised: the sum over layers, times its coefficient."""
+    """Load-balancing loss: the sum over layers, times its coefficient."""
     z_loss: float
-    """Router z-loss as it was optimised: the sum over layers, times its coefficient."""
+    """Router z-loss: the sum over layers, times its coefficient."""
     mtp_loss: float = 0.0
-    """Loss of the further tokens as it was optimised: the mean over the depths, times its coefficient."""
+    """MTP loss: the mean over the depths, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
     """Learning rate of this step."""
     tokens: int
-    """Tokens trained on so far, those before a resume included."""
+    """Tokens trained on so far, including those before a resume."""
     step_time_s: float
-    """Time of this step, without evaluation and saving."""
+    """Duration of this step, without evaluation and saving."""
     tokens_per_s: float
     """Tokens of the global batch over step_time_s."""
     tflops_per_rank: float
-    """Model TFLOP/s of one rank, full attention: `metrics.flops.train_flops_per_token`."""
+    """Model TFLOP/s of one rank, counting full attention (`cost.flops.train_flops_per_token`)."""
     mfu: float | None
-    """tflops_per_rank over the device's peak, 0 to 1; None where the peak is unknown."""
+    """Model FLOPs utilisation: tflops_per_rank over the device's peak, 0 to 1; None if the peak is unknown."""
     memory_gib: float
     """Peak memory per rank, the largest over all ranks."""
     expert_load: tuple[float, ...]
-    """For each MoE layer: tokens of its fullest expert over the mean of its experts; 1 is perfect balance."""
+    """For each MoE layer: tokens of its most loaded expert over the mean of its experts; 1 is perfect balance."""
     dropped_fraction: float
-    """Dropped token copies over all of them; 0 without a capacity factor."""
+    """Dropped over all routed tokens; 0 without a capacity factor."""
     save_s: float = 0.0
-    """Time that saving checkpoints has kept training waiting since the step before, outside step_time_s."""
+    """Time that training waited for checkpoint saving since the previous step, outside step_time_s."""
     moe_layers: tuple[MoELayerMetrics, ...] = ()
-    """Each MoE layer by itself, in the order of the model."""
+    """Metrics of each MoE layer, in model order."""
     eval_loss: float | None = None
     """Mean cross-entropy per held-out token, in nats; None except on evaluation steps."""
 
     skipped: str | None = None
-    """Why this step changed nothing: "nonfinite" or "spike"; None for a step that did. faults.jsonl knows more."""
+    """Reason for a skipped update: "nonfinite" or "spike"; None if applied. faults.jsonl has the details."""
 
     replicas: ReplicaMetrics | None = None
-    """How far the data-parallel replicas go apart; None except on steps that faults.replica_check_every checks."""
+    """Agreement of the data-parallel replicas; None except on steps that faults.replica_check_every checks."""
 
     offload: OffloadMetrics | None = None
-    """What train.offload took out of memory, and what it cost; None where everything stays."""
+    """Activation offload by train.offload and its cost; None without offload."""
 
     memory_by_part: MemoryByPart | None = None
     """Bytes by part of the model for each rank; None except on steps that metrics.memory_every measures."""
 
     rank_times: RankTimeMetrics | None = None
-    """What ranks spend on their own work and on waiting for others; None with one rank or faults.straggler_factor=0."""
+    """Compute and wait times of the ranks; None with one rank or faults.straggler_factor=0."""
 
     @property
     def worst_expert_load(self) -> float | None:
-        """The largest of expert_load (NaN if one is NaN); None for a model without MoE layers."""
+        """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""
         return max(self.expert_load, key=lambda load: (math.isnan(load), load), default=None)
 
     def to_json(self) -> str:
         """Return one line of JSON, without the newline, floats at full precision.
 
         JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
-        tells what each was: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
+        names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
         """
         nonfinite: dict[str, str] = {}
         record = {field.name: _to_plain(getattr(self, field.name), field.name, nonfinite) for field in fields(self)}
@@ -253,12 +250,12 @@ class StepMetrics:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each line of a metrics file with the record it holds, None where it holds none: a torn write, for example.
+    """Yield each line of a metrics file, without its newline, with its record; None for an invalid (truncated) line.
 
-    Lines come without their newline. A file that does not exist has no lines.
+    A missing file yields nothing.
 
     Raises:
-        ConfigError: it cannot be read, is no regular file, or has a line that no run writes.
+        ConfigError: the file cannot be read, is not a regular file, or has an overlong line.
     """
     if not path.exists():
         return
@@ -270,11 +267,11 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it, or name another run") from None
     except LongLineError as error:
-        raise ConfigError(f"{path} is no file of metrics: {error}; remove it, or name another run") from None
+        raise ConfigError(f"{path} is not a metrics file: {error}; remove it, or name another run") from None
 
 
 def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
-    """A value as JSON knows it; what it does not know goes into `nonfinite` under its full name."""
+    """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
     if isinstance(value, MemoryByPart):

@@ -1,4 +1,4 @@
-"""Experiment trackers that get the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, both optional."""
+"""Experiment trackers: TensorBoard and Weights & Biases, both optional, in addition to metrics.jsonl."""
 
 import importlib.util
 import json
@@ -45,11 +45,11 @@ _LAYER_SCALARS = (
     ("expert_bias_min", "bias_min"),
     ("expert_bias_max", "bias_max"),
 )
-"""Metrics of one MoE layer, by the name of their curve."""
+"""Curve name and field of the metrics of one MoE layer."""
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
-"""Those that have their minimum over the layers shown too."""
+"""Curves whose minimum over the layers is logged too."""
 _TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVAL_LOSS_CURVE: "1_loss/eval", "speed/": "2_speed/"}
-"""Tags or groups that TensorBoard, which sorts groups by name, is to show first; digits sort before letters."""
+"""Renamed tags and groups that TensorBoard shows first, as it sorts groups by name and digits before letters."""
 _WANDB_VARIABLES = (
     ("project", "WANDB_PROJECT"),
     ("entity", "WANDB_ENTITY"),
@@ -57,27 +57,27 @@ _WANDB_VARIABLES = (
     ("group", "WANDB_RUN_GROUP"),
     ("tags", "WANDB_TAGS"),
 )
-"""Arguments of wandb.init that metrics.wandb_* gives, and the variables of the environment that wandb reads itself."""
+"""Arguments of wandb.init that metrics.wandb_* sets, and the environment variables from which wandb reads them."""
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, step by step."""
+    """Protocol of an experiment tracker for one run."""
 
     def log(self, metrics: StepMetrics) -> None:
-        """Take one step."""
+        """Log one step."""
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
-        """Take the held-out loss of a step that was taken without."""
+        """Log the evaluation loss of a step that was logged without it."""
 
     def close(self) -> None:
-        """Hand over what is still buffered; nothing may follow."""
+        """Flush and finish; no call may follow."""
 
 
 def check_trackers(metrics: MetricsConfig) -> None:
-    """Make sure that the trackers a recipe asks for can start. Cheap: imports wandb only if the recipe asks for it.
+    """Check that the trackers of a recipe can start. Imports wandb only if the recipe enables it.
 
     Raises:
-        ConfigError: a package is missing, or Weights & Biases is to work online and knows no API key.
+        ConfigError: a package is missing, or wandb is in online mode without an API key.
     """
     if metrics.tensorboard and not _is_installed("tensorboard"):
         raise ConfigError(_missing("tensorboard", "pip install -e '.[tensorboard]'"))
@@ -90,11 +90,11 @@ def check_trackers(metrics: MetricsConfig) -> None:
 def open_trackers(
     run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]
 ) -> tuple[Tracker, ...]:
-    """Start the trackers that the recipe asks for.
+    """Start the trackers that the recipe enables.
 
     Args:
-        resume_step: last step that is kept from an earlier process of this run; 0 for a new run.
-        config: the resolved recipe, to show with the curves.
+        resume_step: last step that remains from an earlier process of this run; 0 for a new run.
+        config: the resolved recipe, logged with the curves.
     """
     trackers: list[Tracker] = []
     if metrics.tensorboard:
@@ -105,7 +105,7 @@ def open_trackers(
 
 
 class TensorBoardTracker:
-    """Writes event files into RUN_DIR/tensorboard. A resumed run hides the steps that it repeats."""
+    """Tracker that writes TensorBoard event files to RUN_DIR/tensorboard. A resumed run purges the repeated steps."""
 
     def __init__(self, run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -118,24 +118,24 @@ class TensorBoardTracker:
             self._writer.add_text("recipe", _as_markdown(config), global_step=resume_step)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Take one step."""
+        """Log one step."""
         for name, value in _scalars(metrics, per_layer=self._per_layer).items():
             self._writer.add_scalar(_tensorboard_tag(name), value, global_step=metrics.step)
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
-        """Take the held-out loss of a step that was taken without."""
+        """Log the evaluation loss of a step that was logged without it."""
         self._writer.add_scalar(_tensorboard_tag(EVAL_LOSS_CURVE), eval_loss, global_step=step)
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 class WandbTracker:
-    """Logs to one Weights & Biases run for each run folder, online or offline as WANDB_MODE and its settings say.
+    """Tracker that logs to one Weights & Biases run per run folder, online or offline according to WANDB_MODE.
 
-    RUN_DIR/wandb_id.txt holds the id of the run, so that a resumed process continues the same curves. A step that an
-    earlier process has logged past its last checkpoint keeps its first values there: wandb's history only grows.
+    RUN_DIR/wandb_id.txt contains the id of the run, so that a resumed process continues the same curves. Steps that an
+    earlier process logged past its last checkpoint keep their first values, as wandb's history is append-only.
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]) -> None:
@@ -152,20 +152,20 @@ class WandbTracker:
         )
 
     def log(self, metrics: StepMetrics) -> None:
-        """Take one step."""
+        """Log one step."""
         self._run.log(_scalars(metrics, per_layer=self._per_layer), step=metrics.step)
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
-        """Take the held-out loss of a step that was taken without: a summary, as the history only grows."""
+        """Log the evaluation loss of a past step as a summary, as wandb's history is append-only."""
         self._run.summary[f"{EVAL_LOSS_CURVE} of step {step}"] = eval_loss
 
     def close(self) -> None:
-        """Finish the run: upload, or complete the offline files."""
+        """Finish the wandb run: upload, or complete the offline files."""
         self._run.finish()
 
 
 def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
-    """Return everything that this step knows, under the names of the curves."""
+    """Return the scalars of a step by curve name."""
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
     for curve, key in _LAYER_SCALARS:
         values = {layer.layer: getattr(layer, key) for layer in metrics.moe_layers}
@@ -173,22 +173,24 @@ def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
         if per_layer:
             scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in values.items()}
     if metrics.memory_by_part is not None:
-        scalars |= {f"memory_by_part/{part}": max(of) / GIB for part, of in metrics.memory_by_part.peak_bytes.items()}
+        scalars |= {
+            f"memory_by_part/{part}": max(sizes) / GIB for part, sizes in metrics.memory_by_part.peak_bytes.items()
+        }
     return {name: value for name, value in scalars.items() if value is not None}
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
-    """Return the mean and the maximum over the MoE layers, NaN if one is NaN; nothing where no layer has a value."""
+    """Return mean and maximum over the MoE layers (NaN if one is NaN); {} if no layer has a value."""
     if not values:
         return {}
-    found = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}
+    scalars = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}
     if curve in _MINIMUM_IS_LOGGED:
-        found[f"moe_layers/{curve}_min"] = float(np.min(values))
-    return found
+        scalars[f"moe_layers/{curve}_min"] = float(np.min(values))
+    return scalars
 
 
 def _tensorboard_tag(name: str) -> str:
-    """Return the tag of a curve in TensorBoard."""
+    """Return the TensorBoard tag of a curve."""
     for start, first in _TENSORBOARD_FIRST.items():
         if name.startswith(start):
             return first + name.removeprefix(start)
@@ -196,7 +198,7 @@ def _tensorboard_tag(name: str) -> str:
 
 
 def _as_markdown(config: Mapping[str, Any]) -> str:
-    """Return a resolved recipe as the TOML that it stands for, in a block of code."""
+    """Return a resolved recipe as TOML in a Markdown code block."""
     lines: list[str] = []
     for section, keys in config.items():
         lines += [
@@ -208,9 +210,9 @@ def _as_markdown(config: Mapping[str, Any]) -> str:
 
 
 def _wandb_names(run_dir: Path, metrics: MetricsConfig) -> dict[str, Any]:
-    """Return what wandb.init is told about the run: keys of the recipe, else defaults that the environment leaves open.
+    """Return the arguments of wandb.init that describe the run: keys of the recipe, else defaults.
 
-    An argument would win over the environment, so that none is given for what a variable of wandb says.
+    An argument takes precedence over the environment, so defaults are left out where a WANDB_* variable is set.
     """
     names: dict[str, Any] = {"project": "moefold", "name": run_dir.resolve().name}
     for argument, variable in _WANDB_VARIABLES:
@@ -231,7 +233,7 @@ def _wandb_id(run_dir: Path, *, is_new: bool) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    # A folder ./wandb, as wandb itself makes one, is importable as an empty namespace package: it has no origin.
+    # A folder ./wandb, as wandb itself creates it, is importable as a namespace package, which has no origin.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

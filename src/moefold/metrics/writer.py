@@ -1,8 +1,7 @@
-"""RUN_DIR/metrics.jsonl: one JSON object a step, written by one rank and flushed every step.
+"""Writers of RUN_DIR/metrics.jsonl (one JSON object per step) and RUN_DIR/faults.jsonl (one per fault). Torch-free.
 
-RUN_DIR/faults.jsonl: what went wrong in a run and what was done about it, one JSON object a fault. Torch-free.
-
-The file only grows: a fault that a rollback or a resume went back behind has happened all the same.
+One rank writes metrics.jsonl and flushes it every step. faults.jsonl is append-only: unlike metrics.jsonl it is not
+truncated by a rollback or a resume.
 """
 
 import contextlib
@@ -24,15 +23,14 @@ EVAL_LOSS = "eval_loss"
 
 
 class MetricsWriter:
-    """Appends each step to RUN_DIR/metrics.jsonl and hands it to the trackers of the recipe. Made on one rank only.
+    """Appends each step to RUN_DIR/metrics.jsonl and logs it to the recipe's trackers; used on one rank only.
 
-    Opening it drops what the file holds past `resume_step`: a run that was killed beyond its last checkpoint repeats
-    those steps, and none may stand there twice. A line that was torn by the kill goes too. `removed_lines` tells how
-    many, for the trainer to report.
+    Opening removes the lines past `resume_step`, as a run that was killed after its last checkpoint repeats those
+    steps, and a line that the kill truncated. `removed_lines` is their number.
 
     Args:
-        run_dir: folder of the run; it is made if it does not exist.
-        metrics: which trackers to write to besides.
+        run_dir: folder of the run; created if missing.
+        metrics: settings of the trackers.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run, which starts an empty file.
         config: the resolved recipe, for trackers that show it.
     """
@@ -52,19 +50,19 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step; it is on its way to the disk when this returns."""
+        """Append one step, flush to the operating system, and log it to the trackers."""
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
         for tracker in self._trackers:
             tracker.log(metrics)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether the file has a step and no held-out loss of it."""
+        """Return whether the file has a step without its evaluation loss."""
         records = [record for _, record in read_records(self._path) if record is not None and record["step"] == step]
         return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in _nonfinite(records[-1])
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Write the held-out loss into the line of a step, and hand it to the trackers."""
+        """Write the evaluation loss into the line of a step, and log it to the trackers."""
         lines = []
         for line, record in read_records(self._path):
             if record is not None and record["step"] == step:
@@ -96,13 +94,10 @@ class MetricsWriter:
 
 
 def truncate_metrics(path: Path, last_step: int) -> int:
-    """Keep the steps up to `last_step` of a metrics file and drop the rest, unreadable lines included.
-
-    The file is replaced in one move, so that a kill leaves the old one or the new one. A file that holds nothing else
-    stays as it is.
+    """Remove the steps past `last_step` and invalid lines from a metrics file, which is replaced atomically.
 
     Returns:
-        How many lines went.
+        Number of removed lines.
     """
     kept: list[str] = []
     removed = 0
@@ -126,7 +121,7 @@ def _write_atomically(path: Path, lines: Sequence[str]) -> None:
 
 
 def _nonfinite(record: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a line that JSON does not know, by name."""
+    """Return the NaN and infinite values of a record, by name."""
     found = record.get("nonfinite")
     return found if isinstance(found, dict) else {}
 
@@ -140,11 +135,11 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 FAULTS_FILE = "faults.jsonl"
-"""Name of the log inside the run folder; absent while nothing has gone wrong."""
+"""Name of the fault log in the run folder; absent as long as no fault has occurred."""
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Append one fault, with the time in seconds since 1970; NaN and infinities are written as words."""
+    """Append one fault, with the time in seconds since 1970; NaN and infinities are written as strings."""
     line = json.dumps(
         {"time_s": round(time.time(), 3), **{key: _to_json_value(value) for key, value in record.items()}}
     )
@@ -153,16 +148,16 @@ def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_faults(run_dir: Path) -> list[dict[str, Any]]:
-    """The faults of a run in the order they came, a line that a kill has torn left out."""
+    """Return the faults of a run in order, without invalid lines."""
     path = run_dir / FAULTS_FILE
     if not path.is_file():
         return []
-    found = []
+    faults = []
     with open_regular(path) as file:
         for line in bounded_lines(file):
             with contextlib.suppress(ValueError):
-                found.append(parse_json(line))
-    return found
+                faults.append(parse_json(line))
+    return faults
 
 
 def _to_json_value(value: Any) -> Any:

@@ -1,10 +1,8 @@
-"""Gloo ranks on this machine without the price of importing torch: parity tests and `moefold verify` run on them.
+"""Worker pool of gloo ranks on this machine, used by parity tests and `moefold verify`.
 
-Each task gets fresh processes, forked in milliseconds from a fork server that has torch in memory: torch caches device
-meshes by their ranks, so a process that outlived its process groups would use dead ones. A task that fails or
-outlasts its time limit ends with the tracebacks of its ranks.
-
-A communicator by itself, for tests of what takes one.
+Each task gets fresh processes, forked in milliseconds from a fork server that has imported torch. Processes are not
+reused, as torch caches device meshes by their ranks and would use destroyed process groups. A task that fails or
+exceeds its time limit raises an error with the tracebacks of its ranks.
 """
 
 import faulthandler
@@ -40,23 +38,23 @@ from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
 
 MAX_TEMP_DIR_BYTES = 70
-"""Bytes that the path of the temporary folder may have: that of a socket in it has 32 more, of 103 (macOS) or 107."""
+"""Limit of the temporary folder's path: a socket path in it has 32 bytes more, and at most 103 (macOS) or 107."""
 FAILURE_GRACE_S = 2.0
-"""After one rank failed, the others get this long to report before they are ended."""
+"""Time for the other ranks to report after one rank failed, before they are killed."""
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, died or did not answer in time; the message names each such rank."""
+    """Error of a task whose ranks raised, died or timed out; the message names each such rank."""
 
 
 class WorkerPool:
-    """Runs functions on forked ranks, each call in a process group of its own."""
+    """Runs functions on forked ranks, each call in its own process group."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
-        """A pool that has forked nothing yet.
+        """Create a pool; ranks are forked by `run`.
 
         Args:
-            preload: modules that ranks find in memory beside those of a training; one that is missing is left out.
+            preload: modules that the fork server imports in addition to those of training; missing ones are ignored.
 
         Raises:
             ConfigError: the path of the temporary folder is too long for the sockets of the fork server.
@@ -66,7 +64,7 @@ class WorkerPool:
         self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
         remove_stale_folders()
         if mp.parent_process() is None:
-            # The socket of the fork server lies there. A child of another process shares the folder of its parent.
+            # The folder contains the fork server's socket. A child process shares the folder of its parent.
             claim_folder(Path(get_temp_dir()))
         self._store = loopback_store()
         self._task_ids = itertools.count()
@@ -83,13 +81,13 @@ class WorkerPool:
 
         Args:
             world_size: number of ranks.
-            function: importable by name; asks torch.distributed for its rank. What it returns is pickled back.
-            args: picklable arguments, the same on every rank.
+            function: function importable by name, with a picklable result; torch.distributed gives it its rank.
+            args: picklable arguments, equal on every rank.
             timeout_s: seconds until the ranks count as hung.
-            on_progress: called with what rank 0 says it is at; `function` then takes one more argument, which says it.
+            on_progress: called with progress messages of rank 0, which `function` sends through its last argument.
 
         Returns:
-            What each rank returned, in rank order.
+            Result of each rank, in rank order.
 
         Raises:
             WorkerError: a rank raised, died or hung.
@@ -108,19 +106,19 @@ class WorkerPool:
                 process.join()
 
     def _fork(self, task: int, rank: int, world_size: int, timeout_s: float) -> tuple[BaseProcess, Connection]:
-        ours, theirs = self._context.Pipe()
+        parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=_worker_main,
-            args=(theirs, f"task{task}", self._store.port, rank, world_size, timeout_s),
+            args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s),
             daemon=True,
         )
         with _single_omp_thread():
-            # The fork server ignores Ctrl-C once it has imported torch.
+            # The fork server ignores SIGINT only once it has imported torch.
             with block_signals([signal.SIGINT], starts_python=True):
                 forkserver.ensure_running()
             process.start()
-        theirs.close()
-        return process, ours
+        child_end.close()
+        return process, parent_end
 
 
 def _check_temp_dir() -> None:
@@ -134,7 +132,7 @@ def _check_temp_dir() -> None:
 
 @contextmanager
 def _single_omp_thread() -> Iterator[None]:
-    """Inside, a fork server that starts inherits OMP_NUM_THREADS=1: ranks that share cores must not spin on threads."""
+    """Set OMP_NUM_THREADS=1 for a fork server started inside the block: ranks that share cores must not spin."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -147,7 +145,11 @@ def _single_omp_thread() -> Iterator[None]:
 
 
 def _collect(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
-    """The answers in rank order; after one failure the other ranks get a moment to report theirs."""
+    """Return the results in rank order; after a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
+
+    Raises:
+        WorkerError: a rank raised, died or hung.
+    """
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -157,14 +159,15 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
             assert isinstance(ready, Connection)
             rank = waiting[ready]
             try:
-                ok, value = pickle.loads(ready.recv_bytes())
+                is_success, value = pickle.loads(ready.recv_bytes())
             except EOFError:
-                ok, value = False, f"the process of rank {rank} died"
-            if ok is None:
+                is_success = False
+                value = f"the process of rank {rank} died"
+            if is_success is None:
                 on_progress(value)
                 continue
             del waiting[ready]
-            if ok:
+            if is_success:
                 results[rank] = value
             else:
                 failures[rank] = value
@@ -184,50 +187,50 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
 
 
 def _worker_main(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-    # Ctrl-C reaches every process of a terminal: the one that the user started ends the ranks.
+    # A terminal sends SIGINT to all processes: the one that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)
     restrict_to_loopback()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
 
-    def say(text: str) -> None:
+    def report_progress(text: str) -> None:
         if rank == 0:
             connection.send_bytes(pickle.dumps((None, text)))
 
-    answer: tuple[bool, Any]
+    result: tuple[bool, Any]
     try:
-        function, args, takes_say = connection.recv()
+        function, args, reports_progress = connection.recv()
         threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout
         )
-        answer = (True, function(*args, say) if takes_say else function(*args))
+        result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
-    except BaseException:  # noqa: BLE001 - the parent decides: every failure of a rank travels to it as text
-        answer = (False, traceback.format_exc())
-    # Plain pickle: torch's own would share memory with a process that ends here.
+    except BaseException:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
+        result = (False, traceback.format_exc())
+    # Plain pickle: torch's reducers would share memory with this process, which ends here.
     with suppress(BrokenPipeError):
-        # The parent may have been interrupted meanwhile.
-        connection.send_bytes(pickle.dumps(answer))
+        # The parent may have been interrupted.
+        connection.send_bytes(pickle.dumps(result))
 
 
 def _exit_with_caller(connection: Connection) -> None:
-    """End this rank when the process that called `run` is gone: the fork server lives as long as one of its ranks."""
+    """Exit when the process that called `run` is gone, as the fork server would otherwise keep running."""
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)
 
 
 def make_group(ranks: Sequence[int], rank: int, handle: Any) -> Group:
-    """A group with a flight record of its own.
+    """Create a group with its own flight recorder, for tests.
 
     Args:
-        ranks: its members.
-        rank: my place among them.
+        ranks: global ranks of the members.
+        rank: rank of this process in the group.
         handle: the process group; None for a group of one.
     """
-    record = FlightRecorder()
-    return Group(tuple(ranks), rank, handle, record, record.add_group("test", ranks))
+    recorder = FlightRecorder()
+    return Group(tuple(ranks), rank, handle, recorder, recorder.add_group("test", ranks))

@@ -1,4 +1,4 @@
-"""What the fork server holds in memory before it forks ranks."""
+"""Modules that the fork server imports before it forks ranks."""
 
 import atexit
 import gc
@@ -10,15 +10,15 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
 
-# The training itself: half a second that each rank of each task would spend again.
+# Training modules: saves half a second in each rank of each task.
 import moefold.train.trainer
 import moefold.verify.distributed_run  # noqa: F401
 
-# Ranks inherit it: Ctrl-C reaches each process of a terminal, and one just forked would answer with a traceback.
+# Inherited by ranks: a terminal sends SIGINT to all processes, and a just forked one would print a traceback.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 torch.set_num_threads(1)
-# A collection that walked through all this in a rank would copy its pages: a quarter of a second.
+# Garbage collection of these objects in a rank would copy their pages (copy-on-write): a quarter of a second.
 gc.collect()
 gc.freeze()
-# What is frozen is not taken down at the end, and triton's library would say so on stderr.
+# Frozen objects are not destroyed at exit, about which triton's library complains on stderr.
 atexit.register(gc.unfreeze)

@@ -1,4 +1,4 @@
-"""What a forward pass leaves in memory, whoever holds it: graphs, hooks or closures."""
+"""Measurement of the bytes that a forward pass saves for backward, in graphs, hooks or closures."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,28 +13,28 @@ T = TypeVar("T")
 
 
 def measure_saved_bytes(run: Callable[[], T]) -> tuple[T, int]:
-    """Run something; its result, and the bytes of all memory made meanwhile that is alive with it, its own included."""
-    with _StorageTracker() as watch:
+    """Run a function; return its result and the bytes allocated meanwhile that are still alive, the result included."""
+    with _StorageTracker() as tracker:
         result = run()
-    return result, watch.alive_bytes()
+    return result, tracker.alive_bytes()
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Notes the memory of every tensor that an operation makes, without holding it."""
+    """Dispatch mode that tracks the storage of every operation's results by weak reference."""
 
     def __init__(self) -> None:
         super().__init__()
         self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in inputs:
                 storage = leaf.untyped_storage()
                 self._created[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def alive_bytes(self) -> int:
-        """Of what was made, what is not freed."""
+        """Return the bytes of tracked storages that are not freed."""
         return sum(size for reference, size in self._created.values() if not reference.expired())

@@ -1,4 +1,4 @@
-"""Oracle against mapping: the largest relative error of every number and tensor, by name."""
+"""Comparison of a distributed run with the oracle: the largest relative error of every number and tensor, by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 
 @dataclass(frozen=True)
 class OracleRecord:
-    """What the one-process reference computes."""
+    """Results of the single-process oracle."""
 
     initial: Weights
     gradients: Weights
@@ -38,7 +38,7 @@ class NamedError:
 
 
 def run_oracle(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> OracleRecord:
-    """Train `num_steps` steps in float64 on this process."""
+    """Train `num_steps` steps of the oracle in float64 in this process."""
     on_progress("oracle, building the model")
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     model = build_model(cfg)
@@ -57,26 +57,26 @@ def run_oracle(cfg: Config, num_steps: int, on_progress: ProgressCallback = igno
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
-    """Every number and tensor of the mapping against the oracle, worst first.
+    """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
     The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
-    number, its relative deviation. A tensor that one side lacks has an infinite error.
+    number, its relative deviation. A tensor that is missing on one side has an infinite error.
     """
-    found = []
+    errors = []
     for rank, record in enumerate(ranks):
-        for i, (mine, theirs) in enumerate(zip(record.steps, oracle.steps, strict=True)):
+        for i, (actual, expected) in enumerate(zip(record.steps, oracle.steps, strict=True)):
             for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
-                found.append(NamedError(name, _relative_error(getattr(mine, term), getattr(theirs, term))))
-            found += _layer_errors(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)
-        found.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
+                errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
+            errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)
+        errors.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
     for part in ("initial", "gradients", "weights"):
-        found += _tensor_errors(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
-    return sorted(found, key=lambda difference: -difference.error)
+        errors += _tensor_errors(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
+    return sorted(errors, key=lambda error: -error.error)
 
 
 def token_chunks(cfg: Config) -> list[list[int]]:
-    """The positions of a sample that each rank of a micro-batch holds between the sub-layers."""
+    """Return the sequence positions of each (cp, tp) rank, as sharded between sub-layers by sequence parallelism."""
     parallel = cfg.parallel
     chunks: list[list[int]] = []
     for cp_rank in range(parallel.cp):
@@ -86,8 +86,9 @@ def token_chunks(cfg: Config) -> list[list[int]]:
 
 
 def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
-    """A global batch, sample by sample."""
-    size, length = cfg.train.global_batch_size, cfg.train.seq_len
+    """Build a global batch from its samples."""
+    size = cfg.train.global_batch_size
+    length = cfg.train.seq_len
     samples = [split.annotated_sample(index * size + i) for i in range(size)]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
@@ -101,32 +102,33 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
 def _layer_errors(
     step: str, rank: str, layers: Sequence[MoELayerMetrics], oracle_layers: Sequence[MoELayerMetrics]
 ) -> list[NamedError]:
-    """Every number that the metrics say of each MoE layer."""
-    found = []
-    for ours, expected in zip(layers, oracle_layers, strict=True):
+    """Return the errors of all metrics of each MoE layer."""
+    errors = []
+    for actual, expected in zip(layers, oracle_layers, strict=True):
         for field in fields(expected):
-            a, b = getattr(ours, field.name), getattr(expected, field.name)
+            a = getattr(actual, field.name)
+            b = getattr(expected, field.name)
             if a is None or b is None:
                 error = 0.0 if a is b else float("inf")
             else:
                 error = _relative_error(a, b)
-            found.append(NamedError(f"{step} layer {expected.layer} {field.name} {rank}", error))
-    return found
+            errors.append(NamedError(f"{step} layer {expected.layer} {field.name} {rank}", error))
+    return errors
 
 
 def _tensor_errors(part: str, expected: Weights, actual: Sequence[Weights]) -> list[NamedError]:
-    found = []
+    errors = []
     names = set(expected).union(*actual)
     for name in sorted(names):
-        copies = [tensors[name] for tensors in actual if name in tensors]
-        if not copies or name not in expected:
-            found.append(NamedError(f"{part} {name} (missing on one side)", float("inf")))
-        found += [
-            NamedError(f"{part} {name}", _max_relative_error(copy, expected[name]))
-            for copy in copies
+        gathered = [tensors[name] for tensors in actual if name in tensors]
+        if not gathered or name not in expected:
+            errors.append(NamedError(f"{part} {name} (missing on one side)", float("inf")))
+        errors += [
+            NamedError(f"{part} {name}", _max_relative_error(tensor, expected[name]))
+            for tensor in gathered
             if name in expected
         ]
-    return found
+    return errors
 
 
 def _max_relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What a mapping computes, gathered into whole tensors: the side of the comparison that runs on ranks."""
+"""Distributed run of `moefold verify`: train under the recipe's mapping and gather the full tensors."""
 
 import logging
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from moefold.validate.config import check_config
 
 @dataclass(frozen=True)
 class DistributedRecord:
-    """What one rank knows after a run; the tensors of a pipeline stage come from its first rank alone."""
+    """Results of one rank after a run; only the first rank of a pipeline stage has its tensors."""
 
     initial: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -28,23 +28,23 @@ class DistributedRecord:
 
 
 def run_distributed(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> DistributedRecord:
-    """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it."""
+    """Train `num_steps` steps under the recipe's mapping. Collective over the process group."""
     on_progress(f"mapping on {cfg.parallel.world_size} ranks, connecting")
     return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress)
 
 
 def create_groups(cfg: Config) -> ParallelGroups:
-    """The communicators of the recipe's mapping, on CPU; collective over the process group."""
+    """Create the process groups of the recipe's mapping on CPU. Collective over the process group."""
     return ParallelGroups.create(check_config(cfg), torch.device("cpu"))
 
 
 def run_on_groups(
     groups: ParallelGroups, cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress
 ) -> DistributedRecord:
-    """Train `num_steps` steps on groups of the recipe's mapping; collective.
+    """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
 
-    Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
-    on the first validation batch.
+    Records the gradients of the first batch, before clipping, and evaluates the final weights on the first validation
+    batch.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")
@@ -71,18 +71,18 @@ def run_on_groups(
 
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter and buffer, or every gradient, as a whole tensor, on the first rank of its stage; collective."""
-    # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
+    """Gather all parameters and buffers, or all gradients, as full tensors on the first rank of a stage. Collective."""
+    # torch warns about each redistribution that gathers axis by axis, which is intended here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
-    found: dict[str, Tensor] = {}
+    is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
         tensor = parameter.grad if gradients else parameter.data
         if tensor is None:
             raise ValueError(f"{name} has no gradient")
         logical = full_tensor(tensor)
-        if speaks:
-            found[name] = logical.detach().clone()
-    if speaks and not gradients:
-        found |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
-    return found
+        if is_first:
+            tensors[name] = logical.detach().clone()
+    if is_first and not gradients:
+        tensors |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
+    return tensors

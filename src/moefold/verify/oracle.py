@@ -1,9 +1,8 @@
-"""The reference that every mapping must equal: one process, float64, plain maths, no line shared with the trainer.
+"""Oracle: single-process float64 reference training, sharing no code with the trainer, that every mapping must equal.
 
-Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
-token. It knows parameters by their names alone. What a router does is in
-`oracle_routing`, how heads are turned in `oracle_rotation`, and the optimizers in `oracle_optimizer`; heads of latent
-attention come from `oracle_latent`, and rows in 8 bits from `oracle_rounding`.
+Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
+every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
+FP8 rounding, `oracle_optimizer` the optimizers.
 """
 
 import math
@@ -24,7 +23,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the terms of the loss, the gradient norm before clipping, and every gradient."""
+    """Results of one optimizer step: loss terms, gradient norm before clipping, and all gradients."""
 
     loss: float
     aux_loss: float
@@ -38,19 +37,19 @@ class OracleStep:
 
 @dataclass(frozen=True)
 class OracleBatch:
-    """Some samples."""
+    """Batch of n samples."""
 
     tokens: Tensor
-    """int64 [n, S+1]."""
+    """Token ids, int64 [n, S+1]."""
     documents: Tensor
-    """Number of the document of each token, [n, S+1]."""
+    """Document index of each token, [n, S+1]."""
     weights: Tensor
-    """Weight of each target, float64 [n, S]; the first token of a document counts for nothing all the same."""
+    """Loss weight of each target, float64 [n, S]; the first token of a document always has weight 0."""
 
 
 @dataclass(frozen=True)
 class _LossTerms:
-    """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
+    """Loss terms of a global batch, and for each MoE layer its routed micro-batches."""
 
     lm: Tensor
     aux: dict[int, Tensor]
@@ -59,17 +58,17 @@ class _LossTerms:
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
-        """What is optimised."""
+        """Return the optimised loss, the sum of all terms."""
         return torch.stack([self.lm, self.mtp, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
-    """Trains `weights` (float64, by name) step by step.
+    """Reference trainer of `weights` (float64, by name).
 
     Args:
         cfg: the recipe; its mapping matters only through `chunks`, and through dp for `aux_kind = "global_batch"`.
-        weights: initial values of every parameter by name.
-        chunks: for `drop_scope = "sub_sequence"`, the positions that each rank of a micro-batch holds.
+        weights: initial value of every parameter by name.
+        chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
     """
 
     def __init__(self, cfg: Config, weights: Weights, chunks: Sequence[Sequence[int]] = ()) -> None:
@@ -80,7 +79,7 @@ class Oracle:
         self._steps = 0
 
     def step(self, batch: OracleBatch) -> OracleStep:
-        """One optimizer step on a global batch."""
+        """Run one optimizer step on a global batch."""
         for weight in self.weights.values():
             weight.grad = None
         terms = self.loss(batch, is_training=True)
@@ -91,7 +90,8 @@ class Oracle:
         self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
-            aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
+            aux = float(terms.aux[layer].detach())
+            z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
             self.router.end_step(layer, batches)
         return OracleStep(
@@ -106,25 +106,25 @@ class Oracle:
         )
 
     def evaluate(self, batch: OracleBatch) -> float:
-        """Weighted mean of the cross-entropies of the targets."""
+        """Return the weighted mean cross-entropy of the targets."""
         with torch.no_grad():
             return float(self.loss(batch, is_training=False).lm)
 
     def loss(self, batch: OracleBatch, *, is_training: bool) -> _LossTerms:
-        """The terms of the loss, each as docs/notation.md defines it."""
+        """Compute the loss terms as defined in docs/notation.md."""
         size = self.cfg.train.micro_batch_size
-        lm = further = torch.zeros((), dtype=torch.float64)
+        lm = mtp = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        shares = [self._target_weights(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
+        weights = [self._target_weights(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
         for number, micro in enumerate(batch.tokens.split(size)):
-            mine = slice(number * size, (number + 1) * size)
-            moment = RoutingContext(self._steps + 1, number * size, is_training)
-            documents = batch.documents[mine, :-1]
-            hidden = self._hidden_states(micro[:, :-1], documents, moment, routed)
-            lm = lm - (self._target_log_probs(hidden, micro[:, 1:]) * shares[0][mine]).sum()
+            rows = slice(number * size, (number + 1) * size)
+            context = RoutingContext(self._steps + 1, number * size, is_training)
+            documents = batch.documents[rows, :-1]
+            hidden = self._hidden_states(micro[:, :-1], documents, context, routed)
+            lm = lm - (self._target_log_probs(hidden, micro[:, 1:]) * weights[0][rows]).sum()
             if is_training:
-                further = further + self._mtp_loss(
-                    micro, documents, hidden, [share[mine] for share in shares], moment, routed
+                mtp = mtp + self._mtp_loss(
+                    micro, documents, hidden, [weight[rows] for weight in weights], context, routed
                 )
         aux = {
             layer: self.cfg.moe.aux_coefficient * self.router.aux_loss(layer, batches)
@@ -134,10 +134,10 @@ class Oracle:
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _LossTerms(lm, aux, z, further, routed)
+        return _LossTerms(lm, aux, z, mtp, routed)
 
     def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
-        """What each position's target `depth` places behind the next token counts, [n, S - depth]; they sum to 1."""
+        """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth]; sum is 1."""
         is_within = batch.documents[:, : -1 - depth] == batch.documents[:, 1 + depth :]
         weights = torch.where(is_within, batch.weights[:, depth:], 0.0)
         return weights / weights.sum()
@@ -145,7 +145,7 @@ class Oracle:
     def _hidden_states(
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
-        """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
+        """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
         x = self.weights["embedding.weight"][tokens]
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
@@ -159,13 +159,14 @@ class Oracle:
         normed = self._norm(f"{name}.ffn_norm", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
-        weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
+        weight = self.weights[f"{name}.ffn.router.weight"]
+        bias = self.weights.get(f"{name}.ffn.router.bias")
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
     def _target_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Logarithms of the probabilities of targets [B, n], [B, n]."""
+        """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
         return (hidden @ self.weights[head].T).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
@@ -178,20 +179,21 @@ class Oracle:
         context: RoutingContext,
         routed: dict[int, list[RoutedBatch]],
     ) -> Tensor:
-        """A micro-batch's part of the loss of multi-token prediction; tokens are int64 [B, S+1]."""
-        model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
+        """Return a micro-batch's share of the multi-token prediction loss; `micro` is int64 [B, S+1]."""
+        model = self.cfg.model
+        total = torch.zeros((), dtype=torch.float64)
         length = micro.shape[1] - 1
         for depth in range(1, model.mtp_layers + 1):
             name = f"layers.{model.num_layers + depth - 1}"
-            # Position i reads token i + depth; where there is none, token 0.
-            read = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
-            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
-            both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
-            projected = both @ self.weights[f"{name}.projection"].T
+            # The input at position i is token i + depth, or token 0 past the end.
+            tokens = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
+            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][tokens])
+            joined = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            projected = joined @ self.weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
             hidden = self._norm(f"{name}.output_norm", hidden)
-            chosen = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
-            total = total - (chosen * target_weights[depth]).sum()
+            log_probs = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
+            total = total - (log_probs * target_weights[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -224,15 +226,15 @@ class Oracle:
             key = apply_rope(model, heads("k", model.num_query_groups, norms[1]), model.rotary_dim)
             value = heads("v", model.num_query_groups)
         scale = softmax_scale(model)
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        masked = torch.ones(length, length, dtype=torch.bool).triu(1)
         if model.all_layer_windows[layer]:
-            hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
-        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+            masked = masked | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
+        masked = masked | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
             scores = query[:, :, head] @ key[:, :, group].mT * scale
-            scores = scores.masked_fill(hidden, -math.inf)
+            scores = scores.masked_fill(masked, -math.inf)
             if model.attention_sinks:
                 sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
                 outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
@@ -244,16 +246,18 @@ class Oracle:
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = torch.zeros_like(x)
-        sent = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
+        expert_input = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated, raised = sent @ gate, sent @ up
+            gated = expert_input @ gate
+            raised = expert_input @ up
             if model.moe_bias:
                 gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
                 raised = raised + self.weights[f"{name}.experts.b_up"][expert]
             gain = 1.0
             if model.moe_activation == "clamped_swiglu":
-                limit, gain = model.swiglu_limit, model.swiglu_alpha
+                limit = model.swiglu_limit
+                gain = model.swiglu_alpha
                 gated = torch.where(gated > limit, limit, gated)
                 raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
             result = (gated * torch.sigmoid(gain * gated) * raised) @ down

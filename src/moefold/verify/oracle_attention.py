@@ -1,8 +1,6 @@
-"""The heads of multi-head latent attention for the oracle, one by one (arXiv:2405.04434 eq. 37 to 47).
+"""Oracle attention: MLA heads (arXiv:2405.04434 eq. 37 to 47), RoPE with its scalings, and FP8 dispatch rounding.
 
-The rotary embedding of the oracle, pair by pair, as the papers spell it; no line is shared with the trainer.
-
-What rows become that are sent to experts in 8 bits, written from the format's definition.
+Written from the papers' formulas and the FP8 format definition; no code is shared with the trainer.
 """
 
 import math
@@ -15,11 +13,13 @@ from moefold.config.schema import ModelConfig
 
 
 def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of [B, S, H]."""
-    plain, turned, rank = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
+    """Return MLA queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of x [B, S, H]."""
+    nope_dim = model.qk_nope_head_dim
+    rope_dim = model.qk_rope_head_dim
+    rank = model.kv_lora_rank
 
     def norm(latent: Tensor, which: str) -> Tensor:
-        # DeepSeek's released code leaves the epsilon of these norms at 1e-6.
+        # DeepSeek's released code uses epsilon 1e-6 for these norms.
         size = latent.square().mean(-1, keepdim=True)
         return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(1e-6 + size)
 
@@ -27,26 +27,29 @@ def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: T
         compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
         to_query = weights[f"{name}.wq_up"]
     else:
-        compressed, to_query = x, weights[f"{name}.wq"]
+        compressed = x
+        to_query = weights[f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = norm(joint[..., :rank], "key_value_norm")
-    shared = apply_rope(model, joint[..., None, rank:], turned)[:, :, 0]
-    queries, keys, values = [], [], []
+    shared = apply_rope(model, joint[..., None, rank:], rope_dim)[:, :, 0]
+    queries = []
+    keys = []
+    values = []
     for head in range(model.num_attention_heads):
-        rows = to_query[head * (plain + turned) : (head + 1) * (plain + turned)]
+        rows = to_query[head * (nope_dim + rope_dim) : (head + 1) * (nope_dim + rope_dim)]
         query = compressed @ rows.T
         queries.append(
-            torch.cat((query[..., :plain], apply_rope(model, query[..., None, plain:], turned)[:, :, 0]), -1)
+            torch.cat((query[..., :nope_dim], apply_rope(model, query[..., None, nope_dim:], rope_dim)[:, :, 0]), -1)
         )
-        width = plain + model.v_head_dim
+        width = nope_dim + model.v_head_dim
         rows = weights[f"{name}.wkv_up"][head * width : (head + 1) * width]
-        keys.append(torch.cat((latent @ rows[:plain].T, shared), -1))
-        values.append(latent @ rows[plain:].T)
+        keys.append(torch.cat((latent @ rows[:nope_dim].T, shared), -1))
+        values.append(latent @ rows[nope_dim:].T)
     return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """What products of queries and keys are multiplied by."""
+    """Return the softmax scale of the attention scores."""
     scale = 1 / math.sqrt(model.head_size)
     if model.attention == "mla" and model.rope_scaling == "yarn" and model.rope_mscale_all_dim > 0:
         scale *= yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
@@ -54,24 +57,24 @@ def softmax_scale(model: ModelConfig) -> float:
 
 
 def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int) -> Tensor:
-    """Turn each pair of the first `rotary_dim` dims of each head, [B, S, heads, D], at position p by p * its frequency.
+    """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
-    Pair i is dims (2i, 2i + 1) where pairs are interleaved, else (i, i + rotated/2).
+    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2).
     """
     half = rotary_dim // 2
     frequency = torch.tensor([_inv_freq(model, i, rotary_dim) for i in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
-    turn = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
+    rotation = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
     if model.rope_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
-        turned = torch.view_as_real(pairs * turn).flatten(-2)
-        return torch.cat((turned, x[..., rotary_dim:]), -1)
-    pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * turn
+        rotated = torch.view_as_real(pairs * rotation).flatten(-2)
+        return torch.cat((rotated, x[..., rotary_dim:]), -1)
+    pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * rotation
     return torch.cat((pairs.real, pairs.imag, x[..., rotary_dim:]), -1)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """The logarithmic rule of YaRN for a stretch by `factor`."""
+    """Return YaRN's logarithmic attention scale for a context extension by `factor`."""
     return 1 + mscale * math.log(factor) / 10
 
 
@@ -110,13 +113,14 @@ def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
 
 
 def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
-    """0 for a pair that turns often in the original context, 1 for one that turns seldom."""
+    """Return YaRN's interpolation ramp: 0 for high-frequency pairs (extrapolated), 1 for low-frequency ones."""
 
-    def dim_of(turns: float) -> float:
-        # original * theta**(-2d/rotated) / (2 pi) = turns, solved for d.
-        return rotary_dim / 2 * math.log(model.rope_original_seq_len / (turns * 2 * math.pi), model.rope_theta)
+    def dim_of(rotations: float) -> float:
+        # original_seq_len * theta**(-2d/rotary_dim) / (2 pi) = rotations, solved for d.
+        return rotary_dim / 2 * math.log(model.rope_original_seq_len / (rotations * 2 * math.pi), model.rope_theta)
 
-    low, high = dim_of(model.rope_beta_fast), dim_of(model.rope_beta_slow)
+    low = dim_of(model.rope_beta_fast)
+    high = dim_of(model.rope_beta_slow)
     if model.rope_truncate:
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(0.0, low), min(high, rotary_dim - 1.0)
@@ -126,21 +130,21 @@ def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
 
 
 FP8_BLOCK_SIZE = 128
-"""Values to a scale (arXiv:2412.19437 sec. 3.3.2)."""
+"""Number of values per scale (arXiv:2412.19437 sec. 3.3.2)."""
 E4M3_MAX = 448.0
 E4M3_MIN_EXPONENT = -6
 E4M3_MANTISSA_BITS = 3
-"""Of e4m3 (OCP 8-bit floating point, 2023): no infinity, and values below 2**-6 are multiples of 2**-9."""
+"""Mantissa bits of e4m3 (OCP 8-bit floating point, 2023): no infinity; values below 2**-6 are multiples of 2**-9."""
 
 
 def fp8_round_trip(x: Tensor) -> Tensor:
-    """[..., H] with each 128 values along H rounded to e4m3 times a float32 scale; the gradient is that of x itself."""
+    """Quantise and dequantise x [..., H] to e4m3 with a float32 scale per 128 values; the gradient passes straight."""
     blocks = [_quantize_dequantize(block) for block in x.detach().split(FP8_BLOCK_SIZE, -1)]
     return x + (torch.cat(blocks, -1) - x.detach())
 
 
 def _quantize_dequantize(block: Tensor) -> Tensor:
-    # float32 twice: the scale is one, and a value of float64 becomes e4m3 by way of it.
+    # float32: the scale is stored in it, and a float64 value is converted to e4m3 through it.
     scale = (block.abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX).float().double()
     value = (block / scale).float().double()
     exponent = torch.frexp(value).exponent - 1

@@ -1,6 +1,6 @@
-"""The optimizers of the oracle, parameter by parameter and matrix by matrix, by hand.
+"""Oracle optimizers: AdamW and Muon, one parameter and one matrix at a time.
 
-Muon (arXiv:2502.16982 sec. 2.2) is written as its formulas stand there: no matrix is turned round, nothing is batched.
+Muon follows the formulas of arXiv:2502.16982 sec. 2.2 literally: no transposed or batched matrices.
 """
 
 import re
@@ -23,7 +23,7 @@ MUON_GROUP_PATTERNS = {
 
 
 class OracleOptimizer:
-    """Updates weights in place, from gradients that are not clipped yet."""
+    """Reference optimizer that updates weights in place from unclipped gradients."""
 
     def __init__(self, cfg: Config, weights: Mapping[str, Tensor]) -> None:
         self.cfg = cfg
@@ -32,7 +32,7 @@ class OracleOptimizer:
 
     @torch.no_grad()
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], norm: float) -> None:
-        """One step; `norm` is that of all gradients."""
+        """Update all weights once; `norm` is the global gradient norm, used for clipping."""
         train = self.cfg.train
         self._steps += 1
         rate = learning_rate(train, self.cfg.run.steps, self._steps)
@@ -55,22 +55,24 @@ class OracleOptimizer:
         first.mul_(train.beta1).add_((1 - train.beta1) * gradient)
         second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
         mean = first / (1 - train.beta1**self._steps)
-        spread = (second / (1 - train.beta2**self._steps)).sqrt()
-        return mean / (spread + train.eps)
+        rms = (second / (1 - train.beta2**self._steps)).sqrt()
+        return mean / (rms + train.eps)
 
     def _muon(self, name: str, gradient: Tensor) -> Tensor:
         train = self.cfg.train
         momentum = self._moments[name][0]
         momentum.mul_(train.muon_momentum).add_(gradient)
-        ahead = gradient + train.muon_momentum * momentum
-        update = torch.zeros_like(ahead)
-        for index in matrix_indices(self.cfg.model, name, ahead):
-            update[index] = 0.2 * max(ahead[index].shape) ** 0.5 * newton_schulz(ahead[index], train.muon_ns_steps)
+        nesterov = gradient + train.muon_momentum * momentum
+        update = torch.zeros_like(nesterov)
+        for index in matrix_indices(self.cfg.model, name, nesterov):
+            update[index] = (
+                0.2 * max(nesterov[index].shape) ** 0.5 * newton_schulz(nesterov[index], train.muon_ns_steps)
+            )
         return update
 
 
 def matrix_indices(model: ModelConfig, name: str, weight: Tensor) -> Iterator[int | Tensor]:
-    """What picks each logical matrix out of a parameter: an expert, or rows."""
+    """Yield the index of each logical matrix in a parameter: an expert index, or rows."""
     if weight.dim() == 3:
         yield from range(len(weight))
         return
@@ -87,7 +89,7 @@ def matrix_indices(model: ModelConfig, name: str, weight: Tensor) -> Iterator[in
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """X -> 3.4445 X - 4.775 (X X^T) X + 2.0315 (X X^T)^2 X, again and again."""
+    """Iterate Newton-Schulz, X -> 3.4445 X - 4.775 (X X^T) X + 2.0315 (X X^T)^2 X, to orthogonalise a matrix."""
     x = matrix / (matrix.square().sum().sqrt() + 1e-7)
     for _ in range(steps):
         square = x @ x.T

@@ -1,6 +1,6 @@
-"""The routing of the oracle: scores, choice, balance and the auxiliary losses, written out token by token.
+"""Oracle routing: scores, top-k choice, token dropping, balancing and auxiliary losses, token by token.
 
-Shapes are batch-first, [B, S, ...], and no line is shared with the trainer.
+Shapes are batch-first, [B, S, ...]; no code is shared with the trainer.
 """
 
 import hashlib
@@ -18,48 +18,48 @@ from moefold.metrics.step_metrics import MoELayerMetrics
 
 UINT64_MASK = 2**64 - 1
 TIE_TOLERANCE = 2.0**-36
-"""Relative difference of probabilities up to which a full expert goes by the place of the tokens."""
+"""Relative difference up to which two probabilities count as equal when a full expert drops tokens by position."""
 QueueEntry = tuple[float, int, int, int, int]
-"""Of one expert's queue: its probability, negative; the place of the token; sample, position and choice."""
+"""Entry of an expert's queue: negative probability, token index, sample, position and choice."""
 
 
 @dataclass(frozen=True)
 class RoutingContext:
-    """When a micro-batch is routed."""
+    """Step and micro-batch of a routing call."""
 
     step: int
     first_sample: int
-    """Place of its first sample in the global batch."""
+    """Index of the micro-batch's first sample in the global batch."""
     is_training: bool
 
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """What one MoE layer decided for one micro-batch."""
+    """Routing of one micro-batch in one MoE layer."""
 
     experts: Tensor
-    """[B, S, K]."""
+    """Chosen experts, [B, S, K]."""
     weights: Tensor
-    """[B, S, K]; 0 for a dropped copy."""
+    """Combine weights, [B, S, K]; 0 for a dropped choice."""
     scores: Tensor
-    """[B, S, E], summing to 1."""
+    """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
     thresholds: Tensor
-    """[E]; 0 without quantile balancing."""
+    """Quantile thresholds, [E]; 0 without quantile balancing."""
     num_dropped: int
 
     def tokens_per_expert(self) -> Tensor:
-        """Copies of each sample that chose each expert, [B, E]."""
+        """Count the tokens of each sample that chose each expert, [B, E]."""
         one_hot = torch.nn.functional.one_hot(self.experts, self.logits.shape[-1])
         return one_hot.sum((1, 2)).double()
 
 
 class OracleRouter:
-    """Routes micro-batches and keeps the expert biases.
+    """Reference router; owns the expert biases and the counts of the last global batch.
 
     Args:
         cfg: the recipe.
-        chunks: for `drop_scope = "sub_sequence"`, the positions that each rank of a micro-batch holds.
+        chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
     """
 
     def __init__(self, cfg: Config, chunks: Sequence[Sequence[int]]) -> None:
@@ -69,17 +69,18 @@ class OracleRouter:
         zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
         names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        looks_back = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
+        uses_last_counts = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
         empty = torch.zeros(cfg.model.num_experts, dtype=torch.int64)
-        self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if looks_back else {}
+        self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
 
     def buffers(self) -> dict[str, Tensor]:
-        """All that is kept from step to step, by name."""
+        """Return the persistent state, by name."""
         return self.biases | self.last_counts
 
     def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, context: RoutingContext) -> RoutedBatch:
-        """Route [B, S, H] by the router weight [E, H] and, where there is one, the bias [E] of the logits."""
-        model, moe = self._cfg.model, self._cfg.moe
+        """Route x [B, S, H] with the router weight [E, H] and the optional logit bias [E]."""
+        model = self._cfg.model
+        moe = self._cfg.moe
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._jitter_noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
@@ -107,20 +108,21 @@ class OracleRouter:
         return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops))
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
-        """The choices of a micro-batch in the trace, [B, S, K]."""
+        """Read the choices of a micro-batch from the routing trace, [B, S, K]."""
         folder = Path(self._cfg.moe.replay)
         folder = folder / "routing" if (folder / "routing").is_dir() else folder
         choices = np.load(folder / f"step-{context.step:06d}.npy")[self._layer_numbers.index(layer)]
         return torch.from_numpy(choices[context.first_sample :][:batch_size].astype(np.int64))
 
     def aux_loss(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
-        """Mean over the micro-batches of a global batch of the load-balancing loss of one layer."""
-        kind, rounds = self._cfg.moe.aux_kind, self._cfg.num_micro_batches
+        """Return the load-balancing loss of one layer, averaged over the micro-batches of a global batch."""
+        kind = self._cfg.moe.aux_kind
+        num_micro_batches = self._cfg.num_micro_batches
         total = torch.zeros((), dtype=torch.float64)
         if kind == "last_global_batch" and self.last_counts:
             counts = self.last_counts[last_counts_name(layer)].double()
-            even = torch.full_like(counts, 1 / len(counts))
-            share = counts / counts.sum() if counts.any() else even
+            uniform = torch.full_like(counts, 1 / len(counts))
+            share = counts / counts.sum() if counts.any() else uniform
             scores = torch.cat([batch.scores.flatten(0, 1) for batch in batches])
             return len(counts) * (share * scores.mean(0)).sum()
         for number, batch in enumerate(batches):
@@ -130,16 +132,19 @@ class OracleRouter:
                     share = counts / counts.sum()
                     total = total + num_experts * (share * scores.mean(0)).sum() / len(batch.scores)
                 continue
-            together = [batch]
+            counted = [batch]
             if kind == "global_batch":
-                # Rank d of dp works through micro-batches d * rounds and on; all ranks are in the same round.
-                together = [other for i, other in enumerate(batches) if i % rounds <= number % rounds]
-            counts = torch.stack([other.tokens_per_expert().sum(0) for other in together]).sum(0)
+                # dp rank d runs micro-batches d * num_micro_batches and on, in lockstep with the other ranks: count
+                # all ranks' micro-batches up to this one.
+                counted = [
+                    other for i, other in enumerate(batches) if i % num_micro_batches <= number % num_micro_batches
+                ]
+            counts = torch.stack([other.tokens_per_expert().sum(0) for other in counted]).sum(0)
             total = total + num_experts * (counts / counts.sum() * batch.scores.mean((0, 1))).sum()
         return total / len(batches)
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
-        """What the step's line of metrics says of one layer."""
+        """Return the step's metrics of one layer."""
         counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
@@ -159,7 +164,7 @@ class OracleRouter:
         )
 
     def end_step(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
-        """Balance the bias of one layer after a step, and keep the counts that the next one looks back at."""
+        """Update the expert bias of one layer after a step, and store its counts for the next step."""
         counts = torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)
         if last_counts_name(layer) in self.last_counts:
             self.last_counts[last_counts_name(layer)] = counts.long()
@@ -176,8 +181,9 @@ class OracleRouter:
                 self.biases[name][expert] += rate if up else -rate
 
     def _selection_scores(self, layer: int, logits: Tensor, raw: Tensor, context: RoutingContext) -> Tensor:
-        """What experts are chosen by, [B, S, E]."""
-        choice, bias = self._cfg.moe.choice, self.biases.get(bias_name(layer))
+        """Return the scores by which experts are selected, [B, S, E]."""
+        choice = self._cfg.moe.choice
+        bias = self.biases.get(bias_name(layer))
         if choice == "sinkhorn" and context.is_training:
             return _sinkhorn(logits.flatten(0, 1), self._cfg.moe.sinkhorn_iterations).view_as(logits)
         if bias is None or (choice == "quantile" and context.is_training):
@@ -185,9 +191,12 @@ class OracleRouter:
         return raw + bias.double()
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
-        """The experts of one token, best first."""
-        model, moe = self._cfg.model, self._cfg.moe
-        token, top_k, num_experts = s * values.shape[0] + b, model.top_k, model.num_experts
+        """Return the chosen experts of one token, best first."""
+        model = self._cfg.model
+        moe = self._cfg.moe
+        token = s * values.shape[0] + b
+        top_k = model.top_k
+        num_experts = model.num_experts
         if moe.choice == "round_robin":
             return [(token * top_k + k) % num_experts for k in range(top_k)]
         if moe.choice == "skewed":
@@ -199,17 +208,18 @@ class OracleRouter:
         if model.num_groups > 1:
             size = num_experts // model.num_groups
             groups = [experts[i : i + size] for i in range(0, num_experts, size)]
-            counted = 1 if model.router_score == "softmax" else 2
-            worth = [sum(sorted((value[e] for e in group), reverse=True)[:counted]) for group in groups]
-            best = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: model.top_groups]
+            num_summed = 1 if model.router_score == "softmax" else 2
+            group_scores = [sum(sorted((value[e] for e in group), reverse=True)[:num_summed]) for group in groups]
+            best = sorted(range(len(groups)), key=lambda g: (-group_scores[g], g))[: model.top_groups]
             experts = [e for g in best for e in groups[g]]
         return sorted(experts, key=lambda e: (-value[e], e))[:top_k]
 
     def _dropped_choices(
         self, experts: Tensor, weights: Tensor, context: RoutingContext
     ) -> Iterator[tuple[int, int, int]]:
-        """(sample, position, choice) of each dropped copy."""
-        moe, model = self._cfg.moe, self._cfg.model
+        """Yield (sample, position, choice) of each dropped choice."""
+        moe = self._cfg.moe
+        model = self._cfg.model
         factor = moe.capacity_factor
         if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
@@ -231,28 +241,28 @@ class OracleRouter:
                     yield b, s, k
 
     def _jitter_noise(self, layer: int, shape: torch.Size, context: RoutingContext) -> Tensor:
-        """A number in [0, 1) for each feature of each token, by SplitMix64."""
+        """Return uniform noise in [0, 1) for each feature of each token, by SplitMix64."""
         name = f"{self._cfg.run.seed}:layers.{layer}.ffn.router.jitter"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         golden = 0x9E3779B97F4A7C15
         key = _splitmix64((int.from_bytes(digest, "little") >> 1) + context.step * golden)
         noise = torch.empty(shape, dtype=torch.float64)
         for b in range(shape[0]):
-            of_sample = _splitmix64(key + (context.first_sample + b) * golden)
+            sample_key = _splitmix64(key + (context.first_sample + b) * golden)
             for s in range(shape[1]):
-                of_token = _splitmix64(of_sample + (s + 1) * golden)
-                bits = [_splitmix64(of_token + (h + 1) * golden) >> 11 for h in range(shape[2])]
-                noise[b, s] = torch.tensor([word / 2**53 for word in bits], dtype=torch.float64)
+                token_key = _splitmix64(sample_key + (s + 1) * golden)
+                bits = [_splitmix64(token_key + (h + 1) * golden) >> 11 for h in range(shape[2])]
+                noise[b, s] = torch.tensor([mantissa / 2**53 for mantissa in bits], dtype=torch.float64)
         return noise
 
 
 def bias_name(layer: int) -> str:
-    """The name of a layer's expert bias in the whole model."""
+    """Return the name of a layer's expert bias in the whole model."""
     return f"layers.{layer}.ffn.router.expert_bias"
 
 
 def last_counts_name(layer: int) -> str:
-    """The name, in the whole model, of the counts of a layer in the step before."""
+    """Return the name, in the whole model, of a layer's expert counts of the previous step."""
     return f"layers.{layer}.ffn.last_counts_E"
 
 
@@ -265,7 +275,7 @@ def _raw_scores(kind: str, logits: Tensor) -> Tensor:
 
 
 def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) with rows and columns scaled in turn."""
+    """Return exp(logits) with its columns scaled by Sinkhorn iterations over rows and columns."""
     matrix = torch.exp(logits)
     columns = torch.ones(logits.shape[1], dtype=torch.float64)
     for _ in range(iterations):
@@ -275,14 +285,16 @@ def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def _by_priority(queue: list[QueueEntry]) -> list[QueueEntry]:
-    """The most probable first; of those whose probabilities are neighbours and as good as equal, by place."""
-    tie, ties, last = 0, [], None
-    for copy in sorted(queue):
-        if last is not None and copy[0] - last > TIE_TOLERANCE * abs(last):
+    """Sort a queue by descending probability; consecutive probabilities within the tolerance are sorted by position."""
+    tie = 0
+    ties = []
+    last = None
+    for entry in sorted(queue):
+        if last is not None and entry[0] - last > TIE_TOLERANCE * abs(last):
             tie += 1
-        last = copy[0]
-        ties.append((tie, *copy[1:]))
-    return [(0.0, *copy[1:]) for copy in sorted(ties)]
+        last = entry[0]
+        ties.append((tie, *entry[1:]))
+    return [(0.0, *entry[1:]) for entry in sorted(ties)]
 
 
 def _splitmix64(value: int) -> int:

@@ -1,4 +1,4 @@
-"""A small recipe with the mapping of a large one: the same axes and code paths, sizes that a laptop can prove."""
+"""Shrink a recipe for `moefold verify`: the same parallel axes and code paths with sizes that fit a laptop."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,32 +16,32 @@ SHARD_WIDTH = 8
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
 MAX_WINDOW = 5
-"""Well below the shortest sequence, and no divisor of anything."""
+"""Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
 LEARNING_RATE = 1e-2
-"""Large enough that three steps move every weight."""
+"""Learning rate; large enough that three steps change every weight."""
 MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
-"""Most that a small recipe has."""
+"""Limit of the MTP layers of a small recipe."""
 MAX_RANKS = 16
-"""Of a small recipe, where its mapping allows that."""
+"""Limit of the ranks of a small recipe, if its mapping allows it."""
 MAX_STAGES = 8
-"""So many stages of the model, over all ranks of the pipeline, stay as they are; of more, virtual ones are left out."""
+"""Limit of the pipeline stages over all ranks; above it the number of virtual stages is reduced."""
 DEGREES = ("tp", "cp", "pp", "ep", "etp")
-"""Degrees that a recipe gives; dp and edp follow from the number of ranks."""
+"""Degrees that a recipe sets; dp and edp follow from the number of ranks."""
 AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 
 def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
-    """Make everything as small as the mapping allows.
+    """Shrink a recipe to the smallest sizes that its mapping allows.
 
-    Every axis of the recipe that is above 1 stays at 2 or more, dp and edp included, wherever that is legal. Degrees
-    are kept as they are if that takes at most `max_ranks`; else as few of them as possible are lowered to divisors.
-    The kinds of layers, routing, dropping, context, dispatcher and schedule stay. The data becomes synthetic, so that
-    a recipe can be proved where its data is not, no trace is replayed, as it is one of the large model, and the
-    learning rate starts high, so that the first steps are worth comparing.
+    Every axis above 1, dp and edp included, stays at 2 or more wherever that is legal. Degrees are unchanged if that
+    needs at most `max_ranks`; else as few of them as possible are lowered to divisors. Layer kinds, routing, token
+    dropping, context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe
+    can be verified without its data; router replay is disabled, as the trace belongs to the large model; and the
+    learning rate is high, so that the first steps change the weights.
 
     Raises:
-        ConfigError: the recipe is not legal to begin with.
+        ConfigError: the recipe is invalid.
     """
     check_config(cfg)
     for parallel in _parallel_candidates(cfg.parallel, max_ranks):
@@ -52,42 +52,42 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
 
 
 def changed_axes(large: ParallelConfig, small: ParallelConfig) -> tuple[list[str], list[str]]:
-    """The axes that are smaller than in the recipe, as "ep 8 -> 2", and those that are 1 and were not."""
+    """Return the lowered axes, as "ep 8 -> 2", and the axes that became 1."""
     degrees = [(axis, getattr(large, axis), getattr(small, axis)) for axis in AXES]
-    lowered = [f"{axis} {there} -> {here}" for axis, there, here in degrees if there > here]
-    return lowered, [axis for axis, there, here in degrees if there > 1 and here == 1]
+    lowered = [f"{axis} {before} -> {after}" for axis, before, after in degrees if before > after]
+    return lowered, [axis for axis, before, after in degrees if before > 1 and after == 1]
 
 
 def _parallel_candidates(p: ParallelConfig, max_ranks: int) -> Iterator[ParallelConfig]:
-    """Candidates, best first: with all axes and few ranks, with all axes, with all given degrees."""
-    complete = [found for found in _lowered_degrees(p) if not changed_axes(p, found)[1]]
-    near = [found for found in complete if found.world_size <= max_ranks]
-    yield from sorted(near, key=lambda found: (*_distance(p, found), found.world_size))
-    yield from sorted(complete, key=lambda found: (found.world_size, *_distance(p, found)))
+    """Yield candidates, best first: with all axes and few ranks, with all axes, with the given degrees."""
+    complete = [candidate for candidate in _lowered_degrees(p) if not changed_axes(p, candidate)[1]]
+    small = [candidate for candidate in complete if candidate.world_size <= max_ranks]
+    yield from sorted(small, key=lambda candidate: (*_distance(p, candidate), candidate.world_size))
+    yield from sorted(complete, key=lambda candidate: (candidate.world_size, *_distance(p, candidate)))
     p = _limit_virtual_stages(replace(p, pipeline_layout=_shrink_pipeline_layout(p.pipeline_layout)))
     yield from (replace(p, world_size=size) for size in _world_sizes(p))
 
 
 def _distance(large: ParallelConfig, small: ParallelConfig) -> tuple[int, int]:
-    """How many of the given degrees differ, and by what factor in all."""
+    """Return the number of degrees that differ, and the product of their ratios."""
     factors = [getattr(large, axis) // getattr(small, axis) for axis in DEGREES]
     return sum(factor > 1 for factor in factors), prod(factors)
 
 
 def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
-    """All ways to lower degrees to divisors of at least 2, over all numbers of ranks that fit them."""
+    """Yield all ways to lower degrees to divisors of at least 2, with all fitting numbers of ranks."""
     layout = _shrink_pipeline_layout(p.pipeline_layout)
-    # A layout or a schedule from a file is for a certain number of stages.
-    keeps_stages = layout not in ("", "auto") or p.schedule == "csv"
+    # An explicit layout or a schedule from a file fixes the number of stages.
+    has_fixed_stages = layout not in ("", "auto") or p.schedule == "csv"
     choices = [
         [degree]
-        if degree == 1 or (axis == "pp" and keeps_stages)
+        if degree == 1 or (axis == "pp" and has_fixed_stages)
         else [divisor for divisor in divisors(degree) if divisor > 1]
         for axis, degree in ((axis, getattr(p, axis)) for axis in DEGREES)
     ]
     for degrees in product(*choices):
         small = replace(p, pipeline_layout=layout, **dict(zip(DEGREES, degrees, strict=True)))
-        small = small if keeps_stages else _limit_virtual_stages(small)
+        small = small if has_fixed_stages else _limit_virtual_stages(small)
         yield from (replace(small, world_size=size) for size in _world_sizes(small))
 
 
@@ -99,14 +99,14 @@ def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
 
 
 def _world_sizes(p: ParallelConfig) -> Iterator[int]:
-    """Numbers of ranks that divide the recipe's and fit its degrees, ascending."""
+    """Yield the world sizes that divide the recipe's and fit its degrees, ascending."""
     least = p.pp * lcm(p.tp * p.cp, p.ep * p.etp)
     if p.world_size % least == 0:
         yield from (least * replicas for replicas in divisors(p.world_size // least))
 
 
 def _shrink_pipeline_layout(text: str) -> str:
-    """At most two layers and two of multi-token prediction on each stage."""
+    """Limit each stage of a layout to two layers and two MTP layers."""
     if text in ("", "auto"):
         return text
     stages = parse_layout(text)
@@ -123,7 +123,7 @@ def _shrink_pipeline_layout(text: str) -> str:
 
 
 def _is_legal(cfg: Config) -> bool:
-    # Some rank orders fold only over a certain number of ranks.
+    # Some rank orders can be folded only for certain numbers of ranks.
     try:
         check_config(cfg)
     except ConfigError:
@@ -140,25 +140,26 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
-    moe, room = small.moe, small.model.num_experts / small.model.top_k
+    moe = small.moe
+    max_factor = small.model.num_experts / small.model.top_k
     if not moe.pad_to_capacity:
-        # With so few experts the factors of the large recipe may drop nothing, which is refused.
-        factor, of_evaluation = (1.0 if f >= room else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
-        small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=of_evaluation))
+        # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
+        factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
+        small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
     if parallel.dispatcher == "leastloaded":
-        # No expert of the small recipe has as many copies as one of the large.
+        # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
 
 
 def _has_documents(cfg: Config) -> bool:
-    """Whether attention stays within documents."""
+    """Return whether attention is masked at document boundaries."""
     return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
-    # An uneven cut into stages stays uneven.
+    # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     if p.pipeline_layout not in ("", "auto"):
         num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
@@ -195,16 +196,16 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
 
 
 def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
-    """Enough for top_k out of the open groups, two for each rank, and, if there are groups, two for each of them."""
+    """Return the number of experts: enough for top_k of the selected groups, two per ep rank and two per group."""
     step = lcm(p.ep, model.num_groups)
-    in_groups = 2 * model.num_groups if model.num_groups > 1 else 1
-    # Without groups twice top_k, so that there is something to choose.
-    chosen = -(-model.top_k * model.num_groups // model.top_groups) if model.num_groups > 1 else 2 * model.top_k
-    return min(model.num_experts, step * -(-max(chosen, in_groups, 2 * p.ep) // step))
+    for_groups = 2 * model.num_groups if model.num_groups > 1 else 1
+    # Without groups 2 * top_k, so that the router has a choice.
+    for_top_k = -(-model.top_k * model.num_groups // model.top_groups) if model.num_groups > 1 else 2 * model.top_k
+    return min(model.num_experts, step * -(-max(for_top_k, for_groups, 2 * p.ep) // step))
 
 
 def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
-    """As many of each kind as fit, both present where the large model has both."""
+    """Return a pattern of dense and MoE layers in the model's proportions, with both kinds if the model has both."""
     picked = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
         picked[0] = "D" if picked[0] == "M" else "M"
@@ -212,13 +213,13 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
 
 
 def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
-    """The first layers' kinds of attention: patterns alternate quickly."""
+    """Return the attention kinds of the first layers, which include both kinds as patterns alternate quickly."""
     return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
 
 
 def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     train = cfg.train
-    # A schedule that is read from a file is for a certain number of micro-batches.
+    # A schedule from a file fixes the number of micro-batches.
     count = cfg.num_micro_batches if p.schedule == "csv" else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
@@ -230,7 +231,7 @@ def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
         lr=LEARNING_RATE,
         min_lr=min(train.min_lr, LEARNING_RATE),
         warmup_steps=0,
-        # Two samples of four tokens are the least that a rank of the small recipe has.
+        # A rank of the small recipe has at least two samples of four tokens.
         loss_chunk=min(train.loss_chunk, 3),
         offload_min_kib=0,
     )
