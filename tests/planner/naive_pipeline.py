@@ -1,4 +1,4 @@
-"""The same machine as `moefold.planner.simulator.simulate`, tick by tick and without cleverness; times are whole numbers."""
+"""A pipeline in which time passes tick by tick and events are found by looking, to hold the simulator to."""
 
 from collections import defaultdict, deque
 

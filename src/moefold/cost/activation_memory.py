@@ -12,7 +12,7 @@ from functools import cached_property
 from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
-from moefold.cost.state_memory import compute_dtype_bytes
+from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.schedule_tables import SCHEDULES
 from moefold.topology.stages import Stage
 

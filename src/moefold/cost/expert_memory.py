@@ -8,7 +8,7 @@ from math import ceil
 
 from moefold.config.schema import Config
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
-from moefold.cost.state_memory import compute_dtype_bytes
+from moefold.cost.unit_memory import compute_dtype_bytes
 
 INDICES_PER_ROUTED_TOKEN = 5
 """Indices per routed token of the gathered tokens: expert and position twice each, and the weight."""

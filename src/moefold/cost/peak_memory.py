@@ -13,7 +13,8 @@ from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.overlap_memory import OverlappedPassMemory, PassIntervals, SizedParts, overlapped_peak
 from moefold.cost.saved_tensors import CUDA_KERNELS, BytesByPart, KernelProfile
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import StateBytes, StateMemory, optimizer_offload_memory
+from moefold.cost.state_memory import StateMemory, optimizer_offload_memory
+from moefold.cost.unit_memory import StateBytes
 from moefold.topology.pipeline_action import Slot, SlotRow
 from moefold.topology.schedule_tables import SCHEDULES, schedule_slots
 

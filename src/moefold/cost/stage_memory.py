@@ -5,7 +5,7 @@ from dataclasses import replace
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.state_memory import StateMemory
+from moefold.cost.unit_memory import UnitMemory
 from moefold.topology.schedule_tables import schedule_slots
 
 
@@ -22,7 +22,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     model = cfg.model
     train = cfg.train
     explicit = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
-    states = StateMemory(explicit)
+    states = UnitMemory(explicit)
     formula = ActivationMemory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     state_bytes = {

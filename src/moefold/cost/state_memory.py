@@ -7,53 +7,24 @@ Also the optimizer state that `train.offload_optimizer` removes from a rank's me
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.schema import Config
-from moefold.cost.param_shapes import WeightShape, embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.param_shapes import WeightShape
 from moefold.cost.stages import plan_stages
+from moefold.cost.unit_memory import (
+    ZERO_STATES,
+    ShardSpec,
+    StateBytes,
+    UnitMemory,
+    cast_copy_bytes,
+    make_shard_spec,
+    rope_buffer_bytes,
+    unit_names,
+    unit_weights,
+)
 from moefold.topology.stages import Stage
-
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-ADAMW_STEP_BYTES = 4
-"""Bytes of AdamW's step count of each parameter, a float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """State bytes of a rank between and during steps, without activations."""
-
-    weights: int = 0
-    """Master weights: this rank's shards with padding."""
-    gathered: int = 0
-    """Gathered weights in the compute type, as many as are in memory at once."""
-    gradients: int = 0
-    """Reduced gradients, sharded like the master weights and in their type."""
-    gradient_sums: int = 0
-    """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
-    optimizer: int = 0
-    """Moments, and AdamW's step count of each parameter."""
-    buffers: int = 0
-    """Expert bias, expert counts, and RoPE cosines and sines."""
-
-    def __add__(self, other: "StateBytes") -> "StateBytes":
-        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
-
-    @property
-    def persistent(self) -> int:
-        """Bytes between two steps."""
-        return self.weights + self.optimizer + self.buffers
-
-
-def master_dtype_bytes(cfg: Config) -> int:
-    """Return the bytes of one element of a master weight, its gradient or a float32 moment."""
-    return 8 if cfg.run.dtype == "float64" else 4
-
-
-def compute_dtype_bytes(cfg: Config) -> int:
-    """Return the bytes of one element of the compute type."""
-    return ITEM_BYTES[cfg.run.dtype]
 
 
 def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
@@ -70,88 +41,12 @@ def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_d
     return StateMemory(cfg).rank_bytes(pp_rank, dense_dp_rank, expert_dp_rank)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardSpec:
-    """Data-parallel sharding degrees and element types of a rank's weights, gradients and moments."""
-
-    degrees: tuple[int, int]
-    """Number of ranks over which dense weights and experts are sharded; 1 and 1 with zero=0."""
-    accumulates_gradients: bool
-    """Whether gradients are summed over micro-batches before they are reduced."""
-    master_bytes: int
-    """Bytes per master weight; 0 if there are only weights in the compute type."""
-    compute_bytes: int
-    """Bytes per element of the compute type."""
-    moment_bytes: int
-    """Bytes per element of an optimizer moment."""
-    gradient_bytes: int
-    """Bytes per element of a gradient."""
-    muon_groups: tuple[str, ...] = ()
-    """Groups whose matrices have one moment; all other parameters have two, and a step count."""
-
-    def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
-        """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
-        weight_bytes = gradients = sums = moments = 0
-        for weight in weights:
-            shards = weight.dp_shards(self.degrees[weight.is_expert])
-            weight_bytes += shards.padded_numel * self.master_bytes
-            gradients += shards.padded_numel * self.gradient_bytes
-            sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            updated_by_muon = weight.uses_muon and weight.part in self.muon_groups
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if updated_by_muon else 2)
-            moments += 0 if updated_by_muon else ADAMW_STEP_BYTES
-        return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
-
-    def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
-        """Return the bytes of the gathered weights."""
-        total = 0
-        for weight in weights:
-            shards = weight.dp_shards(self.degrees[weight.is_expert])
-            item = max(self.master_bytes, self.compute_bytes) if weight.part == "router" else self.compute_bytes
-            total += shards.padded_numel * shards.degree * item
-        return total
-
-
-def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
-    """Return the shard spec of a recipe for given sharding degrees."""
-    train = cfg.train
-    master = master_dtype_bytes(cfg)
-    return ShardSpec(
-        degrees=degrees,
-        accumulates_gradients=accumulates_gradients,
-        master_bytes=master,
-        compute_bytes=compute_dtype_bytes(cfg),
-        moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
-        gradient_bytes=master,
-        muon_groups=train.muon_groups if train.optimizer == "muon" else (),
-    )
-
-
-def expert_buffer_bytes(cfg: Config) -> int:
-    """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
-    counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
-    return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
-
-
-def rope_buffer_bytes(cfg: Config) -> int:
-    """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
-
-
-class StateMemory:
+class StateMemory(UnitMemory):
     """State bytes of all ranks of a config; the cost grows with the number of stages, not of tensors."""
 
     def __init__(self, cfg: Config) -> None:
-        p = cfg.parallel
-        self._cfg = cfg
+        super().__init__(cfg)
         self._stage_plan = plan_stages(cfg)
-        self._is_fsdp = p.world_size > 1
-        self._is_sharded = self._is_fsdp and p.zero > 0
-        degrees = (p.dp * p.cp if self._is_sharded else 1, p.edp if self._is_sharded else 1)
-        self._shard_spec = make_shard_spec(
-            cfg, degrees, accumulates_gradients=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
-        )
-        self._unit_cache: dict[tuple[str, int, int], StateBytes] = {}
 
     def rank_bytes(self, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
         """See `rank_state_bytes`."""
@@ -172,28 +67,6 @@ class StateMemory:
         """State bytes of the first rank of every pipeline stage, the maximum of its stage."""
         return tuple(self.rank_bytes(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
 
-    def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
-        """Return the state bytes of one of `unit_names` in a step, on the first rank of a stage."""
-        states = self._unit_states(name, 0, 0)
-        weights = self._sharded_weights(name)
-        gathered = self._shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
-        gathered = 0 if self._cfg.parallel.zero == 3 else gathered
-        resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
-        return resting + max(states.gradients, states.gradient_sums)
-
-    def _unit_states(self, name: str, dense_dp_rank: int, expert_dp_rank: int) -> StateBytes:
-        """Return the state bytes of a layer, the embedding or the head; cached."""
-        key = (name, dense_dp_rank, expert_dp_rank)
-        if key not in self._unit_cache:
-            states = self._shard_spec.state_bytes(self._sharded_weights(name), (dense_dp_rank, expert_dp_rank))
-            has_experts = name == "M" or (name == "further" and self._cfg.model.layer_kinds[-1] == "M")
-            self._unit_cache[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
-        return self._unit_cache[key]
-
-    def _sharded_weights(self, name: str) -> list[WeightShape]:
-        p = self._cfg.parallel
-        return [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
-
     def _gathered_bytes(self, stage: Stage) -> int:
         """Return the bytes of the compute-type copies of a stage's weights."""
         names = unit_names(self._cfg, stage)
@@ -205,39 +78,6 @@ class StateMemory:
         layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
         # With ZeRO-3 the FSDP root's own weights stay gathered; of the layers, one at a time.
         return sum(sizes) - sum(layers) + max(layers, default=0)
-
-
-def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
-    """Return the bytes of an unsharded rank's weights in the compute type; 0 if that is the master type."""
-    if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
-        return 0
-    read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
-    return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
-
-
-def unit_names(cfg: Config, stage: Stage) -> list[str]:
-    """Return the units of a stage: "embedding", layers as "D" and "M", "head", and MTP layers as "further"."""
-    model = cfg.model
-    parts = stage.parts
-    names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
-    names += [model.layer_kinds[i] for i in parts.layers]
-    return names + ["head"] + ["further"] * parts.num_mtp_layers if stage.is_last else names
-
-
-def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
-    """Return the unsharded weights of one of `unit_names`."""
-    match name:
-        case "embedding":
-            return (embedding_weight(cfg.model),)
-        case "head":
-            return head_weights(cfg.model)
-        case "further":
-            return mtp_layer_weights(cfg.model, cfg.parallel.tp)
-    return layer_weights(cfg.model, name, cfg.parallel.tp)
-
-
-ZERO_STATES = StateBytes()
 
 
 PARAMS_IN_TRANSIT = 3

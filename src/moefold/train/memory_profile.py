@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moefold.comm.fake_process_group import fake_rank, sharded_bytes
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.state_memory import StateBytes
+from moefold.cost.unit_memory import StateBytes
 from moefold.data import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS

@@ -14,14 +14,8 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import (
-    StateBytes,
-    StateMemory,
-    compute_dtype_bytes,
-    optimizer_offload_memory,
-    unit_names,
-    unit_weights,
-)
+from moefold.cost.state_memory import StateMemory, optimizer_offload_memory
+from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes

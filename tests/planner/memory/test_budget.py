@@ -9,7 +9,7 @@ from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
-from moefold.cost.state_memory import StateBytes
+from moefold.cost.unit_memory import StateBytes
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.export_recipe import config_with_mapping

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.schema import Config, ModelConfig
-from moefold.cost.state_memory import ITEM_BYTES
+from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
 

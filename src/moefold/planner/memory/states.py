@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import Config
 from moefold.cost.param_shapes import WeightShape
-from moefold.cost.state_memory import (
-    PARAMS_IN_TRANSIT,
+from moefold.cost.state_memory import PARAMS_IN_TRANSIT, offloaded_moment_sizes
+from moefold.cost.unit_memory import (
     ShardSpec,
     cast_copy_bytes,
     compute_dtype_bytes,
     expert_buffer_bytes,
     make_shard_spec,
-    offloaded_moment_sizes,
     rope_buffer_bytes,
     unit_weights,
 )
