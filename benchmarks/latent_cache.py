@@ -65,7 +65,7 @@ def _measure(name: str, dtype: torch.dtype, context: int, batch_size: int, devic
         x = torch.randn(count, batch_size, MODEL.hidden_size, dtype=dtype, device=device)
         positions = torch.arange(first, first + count, device=device)
         span.positions_SB, span.num_keys = positions.unsqueeze(1).expand(-1, batch_size), first + count
-        span.is_start = first == 0
+        span.is_prefill = first == 0
         turn = build_rope(MODEL, positions, dtype)
         started_s = time.perf_counter()
         layer(x, turn)

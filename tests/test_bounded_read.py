@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from moefold import bounded_read
-from moefold.bounded_read import bounded_lines, parse_json, parse_toml, read_bytes, read_json, read_text, same_content
+from moefold.bounded_read import (
+    bounded_lines,
+    have_same_content,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path):
@@ -57,8 +65,8 @@ def test_content_is_compared(tmp_path: Path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"x" * 2**21)
     other.write_bytes(b"x" * 2**21)
-    assert same_content(one, other)
+    assert have_same_content(one, other)
     other.write_bytes(b"x" * (2**21 - 1) + b"y")
-    assert not same_content(one, other)
+    assert not have_same_content(one, other)
     with pytest.raises(ValueError, match="Expecting value"):
         read_json(one, 2**21)

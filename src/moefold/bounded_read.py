@@ -200,7 +200,7 @@ class LongLineError(ValueError):
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
-def same_content(one: Path, other: Path) -> bool:
+def have_same_content(one: Path, other: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:

@@ -25,8 +25,8 @@ from moefold.config.suggestions import download_advice, is_hub_name
 )
 def test_names_on_the_hub_are_told_from_paths(name, bare, found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert is_hub_name(name, bare=bare) is found
-    assert bool(download_advice(name, bare=bare)) is found
+    assert is_hub_name(name, allows_bare_name=bare) is found
+    assert bool(download_advice(name, allows_bare_name=bare)) is found
 
 
 def test_a_slip_in_a_folder_that_is_there_is_no_name_on_the_hub(tmp_path, monkeypatch):

@@ -95,9 +95,9 @@ def test_an_update_that_needs_more_than_the_passes_counts():
     (rank,) = compute_rank_memory(cfg)
     # Both moments of three parameters as large as the embedding.
     assert optimizer_offload_memory(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
-    assert rank.update == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
+    assert rank.optimizer_in_transit == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
-    assert compute_rank_memory(without)[0].update == 0
+    assert compute_rank_memory(without)[0].optimizer_in_transit == 0
 
 
 def test_a_thousand_ranks_cost_milliseconds():

@@ -182,8 +182,12 @@ def test_a_tokenizer_without_a_template(tmp_path: Path):
 def test_a_prompt_opens_the_turn_of_the_assistant_or_leaves_the_last_one_open():
     asked, begun = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b "}]
     marked = "{% for m in messages %}{% generation %}<{{ m.content | trim }}>{% endgeneration %}{% endfor %}"
-    assert template().prompt(asked, "p", add_generation_prompt=True).endswith("a<|im_end|>\n<|im_start|>assistant\n")
-    assert template().prompt(asked + begun, "p", add_generation_prompt=False).endswith("assistant\nb ")
-    assert template(marked).prompt(asked + begun, "p", add_generation_prompt=False) == "<a><b"
+    assert (
+        template()
+        .render_prompt(asked, "p", add_generation_prompt=True)
+        .endswith("a<|im_end|>\n<|im_start|>assistant\n")
+    )
+    assert template().render_prompt(asked + begun, "p", add_generation_prompt=False).endswith("assistant\nb ")
+    assert template(marked).render_prompt(asked + begun, "p", add_generation_prompt=False) == "<a><b"
     with pytest.raises(ConfigError, match="does not write the last turn verbatim"):
-        template("{{ messages | length }}").prompt(begun, "p", add_generation_prompt=False)
+        template("{{ messages | length }}").render_prompt(begun, "p", add_generation_prompt=False)

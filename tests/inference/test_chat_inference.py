@@ -12,7 +12,7 @@ from moefold.data.chat import load_chat_template
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import StopStringFilter, encode_messages, open_chat_template, turn_end
+from moefold.inference.text import StopStringFilter, encode_messages, end_of_turn_marker, open_chat_template
 from tests.inference.checkpoint_folder import described_run
 
 CHAT_ML = load_chat_template(DataConfig())
@@ -44,10 +44,10 @@ def test_a_message_is_a_turn_of_the_user_and_the_answer_is_begun():
 
 
 def test_the_end_of_a_turn_is_a_text_or_a_token_and_nothing_is_put_before(with_marks):
-    assert turn_end(CHAT_ML, ByteTokenizer()) == (frozenset(), "<|im_end|>")
+    assert end_of_turn_marker(CHAT_ML, ByteTokenizer()) == (frozenset(), "<|im_end|>")
     data = DataConfig(kind="text", tokenizer=str(with_marks))
     template, tokenizer = load_chat_template(data), load_tokenizer(data, vocab_size=7)
-    assert turn_end(template, tokenizer) == (frozenset({0}), "")
+    assert end_of_turn_marker(template, tokenizer) == (frozenset({0}), "")
     assert encode_messages(template, tokenizer, ["hi"]) == ((1, 3, 4, 0, 2, 3),)
 
 
@@ -58,7 +58,7 @@ def test_a_template_of_the_users_own_wins(tmp_path, with_marks):
     assert open_chat_template(source, str(with_marks), "").source == MARKS
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     assert (
-        open_chat_template(source, "", str(tmp_path / "own.jinja")).prompt(
+        open_chat_template(source, "", str(tmp_path / "own.jinja")).render_prompt(
             [{"role": "user", "content": "x"}], "it", add_generation_prompt=True
         )
         == "x"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
-from moefold.inference.next_token import TokenSampler, apply_top_k_top_p, draw
+from moefold.inference.next_token import TokenSampler, apply_top_k_top_p, sample_inverse_cdf
 from moefold.inference.sampling import SamplingParams
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
@@ -31,7 +31,7 @@ def test_the_likeliest_tokens_stay_with_their_probabilities(top_k, top_p, kept):
 def test_a_place_on_the_line_falls_on_its_token():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]], dtype=torch.float64).repeat(5, 1)
     places = torch.tensor([0.0, 0.49, 0.5, 0.75, 1.0 - 1e-16], dtype=torch.float64)
-    assert draw(probs, places).tolist() == [1, 1, 3, 4, 4]
+    assert sample_inverse_cdf(probs, places).tolist() == [1, 1, 3, 4, 4]
 
 
 def test_draws_follow_the_probabilities_and_the_temperature():

@@ -18,7 +18,7 @@ def step(
     core: CachedAttention, span: DecodePositions, qkv: tuple[torch.Tensor | None, ...], positions_SB: torch.Tensor
 ) -> torch.Tensor:
     span.positions_SB, span.num_keys = positions_SB, int(positions_SB.max()) + 1
-    span.is_start = span.num_keys == len(positions_SB)
+    span.is_prefill = span.num_keys == len(positions_SB)
     return core(*qkv)
 
 

@@ -45,7 +45,7 @@ class Example:
     def piece(self, x: torch.Tensor, positions_SB: torch.Tensor) -> torch.Tensor:
         """The next tokens, with one."""
         self.span.positions_SB, self.span.num_keys = positions_SB, int(positions_SB.max()) + 1
-        self.span.is_start = self.span.num_keys == len(positions_SB)
+        self.span.is_prefill = self.span.num_keys == len(positions_SB)
         return self.layer(x, build_rope(self.cfg, positions_SB, torch.float64))
 
 

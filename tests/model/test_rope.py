@@ -9,7 +9,7 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
-from moefold.model.rope import attention_factor, build_rope, frequencies
+from moefold.model.rope import attention_factor, build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -59,7 +59,7 @@ def test_yarn_equals_that_of_transformers(seed):
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     # transformers computes in float32.
-    torch.testing.assert_close(frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
     assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
@@ -69,7 +69,7 @@ def test_yarn_by_hand():
     keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": seq_len, "rope_theta": 16.0}
     cfg = _model(head_dim=8, rope_beta_fast=32.0, rope_beta_slow=16.0, rope_truncate=False, **keys)
     expected = torch.tensor([1.0, 1 / 2, 1 / 16, 1 / 32], dtype=torch.float64)
-    torch.testing.assert_close(frequencies(cfg), expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(rope_frequencies(cfg), expected, rtol=2e-3, atol=0)
     assert attention_factor(cfg) == 1 + math.log(4) / 10
 
 

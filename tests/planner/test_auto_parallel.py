@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.launch.hardware import DetectedMachine, planner_gpu_name, slowest
+from moefold.launch.hardware import DetectedMachine, planner_gpu_name, slowest_machine
 from moefold.planner.auto_parallel import plan_mapping
 from moefold.recipe import load_recipe
 from moefold.validate.config import check_config
@@ -121,7 +121,7 @@ def test_an_unknown_gpu_is_refused():
 
 def test_a_plan_is_for_the_device_of_least_memory():
     machines = [DetectedMachine("cuda", name, 3, True, 0.0, name) for name in ("h200", "h100", "h200")]
-    assert slowest(machines).device == "h100"
+    assert slowest_machine(machines).device == "h100"
 
 
 def test_a_plan_is_for_the_rank_whose_machine_has_least_memory_for_each():
@@ -129,11 +129,11 @@ def test_a_plan_is_for_the_rank_whose_machine_has_least_memory_for_each():
     machines = [
         DetectedMachine("cpu", "cpu", 3, True, gib, host) for gib, host in ((16.0, "a"), (16.0, "a"), (12.0, "b"))
     ]
-    assert slowest(machines).memory_gib == pytest.approx(3 * 8.0)
-    assert slowest(machines[:1]).memory_gib == pytest.approx(16.0)
+    assert slowest_machine(machines).memory_gib == pytest.approx(3 * 8.0)
+    assert slowest_machine(machines[:1]).memory_gib == pytest.approx(16.0)
 
 
 def test_ranks_with_and_without_gpus_have_no_plan():
     machines = [DetectedMachine("cuda", "h100", 2, True, 0.0, "a"), DetectedMachine("cpu", "cpu", 2, True, 16.0, "b")]
     with pytest.raises(ConfigError, match="rank 1 on b has cpu; set run.device='cpu'"):
-        slowest(machines)
+        slowest_machine(machines)

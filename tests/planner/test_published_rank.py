@@ -124,4 +124,4 @@ def test_the_cases_are_those_of_the_table():
 def test_a_case_searches_mappings_that_run():
     case = next(iter(CASES.values()))
     search = search_of(case, case.workload)
-    check_config(search.space.constraints.config_of({"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1}))
+    check_config(search.space.constraints.config_with({"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1}))

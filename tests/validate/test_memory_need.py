@@ -19,7 +19,7 @@ from moefold.validate.config import check_config
 from moefold.validate.memory_need import (
     MIN_PROCESS_BYTES,
     HostCapacity,
-    Shortage,
+    MemoryShortage,
     check_training_fits,
     find_shortage,
     min_training_memory,
@@ -67,7 +67,7 @@ def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
     cfg = recipe(*words, name="quickstart")
     whole = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device_type])
     for need, memory in zip(min_training_memory(cfg, device_type), whole, strict=True):
-        states = memory.total - memory.activations.total - memory.pipeline - memory.update
+        states = memory.total - memory.activations.total - memory.pipeline - memory.optimizer_in_transit
         assert states <= need.total() <= memory.total
         assert sum(need[part] for part in ("weights", "gradients", "optimizer", "buffers")) == states
 
@@ -88,7 +88,7 @@ def test_the_ranks_of_a_machine_share_its_memory():
     for size, fits in ((together, True), (together - 1, False)):
         found = find_shortage(needs, HostCapacity("cpu", (0, 0, 0, 0, 1, 1, 1, 1), AvailableMemory(size, "free")))
         assert (found is None) == fits
-    assert isinstance(found, Shortage)
+    assert isinstance(found, MemoryShortage)
     assert found.parts.total() == found.needed == together
 
 

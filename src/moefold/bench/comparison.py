@@ -18,7 +18,7 @@ from moefold.progress import ProgressCallback, ignore_progress
 
 GIB = 2**30
 ROOFLINE_KERNELS = (COPY, TORCH_MM, ONEDNN)
-TRANSFORMERS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS)
+TRANSFORMERS_VARIANTS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ def compare_implementations(
     competitors = build_competitors(cfg, part, routing, device)
     steps = {name: synchronized(step, device) for name, step in competitors.steps.items()}
     on_progress("choosing the faster of transformers' implementations")
-    quick = time_interleaved({name: steps[name] for name in TRANSFORMERS}, warmup=1, rounds=2, clock=CLOCKS[clock])
-    fastest = min(TRANSFORMERS, key=lambda name: min(quick[name]))
-    for name in TRANSFORMERS:
+    quick = time_interleaved(
+        {name: steps[name] for name in TRANSFORMERS_VARIANTS}, warmup=1, rounds=2, clock=CLOCKS[clock]
+    )
+    fastest = min(TRANSFORMERS_VARIANTS, key=lambda name: min(quick[name]))
+    for name in TRANSFORMERS_VARIANTS:
         if name != fastest:
             del steps[name]
     breakdown = _step_breakdown(cfg, part, device, competitors)

@@ -19,7 +19,7 @@ from moefold.model.moe.layer import MoELayer
 Dtype = torch.dtype
 MAX_RELATIVE_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative difference of a token's output, by dtype: routers use at least float32, summation order differs."""
-MIN_AGREEING_SHARE = 0.99
+MIN_AGREEING_FRACTION = 0.99
 """Least fraction of agreeing tokens: between equally good experts, rounding decides."""
 
 
@@ -84,7 +84,7 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
         expected = ours(x)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     relative_errors = (theirs.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
-    difference = float(relative_errors.quantile(MIN_AGREEING_SHARE))
+    difference = float(relative_errors.quantile(MIN_AGREEING_FRACTION))
     # `not <=`: NaN counts as different.
     if not difference <= MAX_RELATIVE_DIFFERENCE[x.dtype]:
         raise PeerUnavailableError(f"its results differ from ours by {difference:.1%}: it computes something else")

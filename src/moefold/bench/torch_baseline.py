@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.moe.layer import MoELayer
-from moefold.model.rope import frequencies
+from moefold.model.rope import rope_frequencies
 from moefold.model.transformer import Transformer
 
 ExpertsImplementation = Literal["loop", "grouped_mm"]
@@ -125,7 +125,7 @@ class TorchBaseline:
 
     def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
-        angle_SD = torch.outer(position, frequencies(self._cfg.model)).repeat(1, 2)
+        angle_SD = torch.outer(position, rope_frequencies(self._cfg.model)).repeat(1, 2)
         cos, sin = (f.to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)
         return x_BSAD * cos + torch.cat((-second, first), dim=-1) * sin

@@ -228,7 +228,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._classes: dict[tuple[str, type], type] = {}
 
-    def _stand_in(self, name: str, base: type) -> type:
+    def _placeholder_class(self, name: str, base: type) -> type:
         """Return the placeholder class of a name, one per name: a class takes more memory than its name in the file."""
         if (name, base) not in self._classes:
             self._classes[name, base] = type(name, (base,), {})
@@ -237,11 +237,11 @@ class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Some releases of Python 3.11 pickle an enum member as getattr(class, name): the call is not executed here.
         if name in _ALLOWED_CLASSES.get(module, ()) or (module, name) == ("builtins", "getattr"):
-            return self._stand_in(name, _InertObject)
+            return self._placeholder_class(name, _InertObject)
         if module.startswith("pathlib"):
-            return self._stand_in("Path", _InertObject)
+            return self._placeholder_class("Path", _InertObject)
         if (module, name) == ("torch", "Size"):
-            return self._stand_in(name, tuple)
+            return self._placeholder_class(name, tuple)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index has no use for")

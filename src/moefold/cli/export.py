@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
 from moefold.terminal import print_escaped
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+BYTES_PER_UNIT = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def _parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text)
     if found is None:
         raise ConfigError(f"--shard-size {text} must be a number of bytes, or with KB, MB or GB: 5GB; 0 for one file")
-    return int(found[1]) * UNITS[found[2]]
+    return int(found[1]) * BYTES_PER_UNIT[found[2]]
 
 
 def _parser() -> argparse.ArgumentParser:

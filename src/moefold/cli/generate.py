@@ -123,7 +123,7 @@ def _encode_chat(
     arguments: argparse.Namespace, source: "ModelSource", tokenizer: "Tokenizer", messages: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
     """Return the messages as token ids in the chat template, the ids that end a turn, and the text that ends it."""
-    from moefold.inference.text import encode_messages, open_chat_template, turn_end
+    from moefold.inference.text import encode_messages, end_of_turn_marker, open_chat_template
 
     with reworded_errors(
         (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
@@ -133,7 +133,7 @@ def _encode_chat(
     ):
         template = open_chat_template(source, arguments.tokenizer, arguments.chat_template)
         ids = encode_messages(template, tokenizer, messages)
-        ends, mark = turn_end(template, tokenizer)
+        ends, mark = end_of_turn_marker(template, tokenizer)
     return ids, ends, mark
 
 

@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         return 0
     if len(arguments.words) > 2:
         raise ConfigError(f"{arguments.words[2]!r} is one argument too many: moefold init [NAME] [DIR]")
-    name, folder = _parse_words(arguments.words, set(known))
+    name, folder = _parse_name_and_folder(arguments.words, set(known))
     targets = {source: folder / source.name for source in known[name]}
     _check_targets(targets.values(), force=arguments.force)
     try:
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _parse_words(words: list[str], known: set[str]) -> tuple[str, Path]:
+def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path]:
     """Parse the arguments NAME, NAME DIR or DIR; return the recipe's name and the folder."""
     if len(words) == 2:
         name, folder = words

@@ -7,7 +7,7 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
-from moefold.metrics.plot import drawable
+from moefold.metrics.plot import escape_plot_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def _title(balance: ExpertBalance, shown: list[int]) -> str:
     if balance.counts is not None and len(shown) < count:
         layers = f"{len(shown)} of {layers}, the {MAX_MAPS // 2} least even among them,"
     experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
-    name = drawable(balance.run_dir.resolve().name)
+    name = escape_plot_text(balance.run_dir.resolve().name)
     return f"{name}: {layers}{experts}, steps {balance.steps[0]:,} to {balance.steps[-1]:,}"
 
 

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     if arguments.png is not None:
         check_writable("--png", arguments.png)
         reject_existing("--png", arguments.png, force=arguments.force)
-    cfg, gpus_per_node, has_recipe = parse_words(arguments.words)
+    cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
     layout = layout_from_config(cfg)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
     if arguments.png is not None:
@@ -89,13 +89,13 @@ def check_listable(layout: Layout) -> None:
         )
 
 
-def parse_layout(words: Sequence[str]) -> tuple[Layout, int]:
+def parse_layout(arguments: Sequence[str]) -> tuple[Layout, int]:
     """Return the layout of the arguments and the number of ranks per node; see `parse_words`."""
-    cfg, gpus_per_node, _ = parse_words(words)
+    cfg, gpus_per_node, _ = parse_arguments(arguments)
     return layout_from_config(cfg), gpus_per_node
 
 
-def parse_words(words: Sequence[str]) -> tuple[Config, int, bool]:
+def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
     """Parse `key=value` or `parallel.key=value`, after an optional recipe.
 
     Returns:
@@ -104,10 +104,10 @@ def parse_words(words: Sequence[str]) -> tuple[Config, int, bool]:
     Raises:
         ConfigError: a key is unknown or a value invalid, the recipe cannot be read, or the degrees do not fold.
     """
-    recipe = Path(words[0]) if words and "=" not in words[0] else None
+    recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     gpus_per_node = DEFAULT_GPUS_PER_NODE
     overrides = []
-    for word in words if recipe is None else words[1:]:
+    for word in arguments if recipe is None else arguments[1:]:
         key, value = _parse_key_value(word)
         if key == NODE_KEY:
             gpus_per_node = _parse_node_size(value)

@@ -130,7 +130,7 @@ class _Band:
     axis: str
     groups: tuple[int, ...]
     """Group of each rank."""
-    places: tuple[int, ...]
+    group_ranks: tuple[int, ...]
     """Index of each rank in its group."""
 
 
@@ -171,7 +171,7 @@ def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
 
 def _title(layout: Layout, grid: "_CardGrid", cfg: Config | None) -> str:
     name = "" if cfg is None else f"{cfg.model.preset or 'the model'} on "
-    return f"{name}{format_count(layout.world_size, 'rank')}, {format_count(len(grid.on_nodes), 'node')}"
+    return f"{name}{format_count(layout.world_size, 'rank')}, {format_count(len(grid.ranks_by_node), 'node')}"
 
 
 def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
@@ -184,7 +184,7 @@ def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
 class _CardGrid:
     """Positions of the cards of one view, in inches from the upper left corner of its panel."""
 
-    on_nodes: list[range]
+    ranks_by_node: list[range]
     columns: int
     nodes_per_row: int
     num_rows: int
@@ -225,7 +225,7 @@ class _CardGrid:
 
     def cards(self) -> Iterator[tuple[int, float, float]]:
         """Yield each rank with the upper left corner of its card."""
-        for node, ranks in enumerate(self.on_nodes):
+        for node, ranks in enumerate(self.ranks_by_node):
             left, top = self.node_corner(node)
             for i, rank in enumerate(ranks):
                 row, column = divmod(i, self.columns)
@@ -245,7 +245,7 @@ def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
     axes.text(
         MARGIN, 0.72, note if meaning else "every rank is a group by itself", fontsize=9, color=FAINT, va="center"
     )
-    for node, ranks in enumerate(grid.on_nodes):
+    for node, ranks in enumerate(grid.ranks_by_node):
         _draw_tray(axes, grid, node, len(ranks))
     colours = [_colours(panel, band) for band in panel.bands]
     for rank, left, top in grid.cards():
@@ -259,7 +259,7 @@ def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
             _draw_box(axes, box, colours[i][rank], "none", 0.05)
             middle = box[1] + box[3] / 2
             axes.text(left + 0.14, middle, band.axis, fontsize=9, color=INK, va="center_baseline")
-            place = str(band.places[rank])
+            place = str(band.group_ranks[rank])
             axes.text(left + CARD_SIZE - 0.14, middle, place, fontsize=9, color=INK, va="center_baseline", ha="right")
 
 

@@ -179,7 +179,11 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
     states = memory.states
     row = {label: getattr(states, name) for name, label in STATE_PARTS.items()}
     row["gradients"] = max(states.gradients, states.gradient_sums)
-    return row | memory.activations.by_part | {"pipeline buffers": memory.pipeline, "moments to update": memory.update}
+    return (
+        row
+        | memory.activations.by_part
+        | {"pipeline buffers": memory.pipeline, "moments to update": memory.optimizer_in_transit}
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -76,11 +76,11 @@ def run(argv: list[str]) -> int:
         print(json.dumps(result_as_dict(planner, args.top)))
     else:
         from moefold.cli.plan_outputs import print_footer
-        from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
+        from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
         from moefold.cli.screen import open_console
 
         console = open_console()
-        print_question(console, request)
+        print_request(console, request)
         shown = planner.top_plans(DEFAULT_TABLE_ROWS if args.top is None else args.top)
         print_ranking(console, shown, wide=args.wide)
         if args.breakdown:

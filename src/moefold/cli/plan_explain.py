@@ -96,11 +96,11 @@ def _print_answer(args: argparse.Namespace, record: dict[str, Any], text: str) -
 
 def _print(request: PlanRequest, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
     from moefold.cli.plan_outputs import ACCURACY_STATEMENT, list_assumptions
-    from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
+    from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
     from moefold.cli.screen import open_console, print_prose
 
     console = open_console()
-    print_question(console, request)
+    print_request(console, request)
     print_ranking(console, [plan], wide=wide)
     print_breakdown(console, [plan])
     console.print()

@@ -22,7 +22,7 @@ GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 
-def print_question(console: Console, request: PlanRequest) -> None:
+def print_request(console: Console, request: PlanRequest) -> None:
     """Print the model, the GPUs and the batch in one line."""
     q = request
     w = request.workload

@@ -75,7 +75,7 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
     """
     # Detecting the devices imports torch.
-    from moefold.launch.hardware import DetectedMachine, detect_machine, slowest
+    from moefold.launch.hardware import DetectedMachine, detect_machine, slowest_machine
     from moefold.planner.auto_parallel import plan_mapping
 
     machine = detect_machine(cfg.run.device, rank_env)
@@ -86,7 +86,7 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
     from moefold.launch.compute_on_rank0 import JsonDict, compute_on_rank0
 
     def answer(machines: list[JsonDict]) -> JsonDict:
-        planned, report = plan_mapping(cfg, given, slowest([DetectedMachine(**facts) for facts in machines]))
+        planned, report = plan_mapping(cfg, given, slowest_machine([DetectedMachine(**facts) for facts in machines]))
         tree = config_to_dict(planned)
         return {"parallel": tree["parallel"], "train": tree["train"], "words": report}
 

@@ -15,7 +15,7 @@ from moefold.config.suggestions import default_of, describe_type, key_types, sec
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class RecipeKey:
     """One recipe key: "section.key", description of its type, default as TOML, and help."""
 
     name: str
@@ -24,11 +24,11 @@ class Key:
     help: str
 
 
-def recipe_keys(section: str) -> tuple[Key, ...]:
+def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
     help_texts = _field_help()[sections()[section].__name__]
     return tuple(
-        Key(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
+        RecipeKey(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
         for key, hint in key_types(section).items()
     )
 

@@ -43,10 +43,10 @@ _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src"
 """Common first folders of local paths: a misspelled path in one of these is not taken for a hub name."""
 
 
-def is_hub_name(name: str, *, bare: bool = False) -> bool:
+def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
     """Return whether a name that is no local path has the form of a hub name: "owner/name", or "gpt2" with `bare`."""
     parts = name.split("/")
-    if len(parts) not in ((1, 2) if bare else (2,)) or not all(map(_PART.fullmatch, parts)):
+    if len(parts) not in ((1, 2) if allows_bare_name else (2,)) or not all(map(_PART.fullmatch, parts)):
         return False
     if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _LOCAL_FOLDER_NAMES):
         return False
@@ -54,7 +54,7 @@ def is_hub_name(name: str, *, bare: bool = False) -> bool:
     return len(parts) == 1 or not Path(parts[0]).exists()
 
 
-def download_advice(name: str, kind: HubKind = "model", *, bare: bool = False) -> str:
+def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
     """Return the command that downloads a repository from the Hugging Face hub; "" if the name cannot be one.
 
     Args:
@@ -62,7 +62,7 @@ def download_advice(name: str, kind: HubKind = "model", *, bare: bool = False) -
         kind: kind of repository on the hub.
         bare: whether a name without an owner is allowed: some old tokenizers have such names.
     """
-    if not is_hub_name(name, bare=bare):
+    if not is_hub_name(name, allows_bare_name=allows_bare_name):
         return ""
     folder = name.rpartition("/")[2]
     option = " --repo-type dataset" if kind == "dataset" else ""

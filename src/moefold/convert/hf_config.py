@@ -42,7 +42,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
-        advice = download_advice(str(folder), bare=True) if not folder.exists() else ""
+        advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""
         hint = advice or f"name a folder with a {CONFIG_FILE}"
         raise ConfigError(f"{str(folder)!r} does not exist or is no folder; {hint}")
     if not path.is_file():

@@ -73,7 +73,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     try:
         fields = read_json(path / MANIFEST_FILE, MAX_INDEX_BYTES)
-        entries = {name: _listed(entry) for name, entry in fields["tensors"].items()}
+        entries = {name: _parse_entry(entry) for name, entry in fields["tensors"].items()}
         family = fields["family"]
         layout = fields["layout"]
         others = fields.get("metadata", {})
@@ -87,7 +87,7 @@ def read_manifest(path: Path) -> Manifest | None:
         raise ConfigError(f"{str(path / MANIFEST_FILE)!r} is broken; remove it, and tensors are not compared") from None
 
 
-def _listed(entry: Mapping[str, Any]) -> ManifestEntry:
+def _parse_entry(entry: Mapping[str, Any]) -> ManifestEntry:
     """Parse one tensor of a manifest; its file must be in the folder itself, because an export writes there.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json, same_content
+from moefold.bounded_read import MAX_CONFIG_BYTES, have_same_content, read_json
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
@@ -177,7 +177,7 @@ def _expand_user(name: str) -> Path:
 def _is_same_tokenizer(ours: Path, trained: Path, fingerprint: str) -> bool:
     """Return whether a tokenizer.json is that of a run, by its recorded fingerprint, else by content."""
     try:
-        return matches_fingerprint(ours, fingerprint) if fingerprint else same_content(ours, trained)
+        return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_content(ours, trained)
     except OSError:
         return False
 

@@ -43,7 +43,7 @@ class RankMemory:
     pipeline: int
     """Bytes of torch.distributed.pipelining's receive buffers: hidden states and gradients of all micro-batches at
     once."""
-    update: int = 0
+    optimizer_in_transit: int = 0
     """Offloaded moments in memory during the update, as far as they exceed the activations and buffers freed by
     then."""
 
@@ -53,7 +53,11 @@ class RankMemory:
         states = self.states
         resting = states.weights + states.gathered + states.optimizer + states.buffers
         return (
-            resting + max(states.gradients, states.gradient_sums) + self.activations.total + self.pipeline + self.update
+            resting
+            + max(states.gradients, states.gradient_sums)
+            + self.activations.total
+            + self.pipeline
+            + self.optimizer_in_transit
         )
 
 

@@ -31,7 +31,7 @@ from moefold.errors import ConfigError
 FORMAT_VERSION = 1
 _BATCH_BYTES = 2**23
 _NPY_HEADER_BYTES = 128
-_ABANDONED_AFTER_S = 24 * 3600
+_STALE_TMP_AGE_S = 24 * 3600
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> P
     with _lock(entry.with_suffix(".lock")):
         if is_complete(entry):
             return entry
-        _clear_abandoned(folder)
+        _remove_stale_tmp_files(folder)
         unfinished = folder / f"{entry.stem}.{uuid.uuid4().hex}.tmp"
         try:
             with unfinished.open("xb") as file:
@@ -141,11 +141,11 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _clear_abandoned(folder: Path) -> None:
+def _remove_stale_tmp_files(folder: Path) -> None:
     # A writer modifies its file continuously, so the writer of an old one was killed.
     for path in folder.glob("*.tmp"):
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
+            if path.stat().st_mtime < time.time() - _STALE_TMP_AGE_S:
                 path.unlink()
 
 

@@ -119,9 +119,9 @@ class ChatTemplate:
                     "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
                     "around the assistant's output, in a template of your own: data.chat_template=FILE"
                 )
-            yield self._rendered(answer, place)
+            yield self._to_rendered_chat(answer, place)
 
-    def prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
+    def render_prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
         """Return the prompt that a model continues.
 
         Args:
@@ -135,7 +135,7 @@ class ChatTemplate:
         """
         request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
         (answer,) = self._process.process_requests([request])
-        text = self._rendered(answer, location).text
+        text = self._to_rendered_chat(answer, location).text
         if add_generation_prompt:
             return text
         content = str(messages[-1]["content"])
@@ -148,7 +148,7 @@ class ChatTemplate:
             "be continued; set another template"
         )
 
-    def _rendered(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
+    def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
         if "refused" in answer:
             raise ConfigError(
                 f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); "
@@ -174,12 +174,12 @@ def load_chat_template(data: DataConfig) -> ChatTemplate:
     special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(settings.get(name))) is not None}
     if data.chat_template:
         file = existing_path("data.chat_template", data.chat_template)
-        return ChatTemplate(_read(file), location=str(file), special_tokens=special_tokens)
+        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
     if folder is None:
         return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate(_read(file), location=str(file), special_tokens=special_tokens)
+        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
     source = _default_template(settings.get("chat_template"))
     if source is None:
         raise ConfigError(
@@ -214,7 +214,7 @@ def _token_text(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read(file: Path) -> str:
+def _read_template(file: Path) -> str:
     try:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:

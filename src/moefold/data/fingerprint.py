@@ -60,17 +60,17 @@ def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, 
     return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
 
 
-def size_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
     """Return descriptions of how the files here differ from those of the first rank, which may have more files."""
-    return list(size_differences_by_file(first, here).values())
+    return list(size_differences_by_file(first, local).values())
 
 
-def size_differences_by_file(first: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
     """Return the descriptions of `size_differences` by file name."""
-    if not here:
+    if not local:
         return {}
-    missing = {n: f"{n} is not there" for n, seen in first.items() if n not in here and seen != SKIPPED}
-    sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in here.items()}
+    missing = {n: f"{n} is not there" for n, seen in first.items() if n not in local and seen != SKIPPED}
+    sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in local.items()}
     return missing | {
         name: f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
     }

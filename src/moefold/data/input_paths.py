@@ -58,7 +58,11 @@ def existing_path(key: str, name: str) -> Path:
         )
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{key}={name!r} cannot be reached ({error}); name a readable file or folder") from error
-    advice = download_advice(name, _HUB_KIND_BY_KEY[key], bare="tokenizer" in key) if key in _HUB_KIND_BY_KEY else ""
+    advice = (
+        download_advice(name, _HUB_KIND_BY_KEY[key], allows_bare_name="tokenizer" in key)
+        if key in _HUB_KIND_BY_KEY
+        else ""
+    )
     otherwise = advice or f"{folder} holds no similar name"
     hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
     raise ConfigError(f"{key}={name!r} does not exist; {hint}")

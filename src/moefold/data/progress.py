@@ -6,10 +6,10 @@ from types import TracebackType
 
 from moefold.terminal import print_escaped
 
-_PATIENCE_S = 1.0
+_FIRST_UPDATE_S = 1.0
 
 
-_LINE_EVERY_S = 10.0
+_LINE_INTERVAL_S = 10.0
 
 
 class ReadProgress:
@@ -24,8 +24,8 @@ class ReadProgress:
         self._total_bytes = total_bytes
         self._is_shown = is_shown
         self._done_bytes = 0
-        self._next_line_s = time.monotonic() + _PATIENCE_S
-        self._bar: _Bar | None = None
+        self._next_line_s = time.monotonic() + _FIRST_UPDATE_S
+        self._bar: _ProgressBar | None = None
 
     def __enter__(self) -> "ReadProgress":
         return self
@@ -42,16 +42,16 @@ class ReadProgress:
         if self._bar is not None:
             self._bar.show(self._done_bytes)
         elif self._is_shown and time.monotonic() >= self._next_line_s:
-            self._next_line_s = time.monotonic() + _LINE_EVERY_S
+            self._next_line_s = time.monotonic() + _LINE_INTERVAL_S
             if sys.stderr.isatty():
-                self._bar = _Bar(self._label, self._total_bytes)
+                self._bar = _ProgressBar(self._label, self._total_bytes)
                 self._bar.show(self._done_bytes)
             else:
                 total = "" if self._total_bytes is None else f" of {self._total_bytes / 1e6:.1f}"
                 print_escaped(f"{self._label}: {self._done_bytes / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, label: str, total_bytes: int | None) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -12,12 +12,12 @@ from typing import Any
 from moefold.errors import ConfigError
 from moefold.host.processes import block_signals, signal_on_parent_death
 
-Report = Callable[[int], None]
-TaskFunction = Callable[[Any, Report], Any]
+ByteProgressCallback = Callable[[int], None]
+TaskFunction = Callable[[Any, ByteProgressCallback], Any]
 
 
 def run_tasks(
-    work: TaskFunction, tasks: Sequence[Any], num_processes: int, report: Report
+    work: TaskFunction, tasks: Sequence[Any], num_processes: int, report: ByteProgressCallback
 ) -> Iterator[tuple[int, Any]]:
     """Run tasks in worker processes, in any order.
 
@@ -42,7 +42,7 @@ def run_tasks(
     try:
         for _ in range(min(num_processes, len(tasks))):
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=_serve, args=(child_end, work), daemon=True)
+            process = context.Process(target=_worker_main, args=(child_end, work), daemon=True)
             try:
                 with block_signals([signal.SIGINT], starts_python=True):
                     process.start()
@@ -61,7 +61,9 @@ def run_tasks(
             process.join()
 
 
-def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: Report) -> Iterator[tuple[int, Any]]:
+def _distribute(
+    processes: dict[Connection, Any], tasks: Sequence[Any], report: ByteProgressCallback
+) -> Iterator[tuple[int, Any]]:
     waiting = list(enumerate(tasks))[::-1]
     idle = list(processes)
     busy: set[Connection] = set()
@@ -93,7 +95,7 @@ def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: 
                 yield value
 
 
-def _serve(connection: Connection, work: TaskFunction) -> None:
+def _worker_main(connection: Connection, work: TaskFunction) -> None:
     """Run tasks until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)

@@ -36,7 +36,7 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def signal_on_parent_death(number: signal.Signals, parent_pid: int | None = None) -> None:
+def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None = None) -> None:
     """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
@@ -44,9 +44,9 @@ def signal_on_parent_death(number: signal.Signals, parent_pid: int | None = None
         parent_pid: the parent's process id; if the parent has died already, the signal is raised at once.
     """
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
     if parent_pid is not None and os.getppid() != parent_pid:
-        signal.raise_signal(number)
+        signal.raise_signal(signal_number)
 
 
 GONE = "gone"
@@ -97,11 +97,11 @@ class ProcessId:
         return _STATES.get(letter, ALIVE)
 
 
-def _stat(number: int) -> tuple[str, str]:
+def _stat(pid: int) -> tuple[str, str]:
     """Return state letter and start time of a process; both "" without /proc or such a process."""
     try:
         # The command name in brackets may contain anything; parse the fields after it.
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
     return fields[0], fields[19]

@@ -81,16 +81,16 @@ def generate(
 
 
 def _append_token(
-    found: Completion, number: int, token: int, options: tuple[frozenset[int], TokenCallback, StopCondition]
+    completion: Completion, number: int, token: int, stop_rules: tuple[frozenset[int], TokenCallback, StopCondition]
 ) -> bool:
     """Append a token to a sample; return whether the sample continues."""
-    eos_ids, on_token, is_complete = options
+    eos_ids, on_token, is_complete = stop_rules
     if token in eos_ids:
-        found.finish_reason = "eos"
+        completion.finish_reason = "eos"
         return False
-    found.tokens.append(token)
+    completion.tokens.append(token)
     on_token(number, token)
-    if is_complete(number, found.tokens):
-        found.finish_reason = "stop"
+    if is_complete(number, completion.tokens):
+        completion.finish_reason = "stop"
         return False
     return True

@@ -17,7 +17,7 @@ from moefold.inference.load import load_model
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, Score, ServedModel
 from moefold.inference.text import open_tokenizer, stop_token_ids
-from moefold.launch.ranks import choose_device, init_distributed, single_rank
+from moefold.launch.ranks import choose_device, init_distributed, single_rank_env
 
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """((context, continuation) as text, ids of the context, ids of the continuation)."""
@@ -90,7 +90,9 @@ class MoefoldLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the turns of a prompt as text, ending with the start of the assistant's turn or an open last turn."""
-        return self._load_template().prompt(chat_history, "a prompt", add_generation_prompt=add_generation_prompt)
+        return self._load_template().render_prompt(
+            chat_history, "a prompt", add_generation_prompt=add_generation_prompt
+        )
 
     def _load_template(self) -> ChatTemplate:
         if self._template is None:
@@ -187,7 +189,7 @@ class MoefoldLM(TemplateLM):
                 "`moefold lm-eval ...` starts them"
             )
         device_type = choose_device(cfg.run.device, 1, None)
-        device = self._stack.enter_context(init_distributed(single_rank(), device_type))
+        device = self._stack.enter_context(init_distributed(single_rank_env(), device_type))
         return ServedModel(load_model(source, cfg, device, open_tokenizer(source, self._settings.tokenizer)))
 
 

@@ -28,7 +28,7 @@ class TokenSampler:
         # Float64 on the CPU, so that a draw selects the same token on every device.
         probs_BV = (logits_BV.cpu().double() / self._params.temperature).softmax(-1)
         draws_B = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in self._generators])
-        return draw(apply_top_k_top_p(probs_BV, self._params.top_k, self._params.top_p), draws_B)
+        return sample_inverse_cdf(apply_top_k_top_p(probs_BV, self._params.top_k, self._params.top_p), draws_B)
 
 
 def apply_top_k_top_p(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -43,7 +43,7 @@ def apply_top_k_top_p(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
 
 
-def draw(probs_BV: Tensor, draws_B: Tensor) -> Tensor:
+def sample_inverse_cdf(probs_BV: Tensor, draws_B: Tensor) -> Tensor:
     """Sample tokens by inverse transform: map draws in [0, 1) through the cumulative distribution over ids.
 
     Args:

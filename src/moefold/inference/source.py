@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_RECIPE_BYTES, parse_toml, read_json, read_text, same_content
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_RECIPE_BYTES, have_same_content, parse_toml, read_json, read_text
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     model_differences,
@@ -144,9 +144,9 @@ def _recipe_tokenizer(path: Path) -> str:
     return tokenizer if isinstance(tokenizer, str) else ""
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
+def _is_same_file(first: Path, second: Path) -> bool:
     try:
-        return same_content(one, other)
+        return have_same_content(first, second)
     except OSError:
         return False
 

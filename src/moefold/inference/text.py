@@ -39,7 +39,7 @@ def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
     return load_tokenizer(source.data, vocab_size=source.model.vocab_size)
 
 
-def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
+def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
     """Tokenise a text, int64 [tokens], with the start-of-text tokens that the model was trained with.
 
     Hugging Face models, imported ones included, use the start tokens of their tokenizer (such as a BOS id); our
@@ -48,15 +48,15 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, what: str)
     Raises:
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
-    reject_surrogates(text, what)
+    reject_surrogates(text, source_label)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
         return tokenizer.encode(text)
     except ValueError as error:
         raise ConfigError(
-            f"{what} cannot be tokenised: this model was trained on bare ids, so text must be numbers separated by "
-            f"spaces ({error}); write those, or name its tokenizer with --tokenizer"
+            f"{source_label} cannot be tokenised: this model was trained on bare ids, so text must be numbers "
+            f"separated by spaces ({error}); write those, or name its tokenizer with --tokenizer"
         ) from error
 
 
@@ -161,12 +161,12 @@ def encode_messages(
     encoded = []
     for message in messages:
         reject_surrogates(message, "the prompt")
-        text = template.prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
+        text = template.render_prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
     return tuple(encoded)
 
 
-def turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
     """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
 
     Returns:

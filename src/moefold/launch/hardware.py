@@ -39,7 +39,7 @@ class DetectedMachine:
     host: str = ""
 
 
-def slowest(machines: Sequence[DetectedMachine]) -> DetectedMachine:
+def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:
     """Return the machine to plan for: the device with the least memory, then the lowest peak, among those of all ranks.
 
     Args:

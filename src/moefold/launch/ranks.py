@@ -74,7 +74,7 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         KeyboardInterrupt: the ranks ended on Ctrl-C, or were killed by a second one.
     """
     if world_size == 1:
-        return main(single_rank(), device_type)
+        return main(single_rank_env(), device_type)
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
@@ -82,7 +82,7 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
-def single_rank() -> RankEnv:
+def single_rank_env() -> RankEnv:
     """Return the rank environment of a single-rank job."""
     return RankEnv(0, 0, 1, HOST, _free_port())
 

@@ -60,7 +60,7 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
     deadline = time.monotonic() + timeout_s
     store: dist.Store | None = None
     try:
-        with _hold_stderr():
+        with _buffer_stderr():
             store = run_with_timeout(timeout_s, lambda: _open_store(rank_env, deadline))
         session = run_with_timeout(
             max(0.0, deadline - time.monotonic()) + MISSING_RANKS_GRACE_S,
@@ -111,7 +111,7 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
 
 
 @contextmanager
-def _hold_stderr() -> Iterator[None]:
+def _buffer_stderr() -> Iterator[None]:
     """Buffer stderr inside the block, and discard the buffer if an exception ends the block.
 
     torch prints a C++ stack trace for each reply that does not come from a TCPStore. The exception is enough.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-LOSS_PICTURE = "loss.png"
+LOSS_PLOT_FILE = "loss.png"
 """Name of the plot in the run folder."""
 
 _TRAIN = "#4c78a8"
@@ -70,8 +70,8 @@ def plot_loss(run_dir: Path) -> Path:
     loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
     side_axes.set_xlabel("step", color=_TEXT_COLOR)
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
-    path = run_dir / LOSS_PICTURE
-    draft = run_dir / f".{LOSS_PICTURE}.tmp"
+    path = run_dir / LOSS_PLOT_FILE
+    draft = run_dir / f".{LOSS_PLOT_FILE}.tmp"
     figure.savefig(draft, format="png")
     draft.replace(path)
     return path
@@ -188,13 +188,13 @@ def _style(axes: "Axes") -> None:
 
 def _title(run_dir: Path, curves: Curves) -> str:
     steps = f"{curves.steps[-1]:,} step" + ("s" if curves.steps[-1] > 1 else "")
-    return f"{drawable(run_dir.resolve().name)}: {steps}, {curves.tokens:,} tokens"
+    return f"{escape_plot_text(run_dir.resolve().name)}: {steps}, {curves.tokens:,} tokens"
 
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def drawable(text: str) -> str:
+def escape_plot_text(text: str) -> str:
     """Return text for matplotlib: characters missing in its font replaced (they raise warnings), and `$` escaped."""
     known = _characters()
     plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)

@@ -23,7 +23,7 @@ class DecodePositions:
     """Position of each token in its sample, int64 [S, B]; ascending in S, and the same in all rows at the start."""
     num_keys: int
     """One more than the largest position."""
-    is_start: bool
+    is_prefill: bool
     """True if these are the first tokens of their samples (prefill)."""
 
 
@@ -72,7 +72,7 @@ class CachedAttention:
         samples_B = torch.arange(k.shape[1], device=k.device)
         for cache_BGLD, new_SBGD in zip(self._key_value, (k, v), strict=True):
             cache_BGLD[samples_B, :, self._decode_positions.positions_SB] = new_SBGD
-        if self._decode_positions.is_start:
+        if self._decode_positions.is_prefill:
             return self._prefill_attention(q, k, v, None, sinks)
         keys, values = (cache_BGLD[:, :, : self._decode_positions.num_keys] for cache_BGLD in self._key_value)
         mask_BSL = decode_mask(self._decode_positions, self._window)
@@ -116,7 +116,7 @@ class LatentCache:
             self._latents_BLR = new_SBR.new_zeros(batch_size, self._capacity, size)
         samples_B = torch.arange(batch_size, device=new_SBR.device)
         self._latents_BLR[samples_B, self._decode_positions.positions_SB] = new_SBR
-        if self._decode_positions.is_start:
+        if self._decode_positions.is_prefill:
             return None
         return self._latents_BLR[:, : self._decode_positions.num_keys], decode_mask(
             self._decode_positions, self._window

@@ -19,13 +19,13 @@ def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: 
         kernel: fused RoPE kernel; None: PyTorch operations.
     """
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
-    angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies(cfg).to(positions.device)
+    angles = positions_SB.to(torch.float64)[:, :, None, None] * rope_frequencies(cfg).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
     return Rope((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)
 
 
-def frequencies(cfg: ModelConfig) -> Tensor:
+def rope_frequencies(cfg: ModelConfig) -> Tensor:
     """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
     rotated = cfg.rotary_dim
     unscaled = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)

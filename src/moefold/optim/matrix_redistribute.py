@@ -96,7 +96,7 @@ class MatrixRedistributor:
     def run(
         self,
         source: Callable[[MatrixKey, int], Tensor],
-        work: Callable[[MatrixKey, Tensor], Tensor],
+        compute: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
         """Gather, process and scatter every matrix; collective.
@@ -108,13 +108,13 @@ class MatrixRedistributor:
             sink: takes this rank's shard of the result.
         """
         for matrices in self._rounds:
-            self._run_round(matrices, source, work, sink)
+            self._run_round(matrices, source, compute, sink)
 
     def _run_round(
         self,
         matrices: Sequence[_Matrix],
         source: Callable[[MatrixKey, int], Tensor],
-        work: Callable[[MatrixKey, Tensor], Tensor],
+        compute: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
         rank = self._group.rank
@@ -127,7 +127,7 @@ class MatrixRedistributor:
         parts = [source(m.key, self._local_index(m.key)) for transfer in sent for m, _ in transfer]
         for matrix, shard, part in self._all_to_all_parts(parts, sent, received):
             full_matrices[matrix.key][shard.rows, shard.columns] = part
-        full_matrices = {key: work(key, full_matrix) for key, full_matrix in full_matrices.items()}
+        full_matrices = {key: compute(key, full_matrix) for key, full_matrix in full_matrices.items()}
         sent = [[(m, m.shards[other]) for m in owned if other in m.shards] for other in members]
         received = [[(m, m.shards[rank]) for m in held_matrices] for held_matrices in by_owner]
         parts = [full_matrices[m.key][shard.rows, shard.columns] for transfer in sent for m, shard in transfer]

@@ -197,7 +197,7 @@ class KVCacheDecoder:
         is_start = num_keys == num_tokens
         self._decode_positions.positions_SB = positions_SB
         self._decode_positions.num_keys = num_keys
-        self._decode_positions.is_start = is_start
+        self._decode_positions.is_prefill = is_start
         if self._last_token_only is not None:
             self._last_token_only.last_token_B = last_token_B.to(device)
         model.stage.set_positions(positions_SB)

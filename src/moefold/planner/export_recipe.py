@@ -45,7 +45,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
         ConfigError: the runtime rejects the recipe.
     """
     m = mapping
-    cfg = constraints.config_of(
+    cfg = constraints.config_with(
         {
             "tp": m.tp,
             "cp": m.cp,

@@ -41,9 +41,9 @@ from moefold.planner.svg_chart import (
 )
 from moefold.topology.layout import Layout, fold
 
-BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+BANDWIDTH_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 IMBALANCES = (1.0, 1.2, 1.5, 2.0, 3.0)
-SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+GPU_COUNT_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_SHOWN_PLANS = 10
 FIRST_COLOUR = "var(--first)"
 SECOND_COLOUR = "var(--second)"
@@ -144,7 +144,7 @@ def render_report(report: PlanReport) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.planner") / "report.html").read_text(encoding="utf-8"))
     shown = report.plans[:MAX_SHOWN_PLANS]
-    scaling = list(_scaling(report))
+    scaling = list(_scaling_points(report))
     return template.render(
         study=report,
         source=report.source,
@@ -173,7 +173,7 @@ def render_report(report: PlanReport) -> str:
         ),
         timeline=pipeline_chart(timeline),
         measured=_simulated_metrics(timeline),
-        charts=list(_sensitivity(report, best.mapping)),
+        charts=list(_sensitivity_charts(report, best.mapping)),
         scaling=scaling,
         scaling_chart=_scaling_chart(scaling),
         data=_embedded_json(report, shown),
@@ -266,14 +266,16 @@ def _simulated_metrics(timeline: Timeline) -> list[tuple[str, str]]:
     ]
 
 
-def _sensitivity(report: PlanReport, mapping: ParallelMapping) -> Iterator[Markup]:
+def _sensitivity_charts(report: PlanReport, mapping: ParallelMapping) -> Iterator[Markup]:
     def step_s(gpu: Device, workload: TrainingWorkload, changed: ParallelMapping) -> float:
         return CostModel(report.model_spec, gpu, workload).step_time(changed).total_s
 
     size = (460, 280)
-    inside = tuple((x, step_s(_scale_link_bandwidth(report.gpu, x, 1.0), report.workload, mapping)) for x in BANDWIDTHS)
+    inside = tuple(
+        (x, step_s(_scale_link_bandwidth(report.gpu, x, 1.0), report.workload, mapping)) for x in BANDWIDTH_FACTORS
+    )
     between = tuple(
-        (x, step_s(_scale_link_bandwidth(report.gpu, 1.0, x), report.workload, mapping)) for x in BANDWIDTHS
+        (x, step_s(_scale_link_bandwidth(report.gpu, 1.0, x), report.workload, mapping)) for x in BANDWIDTH_FACTORS
     )
     yield line_chart(
         "Bandwidth",
@@ -333,10 +335,10 @@ class ScalingPoint:
         return (*found, format_rate(self.replicated.tokens_per_s_per_gpu) if self.replicated else "–")
 
 
-def _scaling(report: PlanReport) -> Iterator[ScalingPoint]:
+def _scaling_points(report: PlanReport) -> Iterator[ScalingPoint]:
     """Yield the points from a quarter to four times the GPUs: replanned, and with the same mapping."""
     best = report.plans[0]
-    for times in SCALES:
+    for times in GPU_COUNT_FACTORS:
         count = report.num_gpus * times
         if count % 1 or count < 1:
             continue

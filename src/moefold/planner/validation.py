@@ -44,7 +44,7 @@ OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
 which NeMo and Megatron-Bridge are built too."""
 
 _RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
-_RECOMPUTE = {
+_RECOMPUTE_PATTERNS = {
     r"norm": "norms",
     r"core.?att": "core_attention",
     r"mla": "mla_up",
@@ -54,7 +54,7 @@ _RECOMPUTE = {
     r"\bmoe\b(?!.?act)": "moe",
     r"\bfull\b": "layer",
 }
-_OFFLOAD = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
+_OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded activations are those of the experts, where a source specifies them."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RACK_SCALE = ("gb200", "gb300")
@@ -141,16 +141,16 @@ def parse_case(row: PublishedRow) -> PublishedCase:
     if "lora" in row.method_and_note:
         raise SkipRowError("LoRA trains other weights than the model's")
     model = find_model_name(row["model"])
-    gpu = _device_name(row["gpu"])
+    gpu = _parse_device_name(row["gpu"])
     if model is None:
         raise SkipRowError(f"model {row['model']!r} is not known")
     if gpu is None:
         raise SkipRowError(f"gpu {row['gpu']!r} is not known")
     if row["metric"] not in METRICS:
         raise SkipRowError(f"metric {row['metric']!r} is not known")
-    mapping = _mapping(row, gpu)
-    workload = _workload(row, gpu, mapping)
-    recompute = _recompute(row)
+    mapping = _parse_mapping(row, gpu)
+    workload = _parse_workload(row, gpu, mapping)
+    recompute = _parse_recompute(row)
     return PublishedCase(
         row=row,
         model=model,
@@ -163,13 +163,13 @@ def parse_case(row: PublishedRow) -> PublishedCase:
     )
 
 
-def _device_name(text: str) -> str | None:
+def _parse_device_name(text: str) -> str | None:
     """Return the only device that a cell names ("DGX H100"), or None."""
     named = [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word in device_names()]
     return named[0] if len(named) == 1 else None
 
 
-def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
+def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
     """Return the mapping of a row, with the degrees that follow from other columns."""
     method = row["method"]
     is_baseline = row["source"].startswith(PAPER) and method in BASELINES
@@ -197,13 +197,13 @@ def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
         vpp=1 if pp == 1 else row.positive_int("vpp") or 0,
         mbs=row.positive_int("mbs") or (1 if row["source"].startswith(PAPER) else 0),
         zero=3 if has_fsdp else 1,
-        dispatcher=_dispatcher(row, gpu),
-        overlap=_overlaps(row, gpu, ep * etp),
-        offload=tuple(what for words, what in _OFFLOAD.items() if re.search(words, row.method_and_note)),
+        dispatcher=_parse_dispatcher(row, gpu),
+        overlap=_parse_overlap(row, gpu, ep * etp),
+        offload=tuple(what for words, what in _OFFLOAD_PATTERNS.items() if re.search(words, row.method_and_note)),
     )
 
 
-def _overlaps(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
+def _parse_overlap(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
     """Return whether the row overlaps the expert all-to-all.
 
     Megatron-Bridge's recipes enable it if the all-to-all leaves the NVLink domain.
@@ -217,7 +217,7 @@ def _overlaps(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
     )
 
 
-def _dispatcher(row: PublishedRow, gpu: str) -> str:
+def _parse_dispatcher(row: PublishedRow, gpu: str) -> str:
     for name in ("hybridep", "deepep"):
         if name in row.method_and_note:
             return name
@@ -230,7 +230,7 @@ def _is_dense(row: PublishedRow) -> bool:
     return "llama3" in "".join(char for char in row["model"].lower() if char.isalnum()) and "8x" not in row["model"]
 
 
-def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
+def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
     seq_len = row.positive_int("seq_len")
     batch = row.positive_int("gbs")
     if seq_len is None:
@@ -249,7 +249,7 @@ def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Training
     return TrainingWorkload(
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=_check_matrix_units(_precision(row, gpu), gpu),
+        precision=_check_matrix_units(_parse_precision(row, gpu), gpu),
         capacity_factor=1.0 if drops else 0.0,
         imbalance=NATURAL_IMBALANCE if "natural routing" in words else 1.0,
         cuda_graphs="full" if is_new else graphs,
@@ -265,7 +265,7 @@ def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Training
     )
 
 
-def _precision(row: PublishedRow, gpu: str) -> str:
+def _parse_precision(row: PublishedRow, gpu: str) -> str:
     text = row["precision"].upper().rstrip("?").replace("FP16", "BF16")
     is_fine = "parenthesised" in row["note"]
     if text in ("BF16", "NVFP4", "MXFP8"):
@@ -285,7 +285,7 @@ def _check_matrix_units(precision: str, gpu: str) -> str:
     return precision
 
 
-def _recompute(row: PublishedRow) -> tuple[str, ...] | None:
+def _parse_recompute(row: PublishedRow) -> tuple[str, ...] | None:
     words = row.method_and_note
     if "no recompute" in words or "no ac" in words:
         return ()
@@ -296,11 +296,11 @@ def _recompute(row: PublishedRow) -> tuple[str, ...] | None:
         return None
     if listed[1]:
         return ("layer",)
-    return tuple(_recompute_parts(listed[2]))
+    return tuple(_parse_recompute_parts(listed[2]))
 
 
-def _recompute_parts(text: str) -> Iterator[str]:
-    for pattern, part in _RECOMPUTE.items():
+def _parse_recompute_parts(text: str) -> Iterator[str]:
+    for pattern, part in _RECOMPUTE_PATTERNS.items():
         if re.search(pattern, text.replace("_", " ")):
             yield part
 

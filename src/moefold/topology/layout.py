@@ -173,15 +173,15 @@ def divisors(n: int) -> list[int]:
     return sorted(found)
 
 
-def _divide(key: str, value: int, whole: int, name: str, multiple: int) -> int:
+def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:
     """Return `whole / value`; the ConfigError names the nearest divisors and the world sizes that fit all degrees."""
-    if whole % value == 0:
-        return whole // value
-    legal = divisors(whole)
+    if total % value == 0:
+        return total // value
+    legal = divisors(total)
     nearest = sorted(sorted(legal, key=lambda d: abs(d - value))[:8])
     choices = f"choose one of {', '.join(map(str, nearest))}" if len(nearest) > 1 else f"choose {nearest[0]}"
     raise ConfigError(
-        f"parallel.{key}={value} must divide {name}={whole}; {choices}, "
+        f"parallel.{key}={value} must divide {name}={total}; {choices}, "
         f"or make parallel.world_size a multiple of {multiple}"
     )
 

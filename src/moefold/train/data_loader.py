@@ -207,14 +207,14 @@ class DataLoader:
                 return result
             self._drop_files(unreadable)
 
-    def _gather_unreadable_files(self, fault: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
+    def _gather_unreadable_files(self, error: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
         """Return the files that any rank failed to read, with cause and rank of the first failure; collective."""
         world = self._groups.world
-        raised = torch.full((1,), float(fault is not None), device=self._groups.device)
+        raised = torch.full((1,), float(error is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):
             return {}
         unreadable: dict[str, tuple[str, str]] = {}
-        own_failures = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
+        own_failures = {} if error is None else {error.shard: (error.cause, _rank_and_host(self._groups.rank))}
         for failures in current_world().all_gather_object(own_failures):
             unreadable = failures | unreadable
         return unreadable

@@ -104,9 +104,9 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
         ]
     done = f"done: {step} steps, in {cfg.run.dir}; "
     if newest is None:
-        return [done + f"no model was saved, as {_why_not_saved(cfg)}; set checkpoint.at_end=true to save one"]
+        return [done + f"no model was saved, as {_not_saved_reason(cfg)}; set checkpoint.at_end=true to save one"]
     if step_of(newest) < step:
-        done += f"not saved since step {step_of(newest)}, as {_why_not_saved(cfg)}; "
+        done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg)}; "
     return [f"{done}model in {newest}", *next_commands(cfg)]
 
 
@@ -121,11 +121,11 @@ def next_commands(cfg: Config) -> list[str]:
 
 def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:
     if newest is None:
-        return f"nothing was saved, as {_why_not_saved(cfg)}"
+        return f"nothing was saved, as {_not_saved_reason(cfg)}"
     missing = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""
     return f"saved in {newest}{missing}; the same command goes on from there"
 
 
-def _why_not_saved(cfg: Config) -> str:
+def _not_saved_reason(cfg: Config) -> str:
     every = cfg.checkpoint.every
     return f"checkpoint.every={every} and checkpoint.at_end={str(cfg.checkpoint.at_end).lower()} say"

@@ -80,7 +80,7 @@ def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFold
     for folder in candidates:
         if _is_same_run(folder, cfg, locked_folder):
             return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else _found_message(run_dir, folder))
-    if not (reason := _why_not_resumable(run_dir, cfg)):
+    if not (reason := _not_resumable_reason(run_dir, cfg)):
         return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
     free = next(
         folder for folder in (_with_number(run_dir, number) for number in count(2)) if _is_free(folder, locked_folder)
@@ -151,7 +151,7 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
 
 
-def _why_not_resumable(run_dir: Path, cfg: Config) -> str:
+def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     """Return why the recipe cannot resume from run.dir; empty if it can."""
     resume = cfg.checkpoint.resume
     if resume == "never":

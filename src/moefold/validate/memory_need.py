@@ -52,7 +52,7 @@ class HostCapacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class MemoryShortage:
     """Missing memory: more is needed than available."""
 
     needed: int
@@ -98,7 +98,7 @@ def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
     return tuple(BytesByPart(weights=size) for size in sizes)
 
 
-def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shortage | None:
+def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> MemoryShortage | None:
     """Return by how much the ranks of a machine exceed its memory, or None if they may fit.
 
     Args:
@@ -108,7 +108,7 @@ def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shor
     largest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
     count = len(host.pp_ranks)
     if host.device_type == "cuda":
-        candidates = [Shortage(largest.total(), host.available, largest, "the fullest rank needs")]
+        candidates = [MemoryShortage(largest.total(), host.available, largest, "the fullest rank needs")]
     else:
         total = BytesByPart()
         for pp_rank, num_ranks in Counter(host.pp_ranks).items():
@@ -116,9 +116,9 @@ def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Shor
                 total[part] += num_ranks * size
         total["processes"] = count * MIN_PROCESS_BYTES
         ranks = f"the {count} ranks of this machine need" if count > 1 else "the rank needs"
-        candidates = [Shortage(total.total(), host.available, total, ranks)]
+        candidates = [MemoryShortage(total.total(), host.available, total, ranks)]
         if host.process_limit is not None:
-            candidates.append(Shortage(largest.total(), host.process_limit, largest, "one process needs"))
+            candidates.append(MemoryShortage(largest.total(), host.process_limit, largest, "one process needs"))
     return next((short for short in candidates if short.needed > short.available.size), None)
 
 
@@ -137,24 +137,24 @@ def check_training_fits(cfg: Config, host: HostCapacity) -> None:
         )
 
 
-def shortage_message(short: Shortage) -> str:
+def shortage_message(shortage: MemoryShortage) -> str:
     """Format needed and available memory: "the rank needs at least 752 GiB, and 21.5 GiB are free ..."."""
     parts = ", ".join(
-        f"{part} {_format_size(size)}" for part, size in short.parts.most_common(MAX_LISTED_PARTS) if size
+        f"{part} {_format_size(size)}" for part, size in shortage.parts.most_common(MAX_LISTED_PARTS) if size
     )
     return (
-        f"{short.subject} at least {_format_size(short.needed)} ({parts}), and "
-        f"{_format_size(short.available.size)} are {short.available.description}"
+        f"{shortage.subject} at least {_format_size(shortage.needed)} ({parts}), and "
+        f"{_format_size(shortage.available.size)} are {shortage.available.description}"
     )
 
 
-def _training_shortage_message(cfg: Config, short: Shortage, host: HostCapacity) -> str:
+def _training_shortage_message(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
     count = cfg.parallel.world_size
     device = {"cpu": "on the CPU", "cuda": "on GPUs"}[host.device_type]
-    return f"a step of {count} rank{'s' * (count > 1)} {device} does not fit into memory: {shortage_message(short)}"
+    return f"a step of {count} rank{'s' * (count > 1)} {device} does not fit into memory: {shortage_message(shortage)}"
 
 
-def _suggest_changes(cfg: Config, short: Shortage, host: HostCapacity) -> str:
+def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
     """Suggest cheap changes that make the step fit; if none do, the memory they leave and a way out."""
     changes: list[str] = []
     for section, key, value in _memory_saving_changes(cfg):
@@ -169,8 +169,8 @@ def _suggest_changes(cfg: Config, short: Shortage, host: HostCapacity) -> str:
         remaining = find_shortage(min_training_memory(cfg, host.device_type), host)
         if remaining is None:
             return f"it may fit with {' '.join(changes)}"
-        short = remaining
-    with_ = f"with {' '.join(changes)} it still needs {_format_size(short.needed)}; " if changes else ""
+        shortage = remaining
+    with_ = f"with {' '.join(changes)} it still needs {_format_size(shortage.needed)}; " if changes else ""
     return f"{with_}{_irreducible_memory_message(cfg, host)}"
 
 

@@ -15,7 +15,7 @@ from moefold.validate.train import has_validation_split
 
 
 @dataclass(frozen=True)
-class UnusedWhen:
+class UnusedKeyRule:
     """Keys without effect under a condition, with the reason and the remedy."""
 
     keys: str
@@ -25,7 +25,7 @@ class UnusedWhen:
 
 
 UNUSED_KEY_RULES = (
-    UnusedWhen(
+    UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
@@ -40,332 +40,332 @@ UNUSED_KEY_RULES = (
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.ffn_hidden_size",
         lambda cfg: not has_dense_layers(cfg.model),
         "no layer of model.layer_pattern is D",
         "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.offload_to train.offload_limit_gib train.offload_waits",
         lambda cfg: not cfg.train.offload,
         "train.offload=[] offloads no activations",
         "name parts in train.offload",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.offload_min_kib",
         lambda cfg: not cfg.train.offload and cfg.train.offload_optimizer == "none",
         "nothing is offloaded",
         "name parts in train.offload, or set train.offload_optimizer",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.offload_dir",
         lambda cfg: not ssd_offload_keys(cfg.train),
         "nothing is offloaded to a disk",
         "choose 'ssd' for train.offload_to (with parts in train.offload) or for train.offload_optimizer",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.sliding_window",
         lambda cfg: "W" not in cfg.model.attention_pattern,
         "no layer of model.attention_pattern is W",
         "choose a pattern with W",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.swiglu_alpha model.swiglu_limit",
         lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
         "only model.moe_activation='clamped_swiglu' reads it",
         "choose model.moe_activation='clamped_swiglu'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.upcycle_router model.upcycle_scaling model.upcycle_noise",
         lambda cfg: not cfg.model.upcycle_from,
         "only model.upcycle_from reads it",
         "set model.upcycle_from",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.shared_expert_gate",
         lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
         "model.shared_expert_ffn_hidden_size=0 means no shared expert",
         "set model.shared_expert_ffn_hidden_size",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
         lambda cfg: cfg.model.attention != "mla",
         "only model.attention='mla' reads it",
         "choose model.attention='mla'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.num_query_groups model.head_dim model.rope_fraction",
         lambda cfg: cfg.model.attention == "mla",
         "model.attention='mla' defines its heads by other keys",
         "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.qk_norm_width",
         lambda cfg: not cfg.model.qk_norm,
         "model.qk_norm=false normalises nothing",
         "set model.qk_norm=true",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' scales nothing",
         "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.rope_original_seq_len",
         lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
         "only model.rope_scaling='llama3' and 'yarn' read it",
         "choose one of these",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
         "model.rope_mscale_all_dim",
         lambda cfg: cfg.model.rope_scaling != "yarn",
         "only model.rope_scaling='yarn' reads it",
         "choose model.rope_scaling='yarn'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.rope_low_freq_factor model.rope_high_freq_factor",
         lambda cfg: cfg.model.rope_scaling != "llama3",
         "only model.rope_scaling='llama3' reads it",
         "choose model.rope_scaling='llama3'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.drop_policy moe.drop_scope",
         lambda cfg: cfg.moe.capacity_factor == 0 and cfg.moe.eval_capacity_factor <= 0,
         "moe.capacity_factor=0.0 drops nothing",
         "set moe.capacity_factor above 0",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.eval_capacity_factor",
         lambda cfg: cfg.train.eval_every == 0,
         "train.eval_every=0 never evaluates",
         "set train.eval_every",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.router_softmax",
         lambda cfg: cfg.model.router_score != "softmax",
         "only model.router_score='softmax' reads it",
         "set model.router_normalize for other scores",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "model.router_normalize",
         lambda cfg: cfg.model.router_score == "softmax",
         "model.router_score='softmax' is normalised by model.router_softmax",
         "set model.router_softmax",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.bias_update_rate",
         lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
         "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
         "set model.expert_bias=true with moe.choice='topk'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.aux_loss",
         lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.aux_kind",
         lambda cfg: cfg.moe.aux_coefficient == 0,
         "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
         "set moe.aux_loss above 0 with moe.choice='topk'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.trace_every",
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.sinkhorn_iterations",
         lambda cfg: cfg.moe.choice != "sinkhorn",
         "only moe.choice='sinkhorn' reads it",
         "choose moe.choice='sinkhorn'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.skew",
         lambda cfg: cfg.moe.choice != "skewed",
         "only moe.choice='skewed' reads it",
         "choose moe.choice='skewed'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.router_dtype",
         lambda cfg: cfg.run.dtype == "float64",
         "run.dtype='float64' routes in float64 anyway",
         "choose another run.dtype",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens",
         lambda cfg: cfg.parallel.dispatcher != "leastloaded",
         "only parallel.dispatcher='leastloaded' reads it",
         "choose parallel.dispatcher='leastloaded'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.muon_groups train.muon_momentum train.muon_ns_steps",
         lambda cfg: cfg.train.optimizer != "muon",
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "parallel.overlap_tp",
         lambda cfg: cfg.parallel.tp == 1,
         "parallel.tp=1 communicates nothing",
         "choose tp=2 or more",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "parallel.schedule_csv",
         lambda cfg: cfg.parallel.schedule != "csv",
         "only parallel.schedule='csv' reads it",
         "choose parallel.schedule='csv'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.mtp_loss",
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no additional tokens",
         "set model.mtp_layers",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.min_lr",
         lambda cfg: cfg.train.lr_schedule == "constant",
         "train.lr_schedule='constant' does not decay",
         "choose train.lr_schedule='cosine', 'linear' or 'wsd'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.decay_steps",
         lambda cfg: cfg.train.lr_schedule != "wsd",
         "only train.lr_schedule='wsd' reads it",
         "choose train.lr_schedule='wsd'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "train.eval_samples",
         lambda cfg: cfg.train.eval_every == 0,
         "train.eval_every=0 never evaluates",
         "set train.eval_every",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.path",
         lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
         "data.kind reads no files",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.weights data.corrupt",
         lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
         "data.kind has no paths",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.column data.split data.validation_split data.subset data.revision data.streaming",
         lambda cfg: cfg.data.kind != "huggingface",
         "only data.kind='huggingface' reads it",
         "choose data.kind='huggingface'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.validation_fraction",
         lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
         "data.validation_split is evaluated on",
         "leave data.validation_split out",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.validation_fraction",
         lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
         "a stream has no held-out part",
         "set data.validation_split",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.document_end",
         lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.chat_template data.overlong",
         lambda cfg: cfg.data.kind != "sft",
         "only data.kind='sft' reads it",
         "choose data.kind='sft'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "data.token_dtype data.document_index",
         lambda cfg: cfg.data.kind != "tokens",
         "only data.kind='tokens' reads it",
         "choose data.kind='tokens'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "checkpoint.keep",
         lambda cfg: not cfg.checkpoint.saves,
         "checkpoint.every=0 and at_end=false save nothing",
         "set checkpoint.every or at_end=true",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "checkpoint.async_save",
         lambda cfg: not cfg.checkpoint.saves,
         "checkpoint.every=0 and at_end=false save nothing",
         "set checkpoint.every or at_end=true",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "checkpoint.keep_every",
         lambda cfg: cfg.checkpoint.keep == 0,
         "checkpoint.keep=0 keeps all",
         "set checkpoint.keep",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group metrics.wandb_tags",
         lambda cfg: not cfg.metrics.wandb,
         "metrics.wandb=false logs nothing to Weights & Biases",
         "set metrics.wandb=true",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "metrics.per_layer",
         lambda cfg: not cfg.metrics.wandb and not cfg.metrics.tensorboard,
         "no tracker is on, and metrics.jsonl has every layer anyway",
         "set metrics.tensorboard=true or metrics.wandb=true",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.spike_factor faults.spike_window",
         lambda cfg: cfg.faults.spike == "ignore",
         "faults.spike='ignore' looks for none",
         "choose faults.spike='log'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.replica_check_every faults.straggler_factor",
         lambda cfg: cfg.parallel.world_size == 1,
         "one rank has no others to be compared with",
         "set parallel.world_size",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.straggler_factor",
         lambda cfg: cfg.faults.straggler_factor > 0 and cfg.parallel.world_size == cfg.parallel.pp,
         "ranks are compared within their pipeline stage, and each stage has one rank",
         "choose parallel.pp below parallel.world_size",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.replica_check_every",
         lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and not cfg.checkpoint.saves,
         "the run ends earlier, after run.steps, and has no save that would trigger a check",
         "choose at most run.steps, or set checkpoint.every",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.spike_window",
         lambda cfg: cfg.faults.spike_window >= cfg.run.steps,
         "the run ends before the window is full",
         "choose less than run.steps",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.max_skips",
         lambda cfg: "skip" not in cfg.faults.actions,
         "nothing is skipped",
         "choose faults.nonfinite='skip'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "faults.max_rollbacks",
         lambda cfg: "rollback" not in cfg.faults.actions,
         "nothing is rolled back",
         "choose faults.nonfinite='rollback'",
     ),
-    UnusedWhen(
+    UnusedKeyRule(
         "checkpoint.verify",
         lambda cfg: cfg.checkpoint.resume == "never",
         "checkpoint.resume='never' reads none",

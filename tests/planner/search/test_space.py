@@ -12,7 +12,7 @@ from moefold.errors import ConfigError
 from moefold.planner.search.constraints import (
     ALL_AXES_RULE,
     AXIS_KEYS,
-    DERIVED,
+    DERIVED_VALUES,
     MAPPING_RULES,
     MappingConstraints,
     Restriction,
@@ -40,7 +40,7 @@ def brute_force(cfg: Config) -> Iterator[tuple[dict[str, Any], bool]]:
         folds = accepts(replace(cfg, parallel=degrees_of(cfg, head)), fold_only=True)
         for tail in tails:
             values = dict(zip(names, (*head, *tail), strict=True))
-            yield values, folds and accepts(legality.config_of({**values, **FREE}))
+            yield values, folds and accepts(legality.config_with({**values, **FREE}))
 
 
 def degrees_of(cfg: Config, head: tuple[int, ...]) -> ParallelConfig:
@@ -112,7 +112,7 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
     }
     stages = RECIPES[name].parallel.pipeline_layout not in ("", "auto")
     cfg = legality.base_config if not stages else replace(legality.base_config, parallel=ParallelConfig())
-    accepted = [parts for parts in subsets if accepts(MappingConstraints(cfg).config_of({**one, "recompute": parts}))]
+    accepted = [parts for parts in subsets if accepts(MappingConstraints(cfg).config_with({**one, "recompute": parts}))]
     assert sorted(found) == sorted(accepted)
     assert found[0] == ()
 
@@ -125,7 +125,7 @@ def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap
     recomputes = MappingSpace(legality).recompute_sets[::17]
     subsets = chain.from_iterable(combinations(OFFLOAD_PARTS, n) for n in range(len(OFFLOAD_PARTS) + 1))
     tried = [{**values, "recompute": parts, "offload": away} for parts, away in product(recomputes, subsets)]
-    accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_of(one))}
+    accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_with(one))}
     assert accepted == {saver for saver in MappingSpace(legality).strategies if saver[0] in recomputes}
     assert len(accepted) < len(tried)
 
@@ -134,11 +134,13 @@ def test_no_rule_reads_what_it_does_not_say():
     """A rule that came to read another axis would be asked too seldom."""
     said: dict[Any, set[str]] = {ALL_AXES_RULE: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
     for rule in MAPPING_RULES:
-        axes = {axis for name in rule.reads for axis in (DERIVED[name][1] if name in DERIVED else (name,))}
+        axes = {
+            axis for name in rule.reads for axis in (DERIVED_VALUES[name][1] if name in DERIVED_VALUES else (name,))
+        }
         said.setdefault(rule.validate, set()).update(axes)
     for name, recipe in RECIPES.items():
         for values in islice(MappingSpace(MappingConstraints(on_ranks(recipe, 2))), 0, None, 9973):
-            cfg = MappingConstraints(on_ranks(recipe, 2)).config_of(values)
+            cfg = MappingConstraints(on_ranks(recipe, 2)).config_with(values)
             for rule in (*RULES, *(rule.validate for rule in MAPPING_RULES)):
                 notes: set[str] = set()
                 list(rule(noting(cfg, notes)))
@@ -224,5 +226,5 @@ def test_every_fold_has_a_legal_mapping():
         assert all(space.count_by_fold())
         for fold, view in space.folds:
             for values in space.sample_mappings(fold, view):
-                check_config(legality.config_of(values))
+                check_config(legality.config_with(values))
     assert MappingSpace(legality, Restriction({"overlap": True, "zero": 3})).folds == ()

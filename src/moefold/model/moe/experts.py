@@ -98,22 +98,22 @@ class Experts(nn.Module):
         own = [local_param(p, None if accepts_fp32 else x_RH.dtype) for p in (self.w_gate, self.w_up, self.w_down)]
         own += [local_param(p, x_RH.dtype) for p in (self.b_gate, self.b_up, self.b_down) if p is not None]
         if migration is None:
-            return self._apply_to(x_RH, own, tokens_per_expert, probs_R, self.wgrad_store, permute_map)
+            return self._compute(x_RH, own, tokens_per_expert, probs_R, self.wgrad_store, permute_map)
         # Gradients of migrated weights are returned by a collective of the backward pass: they cannot be delayed.
         own, received = migration.migrate(own)
         num_own = own[0].shape[0]
         own_counts = tokens_per_expert[:num_own]
         received_counts = tokens_per_expert[num_own:]
         if not received_counts:
-            return self._apply_to(x_RH, own, own_counts, probs_R)
+            return self._compute(x_RH, own, own_counts, probs_R)
         # Two calls, because concatenating the weights would copy all of them.
         counts = [sum(own_counts), sum(received_counts)]
         probs = (None, None) if probs_R is None else probs_R.split(counts)
         x_own, x_received = x_RH.split(counts)
-        y_own = self._apply_to(x_own, own, own_counts, probs[0])
-        return torch.cat((y_own, self._apply_to(x_received, received, received_counts, probs[1])))
+        y_own = self._compute(x_own, own, own_counts, probs[0])
+        return torch.cat((y_own, self._compute(x_received, received, received_counts, probs[1])))
 
-    def _apply_to(
+    def _compute(
         self,
         x_RH: Tensor,
         weights: Sequence[Tensor],

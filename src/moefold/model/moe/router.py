@@ -17,11 +17,11 @@ from moefold.model.local_param import local_param
 from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.moe.token_group import TokenPositions
 from moefold.model.moe.topk_routing import (
+    assign_round_robin,
+    assign_skewed,
     mask_to_top_groups,
     quantile_thresholds,
-    round_robin,
     sinkhorn_offsets,
-    skewed,
     topk_experts,
 )
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
@@ -175,9 +175,9 @@ class Router(nn.Module):
         model = self._model
         moe = self._moe
         if moe.choice == "round_robin":
-            return round_robin(token_positions.global_index(), model.top_k, model.num_experts)
+            return assign_round_robin(token_positions.global_index(), model.top_k, model.num_experts)
         if moe.choice == "skewed":
-            return skewed(token_positions.global_index(), model.top_k, model.num_experts, moe.skew)
+            return assign_skewed(token_positions.global_index(), model.top_k, model.num_experts, moe.skew)
         if moe.choice == "sinkhorn":
             offsets_E = (
                 sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, token_positions.group) if self.training else 0
@@ -231,7 +231,7 @@ class FusedRouting:
             logits_TE: float32.
             bias_E: added to the scores for the top-k only.
         """
-        return RouterOutput(*_Route.apply(logits_TE, bias_E, self._options))
+        return RouterOutput(*_FusedRouterFunction.apply(logits_TE, bias_E, self._options))
 
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
@@ -247,7 +247,7 @@ def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     return ""
 
 
-class _Route(torch.autograd.Function):
+class _FusedRouterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> tuple[Tensor, ...]:
         logits_TE = logits_TE.contiguous()

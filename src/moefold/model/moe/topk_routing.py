@@ -83,19 +83,19 @@ def quantile_thresholds(scores_TE: Tensor, top_k: int, group: MicroBatchGroup) -
     return sorted_TE[below].lerp(sorted_TE[above], position - below)
 
 
-def round_robin(index_T: Tensor, top_k: int, num_experts: int, *, first: int = 0) -> Tensor:
+def assign_round_robin(index_T: Tensor, top_k: int, num_experts: int, *, first: int = 0) -> Tensor:
     """Assign the experts from `first` on to the tokens in turn: perfectly even load. int64 [T, K]."""
     counter_TK = index_T.unsqueeze(1) * top_k + torch.arange(top_k, device=index_T.device)
     return first + counter_TK % (num_experts - first)
 
 
-def skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) -> Tensor:
+def assign_skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) -> Tensor:
     """Assign expert 0 to an evenly spread share `skew` of the tokens, and the other experts round-robin.
 
     Returns:
         int64 [T, K].
     """
-    ids_TK = round_robin(index_T, top_k, num_experts, first=1)
+    ids_TK = assign_round_robin(index_T, top_k, num_experts, first=1)
     index_T = index_T.double()
     ids_TK[:, 0].masked_fill_(((index_T + 1) * skew).floor() > (index_T * skew).floor(), 0)
     return ids_TK

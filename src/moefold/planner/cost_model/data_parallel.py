@@ -186,7 +186,7 @@ class DataParallelCostModel:
         return fullest
 
     def exposed_s(
-        self, mapping: ParallelMapping, comm: DataParallelCost, forward: Any, backward: Any, num_micro_batches: int
+        self, mapping: ParallelMapping, comm: DataParallelCost, forward_s: Any, backward_s: Any, num_micro_batches: int
     ) -> Any:
         """Return the exposed seconds of the data-parallel collectives in one step.
 
@@ -201,14 +201,14 @@ class DataParallelCostModel:
         gradients = comm.gradients_s
         if mapping.overlap and not self.workload.is_megatron:
             # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
-            forward = 0.0
+            forward_s = 0.0
         if not self.workload.overlaps_dp_comm:
             forwards = all_gathers
             backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
         else:
             late_gathers = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
-            forwards = late_gathers + _exposed_comm_s(all_gathers - late_gathers, forward)
-            backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward)
+            forwards = late_gathers + _exposed_comm_s(all_gathers - late_gathers, forward_s)
+            backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward_s)
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards

@@ -173,13 +173,13 @@ class _MixerCost:
         tp = self.tp
         gemm = costs.gemm
         gather = all_gather_s(costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
-        project, project_back, weights = self._projections()
+        project, project_back, weights = self._projections_s()
         heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
         stream_bytes = tokens / tp * hidden * gemm.value_bytes
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
-        core, core_back = self._core()
-        ring, ring_back = self._ring(core, core_back)
+        core, core_back = self._core_s()
+        ring, ring_back = self._exposed_ring_s(core, core_back)
         part = "attention"
         forward = (
             CostItem(part, passes),
@@ -201,7 +201,7 @@ class _MixerCost:
             recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
         return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, 0.0, tuple(recompute))
 
-    def _projections(self) -> tuple[float, float, float]:
+    def _projections_s(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
         gemm = self.layer_costs.gemm
         mixer = self.mixer
@@ -223,7 +223,7 @@ class _MixerCost:
         backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
         return forward_s, backward_s, weights
 
-    def _core(self) -> tuple[float, float]:
+    def _core_s(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
         mixer = self.mixer
         device = self.layer_costs.device
@@ -247,7 +247,7 @@ class _MixerCost:
         )
         return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
-    def _ring(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
+    def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
         mixer = self.mixer
         device = self.layer_costs.device
@@ -357,8 +357,8 @@ class _MoECost:
         )
         dispatch = self._ep_comm(routed_tokens, costs.workload.dispatch_bytes)
         comm = self._ep_comm(routed_tokens, gemm.value_bytes)
-        router = self._router()
-        permute = self._permute(routed_tokens, local_experts)
+        router = self._router_s()
+        permute = self._permute_s(routed_tokens, local_experts)
         passes = gemm.memory_bound_s(5 * self.local_tokens * hidden * gemm.value_bytes)
         forward = [
             CostItem("router", router + passes),
@@ -412,7 +412,7 @@ class _MoECost:
         per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
         return forward_kernels + local_experts * per_expert[0], backward_kernels + local_experts * per_expert[1]
 
-    def _router(self) -> float:
+    def _router_s(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.
 
         They read [T, H] once and [T, E] several times.
@@ -425,7 +425,7 @@ class _MoECost:
             self.local_tokens * (6 * hidden + ROUTER_BYTES * experts)
         )
 
-    def _permute(self, routed_tokens: float, local_experts: int) -> float:
+    def _permute_s(self, routed_tokens: float, local_experts: int) -> float:
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
         Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
@@ -447,13 +447,13 @@ class _MoECost:
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, CostItem]:
         """Return the dispatch collectives of one direction: ep all-to-all, and etp all-gather of `routed_tokens`."""
-        dispatch = self._dispatch(value_bytes) * self.layer_costs.workload.effective_imbalance
+        dispatch = self._dispatch_s(value_bytes) * self.layer_costs.workload.effective_imbalance
         gather = all_gather_s(
             self.layer_costs.device, RankGroup(self.etp, 1), routed_tokens * self.expert_hidden_size * value_bytes
         )
         return CostItem("ep_comm", dispatch, "ep"), CostItem("etp_comm", gather, "etp")
 
-    def _dispatch(self, value_bytes: float) -> float:
+    def _dispatch_s(self, value_bytes: float) -> float:
         """Return the seconds of the all-to-all (or all-gather) of one direction over the ep group."""
         layer = self.layer
         device = self.layer_costs.device

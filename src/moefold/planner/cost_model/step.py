@@ -53,7 +53,7 @@ STEP_OVERHEAD_S = 0.01
 Seconds = NDArray[np.float64]
 
 
-_RankTime = tuple[float, float, float, tuple[float, ...]]
+_RankTimes = tuple[float, float, float, tuple[float, ...]]
 """Seconds of a micro-batch on one rank: forward, backward, weight gradients, and by part."""
 
 
@@ -212,7 +212,7 @@ class CostModel:
         backward_s = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds)
         recompute_s = float(_recompute_s(mixer, feed_forward, (mapping.recompute,))[0])
         seconds["recompute"] += recompute_s
-        launch_s = self._launch_waits(mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s))
+        launch_s = self._launch_gaps_s(mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s))
         seconds["launch"] += sum(launch_s)
         offload_s = [
             self.exposed_offload_s(offloaded_bytes, busy)
@@ -246,25 +246,25 @@ class CostModel:
         rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.layer_costs.tokens(cp, mbs) / tp / rate
 
-    def plain_layer(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
+    def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
         layer = self.model_spec.kinds[kind].feed_forward
         # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
         key = (kind, mapping.tp, mapping.cp, mapping.mbs)
         if layer is not None and layer.kind == "moe":
-            return self._plain_layer(kind, mapping)
+            return self._compute_plain_layer_s(kind, mapping)
         if key not in self._plain_layers:
-            self._plain_layers[key] = self._plain_layer(kind, mapping)
+            self._plain_layers[key] = self._compute_plain_layer_s(kind, mapping)
         return self._plain_layers[key]
 
-    def _plain_layer(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
+    def _compute_plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         mixer = self.layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs)
         feed_forward = self.layer_costs.feed_forward(
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
         )
         forward_s = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
         backward_s = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
-        launch_s = self._launch_waits(mixer, feed_forward, (forward_s, backward_s))
+        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s))
         return forward_s + launch_s[0], backward_s + launch_s[1]
 
     def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> float:
@@ -273,7 +273,7 @@ class CostModel:
         hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
         return compute + cost.all_to_all_s - hidden
 
-    def layers_with_strategies(
+    def layer_s_with_strategies(
         self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies
     ) -> tuple[Seconds, Seconds]:
         """Return the seconds of one layer, forward and backward, under each memory strategy; [strategies] each.
@@ -290,7 +290,7 @@ class CostModel:
         busy_backward_s = (
             backward_s + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
         )
-        launch_s = self._launch_waits(mixer, feed_forward, (forward_s, busy_backward_s))
+        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, busy_backward_s))
         offloaded = self._offloaded_bytes(kind, mapping, strategies)
         forward = np.full(len(strategies), forward_s) + launch_s[0]
         backward = busy_backward_s + launch_s[1]
@@ -332,7 +332,7 @@ class CostModel:
         seconds["ep_comm"] += all_to_all
         return compute, all_to_all
 
-    def _launch_waits(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _launch_gaps_s(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the launch gaps of a layer, forward and backward: gaps between kernels, or late host launches."""
         graphs = self.workload.cuda_graphs
         device = self.device
@@ -388,7 +388,7 @@ class CostModel:
 
     def _rank_times(
         self, mapping: ParallelMapping, layers: tuple[LayerTime, ...]
-    ) -> tuple[_RankTime, tuple[float, float, float]]:
+    ) -> tuple[_RankTimes, tuple[float, float, float]]:
         """Return the times of one micro-batch on the busiest pipeline rank, and their mean over all ranks."""
         head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         ranks = self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)

@@ -67,7 +67,7 @@ class StrategyCosts:
         """Return the cached `CostModel.layers_with_strategies`, [strategies] each."""
         key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
         if key not in self._layer_cache:
-            self._layer_cache[key] = self.cost_model.layers_with_strategies(kind, mapping, strategies)
+            self._layer_cache[key] = self.cost_model.layer_s_with_strategies(kind, mapping, strategies)
         return self._layer_cache[key]
 
     def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
@@ -103,7 +103,7 @@ class StrategyCosts:
 
         They are lower bounds: every memory strategy makes passes longer.
         """
-        layers = np.array([self.cost_model.plain_layer(kind, mapping) for kind in range(len(self._num_layers))])
+        layers = np.array([self.cost_model.plain_layer_s(kind, mapping) for kind in range(len(self._num_layers))])
         return self._price_passes(mapping, pipelines, layers[:, :, None])
 
     def _price_passes(

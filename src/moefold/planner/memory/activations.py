@@ -25,7 +25,7 @@ PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "
 UNSUPPORTED_LAYER = "foreign"
 """Label of the saved tensors of a layer that the runtime does not support."""
 
-OFFLOAD_RUNS_IN_TRANSIT = 2
+MAX_OFFLOADED_PARTS_IN_TRANSIT = 2
 """Maximum number of offloaded parts in memory: one being copied, and the next (docs/memory.md)."""
 
 OFFLOADED_LABELS = {
@@ -122,7 +122,7 @@ class ActivationMemoryTable:
             for kind, leaving in enumerate(offloaded[0] * scale):
                 column = table[:, self.columns.saved + kind]
                 column *= 1 - leaving / column.sum() if leaving else 1.0
-            table[0, self.columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max() * scale
+            table[0, self.columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max() * scale
         return self._with_head_columns(table, mapping, axis=1)
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
@@ -149,7 +149,9 @@ class ActivationMemoryTable:
             masks = _offload_mask(tuple(offload for _, offload in strategies))
             offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
             totals[:, columns.saved : columns.saved + columns.num_kinds] -= offloaded
-            totals[:, columns.end_column("in_transit")] = OFFLOAD_RUNS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
+            totals[:, columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(
+                axis=1, initial=0.0
+            )
             self._per_sample_cache[key] = totals, offloaded
         return self._per_sample_cache[key]
 

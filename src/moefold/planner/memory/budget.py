@@ -243,18 +243,18 @@ class MemoryBudget:
         memory_model: MemoryModel,
         snapshots: MemorySnapshots,
         saved: NDArray[np.float64],
-        occurs: NDArray[np.bool_] | None = None,
+        occurrence: NDArray[np.bool_] | None = None,
     ) -> None:
         self._memory_model = memory_model
         self._snapshots = snapshots
         self._saved = saved
-        self._occurs = occurs
+        self._occurrence = occurrence
 
     def activations(self, indices: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
         """Return the activation bytes at each snapshot, [snapshots, strategies]; -inf where it does not occur."""
         found: NDArray[np.float64] = self._snapshots.activations @ self._saved[indices].T
-        if self._occurs is not None:
-            found[~self._occurs[:, indices]] = -np.inf
+        if self._occurrence is not None:
+            found[~self._occurrence[:, indices]] = -np.inf
         return found
 
     def totals(self, mapping: ParallelMapping, activations: NDArray[np.float64]) -> NDArray[np.float64]:

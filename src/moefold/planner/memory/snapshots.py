@@ -281,14 +281,14 @@ class _RankWalker:
                 )
                 # With two micro-batches at a time, one is being offloaded and the other prefetched.
                 run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
-                self._running_cache[running] = _with_occurs(run, 1.0, 1.0)
+                self._running_cache[running] = _with_occurrence(run, 1.0, 1.0)
         return self._running_cache[running]
 
     def _overlap_snapshots(self, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
         if not self._finds_all:
             before = self._saved(backward_chunk)
             before[self.columns.end_column("in_transit")] += 2.0
-            return _with_occurs(before[None], 1.0, 1.0)
+            return _with_occurrence(before[None], 1.0, 1.0)
         plain, paused = (
             OverlapSpec(self.columns, self.splits_backward, recomputes, self._keeps_sent_messages())
             for recomputes in (False, True)
@@ -297,7 +297,7 @@ class _RankWalker:
             overlap_snapshots(plain, forward_chunk, backward_chunk),
             overlap_snapshots(paused, forward_chunk, backward_chunk),
         )
-        return np.concatenate([_with_occurs(runs[0], 1.0, 0.0), _with_occurs(runs[1], 0.0, 1.0)])
+        return np.concatenate([_with_occurrence(runs[0], 1.0, 0.0), _with_occurrence(runs[1], 0.0, 1.0)])
 
     def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
         """Yield the end of the forward pass, and the last layer of each kind while it runs."""
@@ -305,7 +305,7 @@ class _RankWalker:
         if chunk.has_loss:
             whole[self.columns.end_column("logits")] += 1
         yield whole
-        for i in _last_of_each(chunk.kinds):
+        for i in _last_layer_of_each_kind(chunk.kinds):
             now = self._saved_before(chunk, i + 1)
             now[self.columns.transient + chunk.kinds[i]] += 1
             yield now
@@ -314,7 +314,7 @@ class _RankWalker:
         """Yield the last layer of each kind while it runs, and the first of each if weight gradients are delayed."""
         now = self._saved_before(chunk, 0)
         yield now + (self._delayed_wgrad(chunk) if self.splits_backward else 0)
-        last = _last_of_each(chunk.kinds)
+        last = _last_layer_of_each_kind(chunk.kinds)
         first = [chunk.kinds.index(kind) for kind in set(chunk.kinds)] if self.splits_backward else []
         for i in sorted({*last, *first}):
             now = self._saved_before(chunk, i + 1)
@@ -365,11 +365,11 @@ class _RankWalker:
         )
 
 
-def _with_occurs(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:
+def _with_occurrence(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:
     return np.hstack([rows, np.tile([without_recompute, with_recompute], (len(rows), 1))])
 
 
-def _last_of_each(kinds: Sequence[int]) -> list[int]:
+def _last_layer_of_each_kind(kinds: Sequence[int]) -> list[int]:
     return sorted({kind: i for i, kind in enumerate(kinds)}.values())
 
 

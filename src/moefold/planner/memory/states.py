@@ -180,7 +180,7 @@ class StateMemoryTable:
                 self._unit_bytes_cache[key] = self._sharded_bytes(
                     shard_spec, weights, shard_spec.gathered_bytes(weights), is_offloaded=is_offloaded
                 )
-            total = _add(total, self._unit_bytes_cache[key])
+            total = _add_bytes(total, self._unit_bytes_cache[key])
         return (*total, self._buffer_bytes(name))
 
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
@@ -248,7 +248,7 @@ def layer_letter(model_spec: ModelSpec, kind: int) -> str:
     return "M" if layer is not None and layer.kind == "moe" else "D"
 
 
-def _add(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _add_bytes(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
 
 

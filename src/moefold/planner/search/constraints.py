@@ -81,7 +81,7 @@ def _samples_per_step(values: AxisValues) -> tuple[int, int]:
     return above // common, below // common
 
 
-DERIVED: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {
+DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {
     "dp": (_model_parallel_size, ("tp", "cp", "pp")),
     "crosses_ranks": (_crosses_ranks, ("ep", "etp")),
     "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
@@ -181,7 +181,7 @@ class MappingConstraints:
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
 
-    def config_of(self, values: AxisValues) -> Config:
+    def config_with(self, values: AxisValues) -> Config:
         """Return the recipe with another mapping; axes that are left out stay unchanged."""
         changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
         for axis, value in values.items():
@@ -215,10 +215,13 @@ class MappingConstraints:
         axis, value = rule.applies_when
         if axis and values[axis] != value:
             return True
-        key = (rule.validate, *(DERIVED[name][0](values) if name in DERIVED else values[name] for name in rule.reads))
+        key = (
+            rule.validate,
+            *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in rule.reads),
+        )
         known = self._cache.get(key)
         if known is None:
-            known = next(iter(rule.validate(self.config_of(values))), None) is None
+            known = next(iter(rule.validate(self.config_with(values))), None) is None
             self._cache[key] = known
         return known
 

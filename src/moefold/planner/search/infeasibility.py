@@ -60,7 +60,7 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
         if axis not in AXIS_KEYS:
             continue
         tried = [
-            _validation_errors(constraints.config_of({**v, axis: value}))
+            _validation_errors(constraints.config_with({**v, axis: value}))
             for v in _legal_samples_without(constraints, restriction, axis)
         ]
         # If the runtime accepts one of them, the restriction excludes it, and not a rule.
@@ -89,8 +89,8 @@ def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction
     values = _fixed_axes_only(restriction)
     world = constraints.base_config.parallel.world_size
     others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
-    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_of(degrees)))
-    return max(_validation_errors(constraints.config_of(values)), key=lambda error: found[error], default="")
+    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_with(degrees)))
+    return max(_validation_errors(constraints.config_with(values)), key=lambda error: found[error], default="")
 
 
 def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:

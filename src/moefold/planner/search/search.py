@@ -374,7 +374,7 @@ class Search:
             forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []
             for kind, count in enumerate(self._kind_counts):
-                forward_s, backward_s = self.cost_model.plain_layer(kind, probe)
+                forward_s, backward_s = self.cost_model.plain_layer_s(kind, probe)
                 kinds.append(forward_s + backward_s)
                 forward += count * forward_s
                 backward += count * backward_s

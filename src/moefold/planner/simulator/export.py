@@ -84,10 +84,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
     Each pipeline rank is a process, times are in microseconds, and arrows connect messages.
     """
-    return {"traceEvents": [*_names(timeline), *_slices(timeline), *_message_arrows(timeline)], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*_metadata_events(timeline), *_slice_events(timeline), *_flow_events(timeline)],
+        "displayTimeUnit": "ms",
+    }
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _metadata_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank in range(timeline.num_ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -96,16 +99,18 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": i, "args": {"sort_index": i}}
 
 
-def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _slice_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank in range(timeline.num_ranks):
         for action, (start, end) in timeline.actions(rank):
-            yield _slice(rank, _track(action), f"{PASS_NAMES[action.kind]} {action.micro_batch}", (start, end), action)
+            yield _slice_event(
+                rank, _track_index(action), f"{PASS_NAMES[action.kind]} {action.micro_batch}", (start, end), action
+            )
     for event in timeline.events:
         track = TRACKS.index(event.stream)
-        yield _slice(event.rank, track, event.part, (event.start_s, event.end_s), event.action)
+        yield _slice_event(event.rank, track, event.part, (event.start_s, event.end_s), event.action)
 
 
-def _slice(rank: int, track: int, name: str, span: tuple[float, float], action: Action | None) -> dict[str, Any]:
+def _slice_event(rank: int, track: int, name: str, span: tuple[float, float], action: Action | None) -> dict[str, Any]:
     args = {} if action is None else {"action": str(action), "stage": action.stage, "micro_batch": action.micro_batch}
     start, end = span
     return {
@@ -120,10 +125,10 @@ def _slice(rank: int, track: int, name: str, span: tuple[float, float], action: 
     }
 
 
-def _message_arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _flow_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the arrows from each message to the pass that receives it."""
     begins = {
-        (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track(action))
+        (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track_index(action))
         for rank in range(timeline.num_ranks)
         for action, (start, _) in timeline.actions(rank)
         if action.kind != "W"
@@ -139,7 +144,7 @@ def _message_arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "f", "bp": "e", "pid": event.peer, "tid": track, "ts": start * 1e6, **common}
 
 
-def _track(action: Action) -> int:
+def _track_index(action: Action) -> int:
     return 0 if action.kind == "F" else 1
 
 

@@ -166,7 +166,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         permutation: Permutation,
         probs_TK: Tensor,
         sent: Tensor,
-        arriving: Tensor,
+        received: Tensor,
         migration: ExpertMigration | None = None,
     ) -> AllToAllMetadata:
         """Compute the metadata from the tokens that this rank sends and receives; counts are on the CPU.
@@ -178,19 +178,19 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
             arriving: tokens received for each expert, [ep source, etp source, experts computed here].
             migration: migrated experts.
         """
-        arriving = arriving.transpose(0, 1)  # memory order after the all-gather over etp
+        received = received.transpose(0, 1)  # memory order after the all-gather over etp
         order = None
-        if arriving.shape[2] > 1 and self._experts.size > 1:
+        if received.shape[2] > 1 and self._experts.size > 1:
             device = probs_TK.device
-            to_expert_order, inverse = order_by_expert(arriving.flatten(0, 1))
+            to_expert_order, inverse = order_by_expert(received.flatten(0, 1))
             order = to_expert_order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
         return AllToAllMetadata(
             permutation=permutation,
             probs_TK=probs_TK,
-            tokens_per_expert=arriving.sum((0, 1)).tolist(),
+            tokens_per_expert=received.sum((0, 1)).tolist(),
             input_splits=sent.sum(1).tolist(),
-            output_splits=arriving[self._etp.rank].sum(1).tolist(),
-            etp_splits=arriving.sum((1, 2)).tolist(),
+            output_splits=received[self._etp.rank].sum(1).tolist(),
+            etp_splits=received.sum((1, 2)).tolist(),
             expert_order=order,
             migration=migration,
         )
