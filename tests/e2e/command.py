@@ -47,9 +47,9 @@ def run(words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedP
     )
 
 
-def moefold(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Run `moefold WORDS` to its end, in a process that has torch in memory from its start."""
-    return run_forked(words, timeout_s, ROOT, environment())
+def moefold(*words: str, timeout_s: float = 240.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `moefold WORDS` to its end in a folder, in a process that has torch in memory from its start."""
+    return run_forked(words, timeout_s, cwd, environment())
 
 
 def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:

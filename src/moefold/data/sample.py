@@ -139,7 +139,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
 
 
 def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
-    """Number the documents of a sample by their end token."""
+    """Return the document number of each token of a sample, from its end tokens."""
     documents = np.zeros(len(tokens), dtype=np.int32)
     np.cumsum(tokens[:-1] == end_id, out=documents[1:])
     return Sample(tokens, documents)

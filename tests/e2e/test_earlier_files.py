@@ -1,0 +1,42 @@
+"""A run, its checkpoint, its tokens and its recipe that commit ad78ce5 wrote: they load, and training continues alike."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import moefold
+
+ARCHIVE = Path(__file__).parents[1] / "checkpoint" / "written_by_ad78ce5.tar.gz"
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Unpack what the earlier commit wrote: a run of 4 steps as it was after step 2, in float64 on one rank."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def _records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_training_continues_with_the_numbers_of_the_earlier_commit(folder):
+    done = moefold("train", "recipe.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    records = _records(folder / "run" / "metrics.jsonl")
+    expected = _records(folder / "expected_metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for found, wanted in zip(records[2:], expected[2:], strict=True):
+        assert set(wanted) <= set(found)
+        for key in ("loss", "aux_loss", "grad_norm", "lr", "tokens"):
+            assert found[key] == pytest.approx(wanted[key], rel=1e-12), key
+
+
+def test_commands_read_the_earlier_run(folder):
+    for words in (("checkpoint", "verify", "run"), ("inspect", "run"), ("eval", "run", "--text", "recipe.toml")):
+        done = moefold(*words, cwd=folder)
+        assert done.returncode == 0, (words, done.stderr)
