@@ -111,13 +111,13 @@ def test_loop_equals_the_definition(counts):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
-def _looped(x, weights, counts, *extra, weights_R=None):
-    return sequential_experts(x, weights, SequentialExpertOptions(counts, *extra), weights_R)
+def _looped(x, weights, counts, *extra, probs_R=None):
+    return sequential_experts(x, weights, SequentialExpertOptions(counts, *extra), probs_R)
 
 
 def _weighed_inside(apply, extra):
     """Experts that apply the weights of the rows themselves; the weights are the first tensor."""
-    return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra, weights_R=weights)
+    return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra, probs_R=weights)
 
 
 def _weighed_outside(apply, extra):

@@ -59,7 +59,7 @@ def _layer(
     size = E // groups.moe.ep.size
     mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
     rows, plan = dispatcher.dispatch(x, assignment)
-    counts, weights_R = plan.rows_per_expert, None
+    counts, weights_R = plan.tokens_per_expert, None
     if weighs_early:
         weights_R, plan = dispatcher.dispatch_probs(plan)
     y = sequential_experts(
@@ -69,7 +69,7 @@ def _layer(
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)
     results = {"y": home.detach(), "x": x_grad, "probs": probs_grad, "weights": weights_grad}
-    return results | {"rows": torch.tensor(plan.rows_per_expert)}
+    return results | {"rows": torch.tensor(plan.tokens_per_expert)}
 
 
 def _both(

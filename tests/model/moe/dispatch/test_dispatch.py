@@ -114,7 +114,7 @@ def _break(dispatcher: Dispatcher[Any], phase: str) -> None:
 
     def broken(rows: Tensor, plan: Any, *compute: Any) -> Resumable[Any]:
         found = yield from whole(rows, plan, *compute)
-        if phase == "combine_steps":
+        if phase == "combine_async":
             return _DoubleGradient.apply(found)
         return _DoubleGradient.apply(found[0]), found[1]
 
@@ -208,7 +208,7 @@ def test_every_dispatcher_equals_the_reference(pool, sizes):
 @pytest.mark.parametrize("name", DISPATCHERS)
 @pytest.mark.parametrize(
     ("phase", "noticed"),
-    [("dispatch_steps", "x"), ("combine_steps", "(router.weight|experts.w_gate)")],
+    [("dispatch_async", "x"), ("combine_async", "(router.weight|experts.w_gate)")],
 )
 def test_a_wrong_factor_is_noticed(pool, name, phase, noticed):
     sizes = {"world_size": 2, "tp": 2, "ep": 2}
@@ -247,8 +247,8 @@ def _travel(groups: ParallelGroups, name: str, kind: str) -> tuple[bool, bool]:
     rows, plan = dispatcher.dispatch(x, assignment)
 
     first = groups.moe.ep.rank * (experts // groups.moe.ep.size)
-    mine = torch.arange(first, first + len(plan.rows_per_expert))
-    at = mine.repeat_interleave(torch.tensor(plan.rows_per_expert))
+    mine = torch.arange(first, first + len(plan.tokens_per_expert))
+    at = mine.repeat_interleave(torch.tensor(plan.tokens_per_expert))
     owner, index = rows[:, 0].long() // 1000, rows[:, 0].long() % 1000
     chosen = (_travel_ids(owner, index, kind) == at.unsqueeze(1)).any(1)
     if kind == "padded":

@@ -108,7 +108,7 @@ def _experts(layout: Layout, rank: int) -> Experts:
 
 def _apply(dispatcher: Dispatcher[Any], experts: Experts, x: Tensor, assignment: RoutingMap) -> tuple[Tensor, Any, int]:
     rows, plan = dispatcher.dispatch(x, assignment)
-    y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.migration(plan)), plan)
+    y = dispatcher.combine(experts(rows, plan.tokens_per_expert, dispatcher.migration(plan)), plan)
     return y, plan, len(rows)
 
 
@@ -123,7 +123,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups) -> dict[str, Any]:
     y.backward(grad)
     tensors = {"y": y.detach(), "x": x.grad, "probs": assignment.probs_TK.grad}
     tensors |= {name: getattr(experts, name).grad for name in WEIGHTS}
-    return {key: value.numpy() for key, value in tensors.items()} | {"rows": rows, "moved": plan.loan is not None}
+    return {key: value.numpy() for key, value in tensors.items()} | {"rows": rows, "moved": plan.migration is not None}
 
 
 def _run_cases(sizes: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -220,14 +220,14 @@ def _travel(sizes: dict[str, Any], name: str) -> tuple[bool, bool, bool]:
     assignment = RoutingMap(ids, torch.full(ids.shape, 1 / case.top_k, dtype=torch.float64))
     rows, plan = dispatcher.dispatch(x, assignment)
     here = torch.arange(E).view(groups.moe.ep.size, -1)[groups.moe.ep.rank].double()
-    if plan.loan is not None:
+    if plan.migration is not None:
         # Weights that say whose they are.
-        (own,), (borrowed,) = plan.loan.exchange([here.unsqueeze(1)])
+        (own,), (borrowed,) = plan.migration.migrate([here.unsqueeze(1)])
         here = torch.cat((own, borrowed)).squeeze(1)
-    at = here.long().repeat_interleave(torch.tensor(plan.rows_per_expert))
+    at = here.long().repeat_interleave(torch.tensor(plan.tokens_per_expert))
     tags = zip(rows[:, 0].long().tolist(), at.tolist(), strict=True)
     chosen = all(expert in case.ids(tag // 1000)[tag % 1000] for tag, expert in tags)
-    is_needed = all(plan.rows_per_expert[E // groups.moe.ep.size :])
+    is_needed = all(plan.tokens_per_expert[E // groups.moe.ep.size :])
     home = dispatcher.combine(rows / groups.moe.etp.size, plan)
     home.backward(x.detach())
     came_home = torch.equal(home, x) and torch.equal(x.grad, x)
@@ -283,7 +283,7 @@ def _under_way_together(sizes: dict[str, Any]) -> list[dict[str, Any]]:
         under_way.append((x, assignment, dispatcher.dispatch(x, assignment), grad))
     results = []
     for x, assignment, (rows, plan), grad in under_way:
-        y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.migration(plan)), plan)
+        y = dispatcher.combine(experts(rows, plan.tokens_per_expert, dispatcher.migration(plan)), plan)
         results.append((x, assignment, y, grad))
     for _, _, y, grad in results:
         y.backward(grad)
