@@ -146,6 +146,24 @@ def test_absurd_sizes_of_a_plan_are_one_message_at_once(capsys, option, value):
     assert f"{value} must be at " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["9", "1e9", "1e300", "1e308"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan mixtral-8x7b --gpu h100 --num-gpus 16 --seq-len 4096 --global-batch-size 64",
+        "simulate {recipe}",
+        "memory {recipe} --dry",
+    ],
+)
+def test_an_absurd_imbalance_is_one_message_at_once(capsys, words, value):
+    before_s = processor_s()
+    assert main([*words.format(recipe=QUICKSTART).split(), "--imbalance", value]) == 2
+    assert processor_s() - before_s < MOST_S
+    err = capsys.readouterr().err
+    assert "must be at least 1 and at most 8, the number of experts" in err
+    assert err.count("\n") == 1
+
+
 def test_text_that_spells_no_number_is_none():
     assert [parse_count(text) for text in ("7", "007", "", "-1", "1.0", "٣", "x")] == [7, 7, *[None] * 5]
     assert parse_count("9" * 5000) == 2**53
