@@ -13,7 +13,6 @@ from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_rec
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
