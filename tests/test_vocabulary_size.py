@@ -31,6 +31,9 @@ def words(tmp_path: Path) -> list[str]:
         (["model.vocab_size=500"], 500),
         (["model.vocab_size=256"], 256),
         (["model.preset=bench-small"], 4096),
+        (["model.preset=quickstart"], 512),
+        (["model.preset=quickstart", "model.vocab_size=256"], 256),
+        (["model.preset=quickstart", "data.tokenizer=none.json"], 256),
         (["data.tokenizer=bytes"], 256),
     ],
 )

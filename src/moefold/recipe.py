@@ -67,10 +67,11 @@ VOCAB_MULTIPLE = 64
 
 
 def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
-    """Take model.vocab_size from data.tokenizer if no recipe, override or preset sets it.
+    """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
     The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64 and of
-    parallel.tp. The tokenizer "bytes" and data without text keep the default.
+    parallel.tp; a preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
+    keep the default.
 
     Args:
         cfg: a valid recipe.
@@ -86,8 +87,7 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     model = cfg.model
     if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in explicit_keys:
         return cfg, ""
-    if model.preset and "vocab_size" in load_preset(model.preset):
-        return cfg, ""
+    preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
     from moefold.data.input_paths import existing_path
     from moefold.data.tokenizer import JsonTokenizer
@@ -95,7 +95,12 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     try:
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size
     except ConfigError as error:
+        if preset_size is not None:
+            # The size does not depend on the tokenizer, which may be on another machine; training reports it.
+            return cfg, ""
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
+    if preset_size is not None and num_ids <= preset_size:
+        return cfg, ""
     multiple = math.lcm(VOCAB_MULTIPLE, max(1, cfg.parallel.tp))
     size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / multiple) * multiple
     if size == model.vocab_size:

@@ -23,6 +23,9 @@ from tests.e2e.command import moefold
         (["ranks", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
         (["scaling", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
         (["dispatch", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
+        (["--plot", "x.xyz"], "--plot x.xyz must end in .png"),
+        (["ranks", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
+        (["scaling", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
         (["plot", "pyproject.toml", "x.png"], "pyproject.toml is no JSON"),
     ],
 )

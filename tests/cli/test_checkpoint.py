@@ -77,6 +77,17 @@ def test_show_takes_the_newest_of_a_run(run, capsys):
     assert "layers.1.ffn.experts.w_up" in text
 
 
+def test_a_checkpoint_without_a_step_in_its_name_is_listed_and_verified(copy, capsys):
+    """As `import` writes one."""
+    imported = (copy / "checkpoints" / STEPS[0]).rename(copy / "imported")
+    assert main(_words("list", imported)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["checkpoint", "imported"]
+    assert main(_words("verify", imported)) == 0
+    assert capsys.readouterr().out == f"{imported}: sound\n"
+    _flip(imported)
+    assert main(_words("verify", imported)) == 1
+
+
 def test_verify_names_what_is_damaged(copy, capsys):
     assert main(_words("verify", copy)) == 0
     assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["sound", "sound"]

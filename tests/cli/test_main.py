@@ -127,6 +127,22 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("more", [["--json"], []])
+def test_a_full_standard_output_is_one_line(more):
+    program = "import sys; from moefold.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "layout", "world_size=64", "tp=8", *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == "moefold: error: standard output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_import_torch_and_each_other_only_when_they_work(name):
     others = [f"moefold.cli.{other}" for other in COMMANDS if other != name]

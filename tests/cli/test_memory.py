@@ -128,9 +128,9 @@ def test_all_ranks_are_shown_in_a_narrow_terminal(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--imbalance", "0.5", "--dry"], "--imbalance 0.5 must be a number of at least 1"),
-        (["--imbalance", "nan", "--dry"], "--imbalance nan must be a number of at least 1"),
-        (["--imbalance", "inf", "--dry"], "--imbalance inf must be a number of at least 1"),
+        (["--imbalance", "0.5", "--dry"], "--imbalance 0.5 must be at least 1"),
+        (["--imbalance", "nan", "--dry"], "--imbalance nan must be at least 1"),
+        (["--imbalance", "inf", "--dry"], "--imbalance inf must be at least 1"),
         (["--device", "cuda"], "add --dry"),
         (["run.device=cuda"], "measured on the CPU only"),
         (["parallel.world_size=128", "train.global_batch_size=512"], "add --dry"),

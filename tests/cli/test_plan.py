@@ -310,7 +310,10 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
         ([*SMALL, "--memory-reserve", "500"], "--memory-reserve 500 must be at least 0 and below 79.1"),
         ([*SMALL, "--wide", "--json"], "--wide has no effect on --json"),
         ([*SMALL, "--breakdown", "--explain", "tp=2"], "--breakdown has no effect on --explain"),
-        *(([*SMALL, "--imbalance", value], f"--imbalance {value} must be a number") for value in ("0.5", "nan", "inf")),
+        *(
+            ([*SMALL, "--imbalance", value], f"--imbalance {value} must be at least 1")
+            for value in ("0.5", "nan", "inf")
+        ),
         ([*SMALL, "--recipe", "out.txt"], "must end in .toml"),
         ([*SMALL, "--trace", "nowhere"], "--trace"),
         (SMALL[:6], "--seq-len is missing"),

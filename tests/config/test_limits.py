@@ -1,5 +1,6 @@
 """Absurd values of any key are one message at once: no search, no list of a billion layers, no traceback."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -144,6 +145,45 @@ def test_absurd_sizes_of_a_plan_are_one_message_at_once(capsys, option, value):
     assert main(PLAN.format(**sizes).split()) == 2
     assert processor_s() - before_s < MOST_S
     assert f"{value} must be at " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["9", "1e9", "1e300", "1e308"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan mixtral-8x7b --gpu h100 --num-gpus 16 --seq-len 4096 --global-batch-size 64",
+        "simulate {recipe}",
+        "memory {recipe} --dry",
+    ],
+)
+def test_an_absurd_imbalance_is_one_message_at_once(capsys, words, value):
+    before_s = processor_s()
+    assert main([*words.format(recipe=QUICKSTART).split(), "--imbalance", value]) == 2
+    assert processor_s() - before_s < MOST_S
+    err = capsys.readouterr().err
+    assert "must be at least 1 and at most 8, the number of experts" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("word", ["x" * 90_000, f"model.{'x' * 90_000}=1", f"tp={'x' * 90_000}", f"x.y={'x' * 90_000}"])
+def test_an_absurd_override_is_shortened(capsys, word):
+    assert main(["train", str(QUICKSTART), word]) == 2
+    assert len(capsys.readouterr().err) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {recipe} data.kind=tokens data.path={pipe} run.dir={folder}/run",
+        "tokenize {pipe} --tokenizer bytes --out {folder}/out",
+        "plan {pipe} --gpu h100 --num-gpus 8 --seq-len 4096 --global-batch-size 64",
+    ],
+)
+def test_a_named_pipe_is_one_message(capsys, tmp_path, words):
+    pipe = tmp_path / "pipe.bin"
+    os.mkfifo(pipe)
+    assert main(words.format(recipe=QUICKSTART, pipe=pipe, folder=tmp_path).split()) == 2
+    assert "cannot be read: it is a named pipe, not a regular file\n" in capsys.readouterr().err
 
 
 def test_text_that_spells_no_number_is_none():

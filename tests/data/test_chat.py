@@ -120,6 +120,19 @@ def test_a_template_without_measure_is_one_message(source: str, reason: str):
     assert chat.render(CHAT, None, "f:3").text == "fine"
 
 
+def test_conversations_after_a_refused_one_cost_nothing():
+    """Each of them would cost the full CPU limit, before the first refusal is reported."""
+    slow = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+    chat = ChatTemplate(slow, location="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
+    asked: list[int] = []
+    send = chat._process._send
+    chat._process._send = lambda data: (asked.append(len(data)), send(data))[1]
+    with pytest.raises(ConfigError, match=r"f:0: .*takes more than 0.2 s"):
+        list(chat.render_all([(CHAT, None, f"f:{i}") for i in range(50)]))
+    # One batch of conversations, and the template for the process that was started again.
+    assert len(asked) == 2
+
+
 def test_a_template_that_is_worked_out_before_it_is_used_is_bounded_too():
     with pytest.raises(ConfigError, match=r"is not a Jinja template \(it takes more than 0.2 s of CPU time\)"):
         ChatTemplate("{{ 9 ** (9 ** 9) }}", location="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))

@@ -181,6 +181,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "full" / "letter.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
     tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
     before = content(tmp_path / "out")
     with pytest.raises(ConfigError, match="another --shard-mb"):

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,9 +12,11 @@ import pytest
 from tests.e2e.command import (
     FOLDED,
     FOUR,
+    ROOT,
     TWO,
     checkpoints,
     child_ids,
+    environment,
     interrupted,
     losses,
     metrics,
@@ -22,6 +26,8 @@ from tests.e2e.command import (
 )
 
 pytestmark = pytest.mark.e2e
+
+SAVES = ("checkpoint.every=1000",)
 
 
 def test_ctrl_c_and_sigterm_save_and_the_same_command_resumes(one_rank, tmp_path):
@@ -46,6 +52,32 @@ def test_ctrl_c_and_sigterm_save_and_the_same_command_resumes(one_rank, tmp_path
 
     train(run_dir, *words)
     assert losses(run_dir) == pytest.approx(losses(one_rank), rel=1e-4)
+
+
+@pytest.mark.parametrize("words", [(), TWO], ids=["one rank", "two ranks"])
+def test_a_closed_terminal_saves(tmp_path, words):
+    run_dir = tmp_path / "run"
+    stopped = interrupted(run_dir, 3, lambda pid: os.killpg(pid, signal.SIGHUP), "run.steps=100000", *SAVES, *words)
+    assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr
+    assert stopped.stdout.splitlines()[-1].startswith(f"stopped by SIGHUP after step {len(losses(run_dir))} of 100000")
+    assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
+
+
+@pytest.mark.parametrize("words", [(), TWO], ids=["one rank", "two ranks"])
+def test_a_closed_output_pipe_saves_and_says_so(tmp_path, words):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "moefold", *small(run_dir, "run.steps=100", *SAVES, *words)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+    ) as process:
+        assert any(line.startswith("step ") for line in process.stdout)
+        process.stdout.close()
+        message = process.stderr.read()
+    steps = len(losses(run_dir))
+    assert process.returncode == 128 + signal.SIGPIPE, message
+    assert message.startswith(f"moefold: stopped by SIGPIPE after step {steps} of 100; saved in ")
+    assert message.count("\n") == 1
+    assert checkpoints(run_dir) == [f"step-{steps:06d}"]
 
 
 def test_kill_and_resume_under_another_mapping_equals_the_uninterrupted_run(one_rank, tmp_path):

@@ -17,6 +17,7 @@ def _wait(ignores_interrupts: bool, ready: object) -> None:
     else:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(77))
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(78))
+        signal.signal(signal.SIGHUP, lambda number, frame: os._exit(79))
     ready.set()
     time.sleep(60)
 
@@ -30,7 +31,7 @@ def _start(ignores_interrupts: bool = False) -> BaseProcess:
     return child
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 77), (signal.SIGTERM, 78)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 77), (signal.SIGTERM, 78), (signal.SIGHUP, 79)])
 def test_a_signal_reaches_the_children_and_not_the_parent(number, status):
     child = _start()
     with SignalForwarder() as relay:

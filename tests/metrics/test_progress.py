@@ -1,12 +1,13 @@
 """The progress line: what it says, when a plain one appears, and what a terminal sees."""
 
 import io
+import os
 import re
 from dataclasses import replace
 
 import pytest
 
-from moefold.metrics.progress import PLAIN_INTERVAL_S, Progress, format_count, format_duration, format_step
+from moefold.metrics.progress import PLAIN_INTERVAL_S, Progress, format_count, format_duration, format_step, round_steps
 from tests.metrics.example import STEP
 
 
@@ -66,7 +67,20 @@ def test_a_short_run_prints_every_step() -> None:
 def test_a_long_run_prints_every_few_seconds() -> None:
     lines = run_plain(1000, step_time_s=1.0)
     every = int(PLAIN_INTERVAL_S)
-    assert shown_steps(lines) == [*range(1, 1000, every), 1000]
+    assert shown_steps(lines) == [1, *range(every, 1001, every)]
+
+
+def test_the_interval_in_steps_is_constant_and_round() -> None:
+    """The first steps are slow, and the later ones uneven."""
+    clock, stream = Clock(), io.StringIO()
+    with Progress(1000, 1, stream, clock=clock) as progress:
+        for step in range(1, 1001):
+            clock.now_s += 9.0 if step < 3 else 0.08 + 0.04 * (step % 2)
+            progress.update(replace(STEP, step=step))
+    assert shown_steps(stream.getvalue().splitlines()) == [1, 2, *range(100, 1001, 100)]
+    assert [round_steps(number) for number in (0.2, 1, 1.1, 4, 5, 9, 10, 11, 499, 5001)] == [
+        1, 1, 2, 5, 5, 10, 10, 20, 500, 10000,
+    ]  # fmt: skip
 
 
 def test_a_long_run_prints_first_last_and_evaluations_at_any_pace() -> None:
@@ -198,3 +212,17 @@ def test_format_count(count: float, text: str) -> None:
 )
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_closed_pipe_is_told_once_and_later_lines_are_discarded() -> None:
+    reader, writer = os.pipe()
+    told: list[str] = []
+    with (
+        open(writer, "w", encoding="utf-8") as stream,
+        Progress(20, 1, stream, on_broken_pipe=lambda: told.append("closed")) as progress,
+    ):
+        progress.message("first")
+        os.close(reader)
+        progress.message("second")
+        progress.update(STEP)
+    assert told == ["closed"]

@@ -8,7 +8,7 @@ from moefold.checkpoint.checkpoint_dir import META_FILE, step_path
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.recipe import load_config
-from moefold.train.log_lines import closing_lines, startup_lines
+from moefold.train.log_lines import closing_lines, next_commands, startup_lines
 
 WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")
 UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")
@@ -106,3 +106,8 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
         "or train on: the same command with run.steps=40",
     ]
     assert lines[1:] == (more if saved and not status else [])
+
+
+def test_a_chat_model_is_tried_with_chat(tmp_path):
+    words = ["data.kind=sft", "data.path=x.jsonl", f"run.dir={tmp_path}"]
+    assert next_commands(load_config(None, words))[0] == f"next: moefold generate {tmp_path} Hello --chat"

@@ -2,16 +2,17 @@ import signal
 
 import pytest
 
+from moefold.host.processes import STOP_SIGNALS
 from moefold.train import signals as module
 from moefold.train.signals import NOTICE, SIGNALS, StopSignals
 
 
 def test_no_signal_no_flag():
     with StopSignals() as stop:
-        assert stop.flags == (False, False)
+        assert not any(stop.flags)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_raises_its_flag_and_nothing_else(number):
     with StopSignals() as stop:
         signal.raise_signal(number)
@@ -23,7 +24,7 @@ def test_the_same_press_may_come_twice():
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert stop.flags == (True, False)
+        assert stop.flags == (True, False, False, False)
 
 
 def test_a_second_press_abandons_the_step(monkeypatch):
@@ -39,7 +40,7 @@ def test_a_second_sigterm_changes_nothing(monkeypatch):
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.flags == (False, True)
+        assert stop.flags == (False, True, False, False)
 
 
 def test_one_rank_tells_that_ctrl_c_was_heard_once(capfd):
@@ -59,3 +60,21 @@ def test_the_handlers_before_come_back():
     with StopSignals():
         pass
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_closed_pipe_stops_as_a_signal_does():
+    with StopSignals() as stop:
+        stop.request(signal.SIGPIPE)
+    assert [number for number, raised in zip(SIGNALS, stop.flags, strict=True) if raised] == [signal.SIGPIPE]
+
+
+def test_an_ignored_hangup_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not any(stop.flags)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -170,7 +170,7 @@ class _DispatchLayer:
             preprocess,
             lambda rows: dispatcher.dispatch_communicate(rows, plan),
             lambda rows: dispatcher.dispatch_postprocess(rows, plan),
-            lambda rows: self._experts(rows, plan.rows_per_expert),
+            lambda rows: self._experts(rows, plan.tokens_per_expert),
             lambda rows: dispatcher.combine_preprocess(rows, plan),
             lambda rows: dispatcher.combine_communicate(rows, plan),
             lambda rows: dispatcher.combine_postprocess(rows, plan),

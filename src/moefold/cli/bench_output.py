@@ -9,7 +9,7 @@ from typing import Any
 from moefold.bench.shape import BenchShape, bench_shapes
 from moefold.cli.command_parser import DEVICE_OPTION, reworded_errors
 from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.planner.export_recipe import check_output_path, check_writable, reject_existing
 from moefold.terminal import print_escaped
 
 
@@ -56,10 +56,13 @@ def check_output_options(args: argparse.Namespace) -> None:
     """Check that the output files can be written, before any measurement.
 
     Raises:
-        ConfigError: a folder is missing, a path is not writable, or a file exists and --force is not given.
+        ConfigError: a plot has another suffix than .png, a folder is missing, a
+            path is not writable, or a file exists and --force is not given.
     """
     for option, name in (("--json", args.json), ("--plot", args.plot)):
         if name is not None and (option, name) != ("--json", "-"):
+            if option == "--plot":
+                check_output_path(option, Path(name), (".png",))
             check_writable(option, Path(name))
             reject_existing(option, Path(name), force=args.force)
 

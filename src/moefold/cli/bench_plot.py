@@ -6,7 +6,7 @@ from moefold.bounded_read import MAX_REPORT_BYTES, read_json
 from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.planner.export_recipe import check_output_path, reject_existing
 
 
 def run(argv: list[str]) -> int:
@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{args.report} is no JSON") from None
     if not isinstance(report, dict):
         raise ConfigError(f"{args.report} is no report of moefold bench")
-    check_writable("FILE.png", Path(args.picture))
+    check_output_path("FILE.png", Path(args.picture), (".png",))
     reject_existing("FILE.png", Path(args.picture), force=args.force)
     from moefold.bench.plot import draw_report
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.checkpoint.checkpoint_dir import (
+    META_FILE,
     CheckpointMeta,
     locate_checkpoint,
     locate_folder,
@@ -140,7 +141,9 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    rows = [_checkpoint_row(path) for path in named_checkpoints(folder)]
+    # `import` writes a folder that is one checkpoint and has no step in its name.
+    paths = [folder] if (folder / META_FILE).is_file() else named_checkpoints(folder)
+    rows = [_checkpoint_row(path) for path in paths]
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
@@ -245,7 +248,7 @@ def _validate_checkpoint(path: Path) -> list[str]:
 
 def _resolve_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at a path, or all checkpoints of a folder."""
-    if step_of(path.resolve()) >= 0 and path.is_dir():
+    if path.is_dir() and (step_of(path.resolve()) >= 0 or (path / META_FILE).is_file()):
         return [path]
     if not (found := named_checkpoints(locate_folder(path))):
         raise ConfigError(f"{str(path)!r} holds no complete checkpoint")

@@ -5,6 +5,7 @@ is called, so that no command pays for the imports of another one.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -66,9 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader has closed the pipe (`moefold layout ... | head`); silence the interpreter's flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return EXIT_BROKEN_PIPE
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
+        if reason := _stdout_failure(error):
+            _discard_stdout()
+            print_escaped(f"moefold: error: standard output cannot be written: {reason}", file=sys.stderr)
+            return EXIT_FAILED
         # Report out-of-memory errors of any library; every other error is a bug of moefold.
         from moefold.launch.exit import oom_message
 
@@ -80,6 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moefold: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return status
+
+
+def _stdout_failure(error: Exception) -> str:
+    """Return why standard output cannot be written (a full disk, a lost terminal); "" for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+        return ""
+    try:
+        # The error does not name its file: try whether standard output takes a character.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as again:
+        return again.strerror or str(again)
+    return ""
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:

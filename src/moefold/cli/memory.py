@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
+from moefold.cli.noise_options import check_imbalance
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
@@ -58,10 +59,9 @@ def run(argv: list[str]) -> int:
         ConfigError: the recipe is wrong, or cannot be measured on this machine.
     """
     args = _parser().parse_intermixed_args(argv)
-    if not 1 <= args.imbalance < float("inf"):
-        raise ConfigError(f"--imbalance {args.imbalance:g} must be a number of at least 1, the load of even experts")
     cfg = load_config(Path(args.recipe), args.overrides)
     layout = check_config(cfg)
+    check_imbalance(args.imbalance, cfg.model.num_experts)
     if not args.dry and (args.device or args.imbalance != 1):
         raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
     if args.dry and cfg.train.offload:

@@ -1,4 +1,4 @@
-"""Options for noise on a simulated machine: stragglers and jitter. Torch-free."""
+"""Options for uneven work on a simulated machine: imbalance, stragglers and jitter. Torch-free."""
 
 import argparse
 from collections.abc import Sequence
@@ -62,6 +62,21 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             raise ConfigError(f"--straggler {word}: the factor must be above 0; 1.3 computes 1.3 times as long")
         found[number] = max(times, found.get(number, times))
     return found
+
+
+def check_imbalance(value: float, num_experts: int) -> float:
+    """Check and return the load of the busiest expert-parallel rank over the mean.
+
+    Raises:
+        ConfigError: the value is not in [1, num_experts]: all tokens on one of the experts is the worst case.
+    """
+    most = max(1, num_experts)
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"--imbalance {value:g} must be at least 1 and at most {most}, the number of experts: it is the busiest "
+            "expert-parallel rank over the mean"
+        )
+    return value
 
 
 def check_jitter(value: float) -> float:

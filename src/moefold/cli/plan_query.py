@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from moefold.cli.noise_options import check_imbalance
 from moefold.cli.plan_table import parse_axes
 from moefold.config.limits import MAX_BY_KEY, check_at_most
 from moefold.config.schema import ModelConfig
@@ -43,10 +44,7 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
         )
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
-    if not 1 <= args.imbalance < float("inf"):
-        raise ConfigError(
-            f"--imbalance {args.imbalance:g} must be a number of at least 1: the busiest ep rank over the mean"
-        )
+    check_imbalance(args.imbalance, base.model.num_experts)
     factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
     fixed = parse_axes(args.fix, "--fix") if args.fix else {}
     base_with_precision, precision = resolve_precision(base, args.precision, device)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.noise_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.cli.noise_options import add_noise_options, check_imbalance, check_jitter, check_seed, parse_stragglers
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
@@ -53,6 +52,7 @@ def run(argv: list[str]) -> int:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
     check_seed(args)
+    check_imbalance(args.imbalance, cfg.model.num_experts)
     noise = Noise(
         slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
     )
@@ -104,18 +104,12 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
 def _simulate(cfg: Config, device: Device, args: argparse.Namespace, noise: Noise) -> Timeline:
     shape = model_spec_from_config(cfg.model)
     cfg, precision = resolve_precision(cfg, args.precision, device)
-    workload = workload_from_config(cfg, precision, imbalance=_check_imbalance(args.imbalance))
+    workload = workload_from_config(cfg, precision, imbalance=args.imbalance)
     cost_model = CostModel(shape, device, workload)
     path = cfg.parallel.schedule_csv
     return simulate_mapping(
         cost_model, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule_csv=path
     )
-
-
-def _check_imbalance(value: float) -> float:
-    if not 1 <= value < float("inf"):
-        raise ConfigError(f"--imbalance {value:g} must be at least 1: the busiest expert-parallel rank over the mean")
-    return value
 
 
 def _print(timeline: Timeline) -> None:

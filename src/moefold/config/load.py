@@ -32,6 +32,8 @@ from moefold.errors import ConfigError, raise_all
 Tree = dict[str, Any]
 AUTO = "auto"
 """`parallel = "auto"` at the top level is short for parallel.mapping = "auto"."""
+MAX_NAME_CHARACTERS = 200
+"""Length of the name in an override; no key is nearly as long, and messages repeat it."""
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
@@ -89,14 +91,23 @@ def _apply_override(tree: Tree, override: str) -> None:
     if (name.strip(), text.strip()) == ("parallel", AUTO):
         name = "parallel.mapping"
     section, dot, key = name.strip().partition(".")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ConfigError(
+            f"override {_format_value(override)} names no key; overrides are section.key=value, such as train.lr=1e-3"
+        )
     if not equals:
-        raise ConfigError(f"{override!r} is no override; overrides are section.key=value, such as train.lr=1e-3")
+        raise ConfigError(
+            f"{_format_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
+        )
     if not dot or not key:
         owners = sections_with(section)
-        hint = f"; did you mean {' or '.join(f'{owner}.{override}' for owner in owners)}?" if owners else ""
-        raise ConfigError(f"override {override!r} names no section{hint or '; overrides are section.key=value'}")
+        word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()
+        hint = f"; did you mean {' or '.join(f'{owner}.{word}' for owner in owners)}?" if owners else ""
+        raise ConfigError(
+            f"override {_format_value(override)} names no section{hint or '; overrides are section.key=value'}"
+        )
     if section not in sections():
-        raise ConfigError(f"override {override!r}: {explain_unknown_section(section)}")
+        raise ConfigError(f"override {_format_value(override)}: {explain_unknown_section(section)}")
     keys = tree.setdefault(section, {})
     # A recipe with `run = 3` is refused by the validation that follows.
     if isinstance(keys, dict):

@@ -39,8 +39,8 @@ class ModelConfig:
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
-    """Rows of the embedding, V. If neither the recipe nor a preset sets it, a tokenizer.json (data.tokenizer) with more
-    ids does: their number, rounded up to a multiple of 64 and of parallel.tp."""
+    """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
+    preset or the default does: their number, rounded up to a multiple of 64 and of parallel.tp."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: int = 0

@@ -353,7 +353,7 @@ class CheckpointConfig:
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves at all; if so, it also saves when SIGINT or SIGTERM stops it."""
+        """Return whether the run saves at all; if so, it also saves when a signal stops it."""
         return self.every > 0 or self.at_end
 
 

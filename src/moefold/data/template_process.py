@@ -65,25 +65,34 @@ class TemplateProcess:
         self._process = self._start_process()
 
     def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the answer to each request in order; a failed one has the reason as `refused`."""
+        """Yield the answer to each request in order; a failed one has the reason as `refused`.
+
+        Requests after a refused one are sent only if the caller asks for their answers: each may cost the full CPU
+        limit.
+        """
         lines = (json.dumps(request).encode() + b"\n" for request in requests)
         for batch in batch_by_size(lines, len, BATCH_CHARACTERS):
-            yield from self._batch(batch)
+            left = batch
+            while left:
+                answers = self._answers_until_refused(left)
+                yield from answers
+                left = left[len(answers) :]
 
-    def _batch(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        """Answer one batch; a conversation that kills the process is refused, and the remaining ones are sent again.
+    def _answers_until_refused(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        """Send requests and return their answers up to the first refused one.
 
-        All answers are read even after a failure, so that no stale answer is left for the next request.
+        A refusal restarts the process, so that no answer to a later request is left in the pipe.
         """
+        self._send(b"%d\n" % len(lines) + b"".join(lines))
         answers: list[dict[str, Any]] = []
-        while left := lines[len(answers) :]:
-            self._send(b"%d\n" % len(left) + b"".join(left))
-            for _ in left:
-                found = self._read()
-                answers.append({"refused": self._end_reason()} if found is None else found)
-                if found is None:
+        for _ in lines:
+            found = self._read()
+            answers.append({"refused": self._end_reason()} if found is None else found)
+            if "refused" in answers[-1]:
+                if found is None or len(answers) < len(lines):
+                    self._process.kill()
                     self._process = self._start_process()
-                    break
+                break
         return answers
 
     def _start_process(self) -> "subprocess.Popen[bytes]":

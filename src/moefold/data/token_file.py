@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.data_files import ENDS_SUFFIX, is_below
 from moefold.data.file_formats import map_npy
@@ -325,6 +325,10 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     """
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
+    try:
+        check_regular_file(path)
+    except OSError as error:
+        raise ConfigError(f"data.path: {path} cannot be read: {error.strerror}") from None
     if path.suffix == ".npy":
         return read_npy_header(path)
     if path.suffix != ".bin":

@@ -18,7 +18,14 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.bounded_read import MAX_DESCRIPTION_BYTES, MAX_LINE_BYTES, LongLineError, open_regular, read_json
+from moefold.bounded_read import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_LINE_BYTES,
+    LongLineError,
+    check_regular_file,
+    open_regular,
+    read_json,
+)
 from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
 from moefold.data.file_formats import (
     column_text,
@@ -85,6 +92,9 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
         raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
+    for root in roots:
+        if not root.is_dir():
+            _check_regular_input(root)
     paths = [path for path in paths if path.stat().st_size and _is_input(path, input_format, is_named=path in roots)]
     if not paths:
         raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
@@ -445,10 +455,18 @@ def _remove_tmp_files(out: Path) -> None:
         draft.unlink()
 
 
+def _check_regular_input(path: Path) -> None:
+    try:
+        check_regular_file(path)
+    except OSError as error:
+        raise ConfigError(f"INPUT={str(path)!r} cannot be read: {error.strerror}") from None
+
+
 @contextlib.contextmanager
 def _lock_output_folder(out: Path) -> Iterator[None]:
     """Create the output folder and lock it; on exit, remove a new folder that got no shard."""
     is_new = not out.exists()
+    had_lock = (out / ".lock").exists()
     with contextlib.ExitStack() as stack:
         if is_new:
             stack.callback(_remove_without_shards, out)
@@ -456,6 +474,8 @@ def _lock_output_folder(out: Path) -> Iterator[None]:
             out.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((out / ".lock").open("ab"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_new and not had_lock:
+                stack.callback(_remove_lock_of_others, out)
         except BlockingIOError:
             raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
         except OSError as error:
@@ -465,6 +485,12 @@ def _lock_output_folder(out: Path) -> Iterator[None]:
             yield
         except OSError as error:
             raise unwritable_error(out, error) from error
+
+
+def _remove_lock_of_others(out: Path) -> None:
+    """Remove the lock file from a folder that was refused because it holds other files."""
+    if not (out / TOKENIZE_INFO_FILE).exists():
+        (out / ".lock").unlink(missing_ok=True)
 
 
 def _remove_without_shards(out: Path) -> None:

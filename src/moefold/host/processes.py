@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +35,20 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a job in an orderly way; a terminal that closes sends SIGHUP."""
+
+
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Install a handler for the stop signals and return the previous handlers; an ignored SIGHUP (nohup) stays so."""
+    handled = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None = None) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from moefold.errors import ConfigError, RunError
+from moefold.host.processes import handle_stop_signals
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit, oom_message
 from moefold.launch.hang_diagnosis import describe_activity
-from moefold.launch.signal_forwarder import FORWARDED_SIGNALS
 from moefold.launch.single_reporter import SingleReporter
 from moefold.launch.watchdog import Watchdog
 
@@ -54,7 +54,7 @@ class RankErrorHandler:
 
     def __enter__(self) -> Self:
         if self._rank_env.world_size > 1:
-            self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in FORWARDED_SIGNALS}
+            self._previous_handlers = handle_stop_signals(self._on_signal)
         return self
 
     def __exit__(

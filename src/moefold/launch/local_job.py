@@ -22,10 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from moefold.errors import RunError
-from moefold.host.processes import block_signals, signal_on_parent_death
+from moefold.host.processes import STOP_SIGNALS, block_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
-from moefold.launch.signal_forwarder import FORWARDED_SIGNALS
 from moefold.terminal import escape_log_lines
 
 RankMain = Callable[[RankEnv, str], int]
@@ -66,7 +65,7 @@ def run_processes(main: RankMain, rank_envs: Sequence[RankEnv], device_type: str
             entry_args = (main, rank_env, device_type, os.getpid(), all_started, sender)
             process = context.Process(target=_rank_entry, args=entry_args, name=f"rank {rank_env.rank}")
             try:
-                with block_signals(FORWARDED_SIGNALS, starts_python=device_type != "cpu"):
+                with block_signals(STOP_SIGNALS, starts_python=device_type != "cpu"):
                     process.start()
             except OSError as error:
                 raise RunError(
@@ -125,7 +124,7 @@ def _rank_entry(
 ) -> None:
     os.environ.update(_torchrun_variables(rank_env))
     with RankErrorHandler(rank_env, lambda: False):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         signal_on_parent_death(signal.SIGINT, launcher_pid)
         # A thread of the launcher's store resolves the host name of each rank that connects. A rank forked during
         # such a look-up would inherit the resolver's lock without the thread that releases it, and deadlock.

@@ -1,4 +1,4 @@
-"""Signal forwarding: the launcher passes Ctrl-C and SIGTERM to its ranks and waits for them. Torch-free."""
+"""Signal forwarding: the launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. Torch-free."""
 
 import multiprocessing
 import os
@@ -6,13 +6,12 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from moefold.host.processes import handle_stop_signals
 from moefold.launch.exit import SIGNAL_STATUS
-
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalForwarder:
-    """Context manager that forwards SIGINT and SIGTERM to the child processes; a second Ctrl-C kills them.
+    """Context manager that forwards stop signals to the child processes; a second Ctrl-C kills them.
 
     A terminal sends Ctrl-C to the ranks too, `kill` only to this process: ranks must tolerate a repeated signal.
 
@@ -26,7 +25,7 @@ class SignalForwarder:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous_handlers = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
+        self._previous_handlers = handle_stop_signals(self._forward)
         return self
 
     def __exit__(

@@ -1,8 +1,11 @@
 """Progress display of a training run: a live line on a terminal, plain lines in a file or a pipe."""
 
+import errno
+import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
@@ -20,9 +23,13 @@ Clock = Callable[[], float]
 SHORT_RUN_STEPS = 100
 """Runs up to this length print a plain line for every step."""
 PLAIN_INTERVAL_S = 5.0
-"""Least interval between plain lines of a longer run, milestones excepted."""
+"""Approximate time between plain lines of a longer run, which come at a fixed interval in steps."""
+TIMED_STEPS = 10
+"""Number of first steps whose fastest one determines the interval: a run may start slowly."""
 LIVE_INTERVAL_S = 0.1
 """Least interval between two redraws of the live line."""
+MIN_STEP_S = 1e-6
+"""Least time of a step, for clocks that do not move."""
 BAR_WIDTH = 12
 """Width of the progress bar in columns."""
 ETA_WINDOW_STEPS = 50
@@ -49,13 +56,24 @@ class Progress:
         steps: last step of the run.
         first_step: first step of this process, 1-based; more than 1 after a resume.
         stream: output stream. A terminal gets a live line, other streams plain lines: every step of a short run, one
-            every few seconds of a long one, and always the first, the last and those with an evaluation.
+            every few seconds of a long one, at a fixed interval in steps, and always the first, the last and those with
+            an evaluation.
         clock: clock for step times and line intervals.
+        on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
     """
 
     _display: Display
 
-    def __init__(self, steps: int, first_step: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        steps: int,
+        first_step: int,
+        stream: TextIO,
+        *,
+        clock: Clock = time.monotonic,
+        on_broken_pipe: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_broken_pipe = on_broken_pipe
         self._steps = steps
         self._first_step = first_step
         self._stream = stream
@@ -69,17 +87,34 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.close()
+        with self._discard_lost_output():
+            self._display.close()
 
     def update(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
         self._step_ends_s.append(self._clock())
         is_milestone = metrics.step in (self._first_step, self._steps) or metrics.eval_loss is not None
-        self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
+        with self._discard_lost_output():
+            self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
 
     def message(self, text: str) -> None:
         """Show a permanent line of text, with control characters escaped."""
-        self._display.message(printable(text, MULTILINE_CHARS))
+        with self._discard_lost_output():
+            self._display.message(printable(text, MULTILINE_CHARS))
+
+    @contextmanager
+    def _discard_lost_output(self) -> Iterator[None]:
+        """Redirect the stream to the null device if its reader or its terminal is gone: training must not fail."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            if error.errno == errno.EPIPE:
+                self._on_broken_pipe()
 
     def _open_display(self) -> Display:
         if self._stream.isatty():
@@ -107,14 +142,26 @@ class PlainDisplay:
         self._steps = steps
         self._shows_every_step = shows_every_step
         self._clock = clock
-        self._shown_s = float("-inf")
+        self._ended_s: float | None = None
+        self._num_timed = 0
+        self._fastest_s = float("inf")
 
     def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Write the step's line, rate-limited except for milestones."""
-        now_s = self._clock()
-        if is_milestone or self._shows_every_step or now_s - self._shown_s >= PLAIN_INTERVAL_S:
-            self._shown_s = now_s
+        """Write the step's line if it is a milestone or a multiple of the interval."""
+        self._time_step()
+        is_due = self._num_timed > 0 and metrics.step % round_steps(PLAIN_INTERVAL_S / self._fastest_s) == 0
+        if is_milestone or self._shows_every_step or is_due:
             self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
+
+    def _time_step(self) -> None:
+        """Record the wall time since the last step, of the first `TIMED_STEPS` steps."""
+        if self._num_timed == TIMED_STEPS:
+            return
+        now_s = self._clock()
+        if self._ended_s is not None:
+            self._fastest_s = min(self._fastest_s, max(now_s - self._ended_s, MIN_STEP_S))
+            self._num_timed += 1
+        self._ended_s = now_s
 
     def message(self, text: str) -> None:
         """Write a line."""
@@ -175,6 +222,14 @@ class LiveDisplay:
             ProgressBar(total=self._steps, completed=step), Text(wrap_parts(parts, self._console.width - BAR_WIDTH - 1))
         )
         return line
+
+
+def round_steps(steps: float) -> int:
+    """Round a number of steps up to 1, 2 or 5 times a power of ten."""
+    power = 1
+    while steps > 10 * power:
+        power *= 10
+    return next(factor * power for factor in (1, 2, 5, 10) if steps <= factor * power)
 
 
 def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from moefold.bounded_read import check_regular_file
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.hf_config import read_model_config
@@ -60,7 +61,11 @@ def load_model_spec(name: str) -> ModelSpec:
     if path.name == "config.json" or path.is_dir():
         return model_spec_from_config(read_model_config(path.parent if path.name == "config.json" else path))
     known = find_model_name(name)
-    if known is None and path.is_file():
+    if known is None and path.exists():
+        try:
+            check_regular_file(path)
+        except OSError as error:
+            raise ConfigError(f"model {name!r} cannot be read: {error.strerror}") from None
         raise ConfigError(
             f"model {name!r} is a file and neither a recipe ending in .toml nor a config.json; give it one of these "
             "names if it is one, or name a preset"

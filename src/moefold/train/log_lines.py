@@ -115,7 +115,8 @@ def next_commands(cfg: Config) -> list[str]:
     run_dir = shlex.quote(cfg.run.dir)
     steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    use = f"moefold generate {run_dir} {shlex.quote(prompt)}" if prompt else f"moefold checkpoint show {run_dir}"
+    chat = " --chat" if cfg.data.kind == "sft" else ""
+    use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
 
 

@@ -1,4 +1,4 @@
-"""Graceful shutdown on Ctrl-C and SIGTERM: finish the current step, then stop all ranks together."""
+"""Graceful shutdown on a stop signal or a closed output pipe: finish the step, then stop all ranks together."""
 
 import os
 import signal
@@ -6,7 +6,10 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from moefold.host.processes import STOP_SIGNALS, handle_stop_signals
+
+SIGNALS = (*STOP_SIGNALS, signal.SIGPIPE)
+"""Reasons to stop. SIGPIPE stands for a closed output pipe: it is requested, and no signal handler is installed."""
 
 DUPLICATE_SIGNAL_S = 1.0
 """A terminal sends Ctrl-C to every process and launchers forward theirs: a repeat within this time is a duplicate."""
@@ -15,7 +18,7 @@ NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
 
 
 class StopSignals:
-    """Context manager that records SIGINT and SIGTERM. A second Ctrl-C abandons the step.
+    """Context manager that records the stop signals. A second Ctrl-C abandons the step.
 
     Args:
         announces: confirm the first Ctrl-C on stderr; set on one rank of the job.
@@ -27,7 +30,7 @@ class StopSignals:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._previous_handlers = handle_stop_signals(self._on_signal)
         return self
 
     def __exit__(
@@ -40,6 +43,10 @@ class StopSignals:
     def flags(self) -> tuple[bool, ...]:
         """For each of SIGNALS, True if it was received."""
         return tuple(number in self._received_s for number in SIGNALS)
+
+    def request(self, number: signal.Signals) -> None:
+        """Stop as if a signal of SIGNALS had been received."""
+        self._received_s.setdefault(number, time.monotonic())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

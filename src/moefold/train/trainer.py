@@ -7,10 +7,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from signal import Signals
+from signal import SIGPIPE, Signals
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,6 +38,7 @@ from moefold.metrics.writer import MetricsWriter, log_fault
 from moefold.optim.build import set_step_count
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact
+from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataLoader, DroppedEvaluation, DroppedFile, continues_data
 from moefold.train.log_lines import closing_lines, startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
@@ -110,7 +111,7 @@ class Trainer:
             stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             run_log = None
             if self._is_first_rank:
-                run_log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages()))
+                run_log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
             self._log_dropped_files(run_log, first_step)
             try:
                 status = self._run_missed_evaluation(resume, run_log, stop)
@@ -426,12 +427,16 @@ def _explain_disk_full(run_dir: str) -> Iterator[None]:
 class RunLog:
     """The run folder's files and the progress line; only rank 0 has one."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...]) -> None:
+    def __init__(
+        self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...], stop: StopSignals
+    ) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
         self._messages = messages
+        self._stop = stop
+        self._is_pipe_broken = False
         self._stack = ExitStack()
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
@@ -447,7 +452,8 @@ class RunLog:
             # A rollback closes and reopens the writers.
             stack.callback(lambda: self._writers.close())
             removed_lines = self._open_writers(done)
-            self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
+            progress = Progress(cfg.run.steps, self._first_step, sys.stdout, on_broken_pipe=self._stop_on_broken_pipe)
+            self._progress = stack.enter_context(progress)
             for message in self._messages:
                 self._progress.message(message)
             self._log_resume(self._resume, "resumed from", done, removed_lines)
@@ -506,7 +512,16 @@ class RunLog:
         if total_save_s > 0:
             self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
         for line in closing_lines(self._cfg, status, step):
-            self._progress.message(line)
+            if self._is_pipe_broken:
+                # Standard error may be the same closed pipe.
+                with suppress(BrokenPipeError):
+                    print_escaped(f"moefold: {line}", file=sys.stderr, flush=True)
+            else:
+                self._progress.message(line)
+
+    def _stop_on_broken_pipe(self) -> None:
+        self._is_pipe_broken = True
+        self._stop.request(SIGPIPE)
 
     def _log_resume(self, resume: Resume, verb: str, step: int, removed_lines: int) -> None:
         for skipped in resume.skipped:
