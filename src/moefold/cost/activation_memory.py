@@ -13,6 +13,7 @@ from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.state_memory import compute_dtype_bytes
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedule_tables import SCHEDULES
 from moefold.topology.stages import Stage
 
@@ -178,7 +179,7 @@ class ActivationMemory:
         if kind == "D":
             left["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
             return left
-        if p.dispatcher != "leastloaded":
+        if not dispatcher_of(self._cfg).moves_experts:
             left["experts"] = (
                 self.experts.expert_tokens * self._item_bytes * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
             )
@@ -192,7 +193,7 @@ class ActivationMemory:
         Experts that run one after another let go of their inner projections when the last of them is through.
         """
         model, p = self._cfg.model, self._cfg.parallel
-        if kind == "D" or self._kernels.grouped_experts or p.dispatcher == "leastloaded":
+        if kind == "D" or self._kernels.grouped_experts or dispatcher_of(self._cfg).moves_experts:
             return BytesByPart()
         # The gradient of the results takes the place of the results, where these are kept.
         width = 3 * model.moe_ffn_hidden_size // p.etp + model.hidden_size * self._cfg.moe.weight_in_expert

@@ -9,6 +9,7 @@ from math import ceil
 from moefold.config.schema import Config
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.state_memory import compute_dtype_bytes
+from moefold.topology.dispatchers import dispatcher_of
 
 INDICES_PER_ROUTED_TOKEN = 5
 """Of each copy of each gathered token: its expert twice, its place twice, its weight."""
@@ -29,6 +30,7 @@ class ExpertMemory:
         self._cfg, self._recompute, self._kernels, self._imbalance = cfg, recompute, kernels, imbalance
         self._item_bytes = compute_dtype_bytes(cfg)
         self._high_precision_bytes = max(4, self._item_bytes)
+        self._gathers_tokens = dispatcher_of(cfg).gathers_tokens
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
 
     @cached_property
@@ -80,7 +82,7 @@ class ExpertMemory:
     def combines_locally(self) -> bool:
         """Whether copies are made and added up where the experts are, and do not travel."""
         p = self._cfg.parallel
-        return p.dispatcher == "allgather" or p.ep * p.etp == 1
+        return self._gathers_tokens or p.ep * p.etp == 1
 
     @property
     def routed_tokens(self) -> int:
@@ -132,7 +134,7 @@ class ExpertMemory:
     def allgather_combine_buffer(self) -> BytesByPart:
         """Where all tokens are gathered: their sums over copies, wide and in the compute type, and who chose whom."""
         model, p = self._cfg.model, self._cfg.parallel
-        if p.dispatcher != "allgather":
+        if not self._gathers_tokens:
             return BytesByPart()
         token = (
             model.hidden_size * (self._high_precision_bytes + self._item_bytes)
@@ -146,7 +148,7 @@ class ExpertMemory:
         Over etp there is one more of each row that is gathered, which is sent, and those that came over ep.
         """
         p = self._cfg.parallel
-        if p.dispatcher == "allgather":
+        if self._gathers_tokens:
             return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * self.token_bytes})
         over_etp = (self.expert_tokens + (self.expert_tokens // p.etp if p.ep > 1 else 0)) if p.etp > 1 else 0
         return BytesByPart(
@@ -156,7 +158,7 @@ class ExpertMemory:
     def combine_comm_buffers(self) -> BytesByPart:
         """Rows while they travel back, and what is kept of the results where these do not travel."""
         p = self._cfg.parallel
-        if p.dispatcher == "allgather":
+        if self._gathers_tokens:
             sums = self._tokens * (p.ep * p.etp + 1) * self.token_bytes
             return self.expert_outputs() + BytesByPart({"dispatch buffers": sums})
         # Over etp each member receives its rows from all.

@@ -21,11 +21,10 @@ from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.pipeline_layout import format_layout
 from moefold.validate.config import check_config
 
-RECIPE_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
-"""The recipe leaves kernels that may not be installed to the run: auto takes them where they can run."""
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe says even where they are the default."""
 PLACEHOLDER_COMMENTS = {
@@ -58,7 +57,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             "schedule": m.schedule,
             "vpp": m.vpp,
             "zero": m.zero,
-            "dispatcher": RECIPE_DISPATCHERS.get(m.dispatcher, m.dispatcher),
+            "dispatcher": dispatcher_spec(m.dispatcher).written_as or m.dispatcher,
             "recompute": m.recompute,
             "overlap": m.overlap,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),

@@ -5,11 +5,12 @@ What DeepEP cannot do, as far as it is known without torch: refused where it is 
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moefold.config.schema import Config, ModelConfig, MoEConfig, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
+from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of
 from moefold.topology.layout import divisors
 
 FORCED_CHOICES = ("round_robin", "skewed")
@@ -161,7 +162,6 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Of training alone."""
 
 
-DEEPEP_PACKAGE = "deep_ep"
 ALIGNMENT_BYTES = 16
 """DeepEP's kernels move tokens in units of so many bytes."""
 FP8_BLOCK = 128
@@ -195,16 +195,21 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
 
-def validate_deepep(cfg: Config) -> Iterator[str]:
-    """DeepEP, where it is named and has work, can do what the recipe asks."""
-    if _requests_deepep(cfg):
-        for obstacle in deepep_unsupported_reasons(cfg):
-            yield f"parallel.dispatcher='deepep' cannot run: {obstacle}; choose 'alltoall', or 'auto'"
+UNSUPPORTED_REASONS: dict[str, Callable[[Config], Iterator[str]]] = {"deepep": deepep_unsupported_reasons}
+"""By the name of a dispatcher that needs a package of kernels: why the settings rule it out, one phrase each."""
 
 
-def is_deepep_installed() -> bool:
-    """Whether the package can be imported; it is not."""
-    return importlib.util.find_spec(DEEPEP_PACKAGE) is not None
+def validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
+    """Check that the kernels of a dispatcher, where it is named and has work, can do what the recipe asks."""
+    name = cfg.parallel.dispatcher
+    if requests_dispatch_kernels(cfg):
+        for obstacle in UNSUPPORTED_REASONS[name](cfg):
+            yield f"parallel.dispatcher={name!r} cannot run: {obstacle}; choose 'alltoall', or 'auto'"
+
+
+def is_kernel_package_installed(spec: DispatcherSpec) -> bool:
+    """Check that the package of a dispatcher's kernels can be imported, without importing it."""
+    return importlib.util.find_spec(spec.kernel_package) is not None
 
 
 def check_dispatch_package(cfg: Config) -> None:
@@ -213,10 +218,11 @@ def check_dispatch_package(cfg: Config) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if _requests_deepep(cfg) and not is_deepep_installed():
+    spec = dispatcher_of(cfg)
+    if requests_dispatch_kernels(cfg) and not is_kernel_package_installed(spec):
         raise ConfigError(
-            f"parallel.dispatcher='deepep' needs the package {DEEPEP_PACKAGE}, which is not installed: build it from "
-            "github.com/deepseek-ai/DeepEP, or choose 'alltoall', or 'auto'"
+            f"parallel.dispatcher={spec.name!r} needs the package {spec.kernel_package}, which is not installed: build "
+            f"it from {spec.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
@@ -226,13 +232,14 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: they will not.
     """
-    if _requests_deepep(cfg) and device_type != "cuda":
+    if requests_dispatch_kernels(cfg) and device_type != "cuda":
         raise ConfigError(
-            "parallel.dispatcher='deepep' needs CUDA GPUs, and the ranks would run on the CPU; "
+            f"parallel.dispatcher={cfg.parallel.dispatcher!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def _requests_deepep(cfg: Config) -> bool:
+def requests_dispatch_kernels(cfg: Config) -> bool:
+    """Check that the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     p = cfg.parallel
-    return p.dispatcher == "deepep" and p.ep * p.etp > 1 and has_moe_layers(cfg.model)
+    return bool(dispatcher_of(cfg).kernel_package) and p.ep * p.etp > 1 and has_moe_layers(cfg.model)

@@ -7,6 +7,7 @@ from math import lcm, prod
 
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.validate.config import check_config
@@ -145,7 +146,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # With so few experts the factors of the large recipe may drop nothing, which is refused.
         factor, of_evaluation = (1.0 if f >= room else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=of_evaluation))
-    if parallel.dispatcher == "leastloaded":
+    if dispatcher_spec(parallel.dispatcher).moves_experts:
         # No expert of the small recipe has as many copies as one of the large.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small

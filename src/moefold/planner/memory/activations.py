@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.columns import MemoryColumns
 from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
+from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
 
 ACTIVATION_PARTS = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
@@ -154,7 +155,7 @@ class ActivationMemoryTable:
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """What all of it depends on, beside the tokens of a micro-batch."""
-        gathers = mapping.dispatcher == "allgather"
+        gathers = dispatcher_spec(mapping.dispatcher).gathers_tokens
         # Else ep counts as rows travel over it or not, and by how many of them it can pile up on one rank.
         ep = mapping.ep if gathers or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
@@ -175,12 +176,12 @@ class ActivationMemoryTable:
             gathered, sent = (
                 _activation_memory(
                     self.cfg,
-                    replace(mapping, cp=1, mbs=1, dispatcher=name),
+                    replace(mapping, cp=1, mbs=1, dispatcher=spec.name),
                     (),
                     self.kernel_profile,
                     self.workload.effective_imbalance,
                 )
-                for name in ("allgather", "alltoall")
+                for spec in (ALL_GATHER, ALL_TO_ALL)
             )
             sizes = [ExpertMemory.expert_outputs, ExpertMemory.combine_buffer]
             sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
@@ -329,6 +330,8 @@ def group_parts(parts: BytesByPart) -> ByteTable:
 def _activation_memory(
     cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
 ) -> ActivationMemory:
+    # What is moved where and when does not change how much of it stays.
+    like = ALL_GATHER if dispatcher_spec(mapping.dispatcher).gathers_tokens else ALL_TO_ALL
     parallel = replace(
         cfg.parallel,
         world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,
@@ -337,8 +340,7 @@ def _activation_memory(
         pp=1,
         ep=mapping.ep,
         etp=mapping.etp,
-        # What is moved where and when does not change how much of it stays.
-        dispatcher="allgather" if mapping.dispatcher == "allgather" else "alltoall",
+        dispatcher=cast(Any, like.name),
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
     return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)

@@ -46,6 +46,7 @@ from moefold.planner.search.pipeline_search import (
     build_mapping,
 )
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
+from moefold.topology.dispatchers import dispatcher_spec
 
 _QueueEntry = tuple[float, int, int, int]
 """Seconds at least; numbers of a base, of a portion of its savers, and of a pipeline; -1: none is chosen yet."""
@@ -305,13 +306,14 @@ class Search:
                     )
                     # All keep the same rows, so the one whose parts are all faster stands for others; not allgather.
                     if self._may_need_less_memory(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
-                        fastest += [] if dispatcher == "allgather" else [layers]
+                        fastest += [] if dispatcher_spec(dispatcher).gathers_tokens else [layers]
                         yield base
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
         """Whether its dispatcher may be the one that fits: with few ranks and many copies, or a capacity below 1."""
         m = build_mapping(fold, choice, choice.pipelines[0])
-        return choice.dispatcher == "allgather" and self.memory_model.activation_memory.allgather_may_need_less(m)
+        gathers = dispatcher_spec(choice.dispatcher).gathers_tokens
+        return gathers and self.memory_model.activation_memory.allgather_may_need_less(m)
 
     def _legal_pipelines(
         self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: str, overlap: bool
@@ -333,7 +335,7 @@ class Search:
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
-        return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
+        return tuple(name for name in reversed(found) if dispatcher_spec(name).priced_as not in found)
 
     def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """The mapping of least memory, with the smallest micro-batches and the first dispatcher that are legal."""
