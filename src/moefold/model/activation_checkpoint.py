@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.resumable import Resumable
+from moefold.comm.torch_compat import innermost_saved_tensor_hooks
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -177,7 +178,7 @@ class _RecomputeContext:
         # Not the results themselves: the hook outlives the context.
         places = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
         # Torch asks the innermost hooks alone: what they do not want is for those around them.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = innermost_saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> Any:
             i = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
