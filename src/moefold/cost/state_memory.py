@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from moefold.config.schema import Config
+from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_shapes import WeightShape, embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.stages import plan_stages
 from moefold.topology.stages import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-ADAMW_STEP_BYTES = 4
-"""AdamW counts the steps of each parameter in a float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,10 @@ class ShardSpec:
     """Bytes of one moment of the optimizer."""
     gradient_bytes: int
     """Bytes of a gradient."""
-    muon_groups: tuple[str, ...] = ()
-    """Parts whose matrices have one moment; all else has two, and a count of steps."""
+    optimizer: OptimizerSpec
+    """Number of moments, and of bytes of a count of steps."""
+    matrix_groups: tuple[str, ...] = ()
+    """Parts whose matrices the optimizer gathers, and which have other moments."""
 
     def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """What some weights of one rank take, which tensor and expert parallelism have cut already."""
@@ -99,10 +100,16 @@ class ShardSpec:
             kept += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            is_muons = weight.uses_muon and weight.part in self.muon_groups
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if is_muons else 2)
-            moments += 0 if is_muons else ADAMW_STEP_BYTES
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
+            moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=kept, gradients=gradients, gradient_sums=sums, optimizer=moments)
+
+    def num_moments(self, weight: WeightShape) -> int:
+        """Return the number of moments of a weight."""
+        return self.optimizer.num_matrix_moments if self._is_gathered(weight) else self.optimizer.num_moments
+
+    def _is_gathered(self, weight: WeightShape) -> bool:
+        return weight.uses_muon and weight.part in self.matrix_groups
 
     def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
         """Their copies that the maths reads."""
@@ -124,7 +131,8 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         compute_bytes=compute_dtype_bytes(cfg),
         moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
         gradient_bytes=master,
-        muon_groups=train.muon_groups if train.optimizer == "muon" else (),
+        optimizer=optimizer_of(cfg),
+        matrix_groups=optimizer_of(cfg).matrix_groups(train),
     )
 
 
@@ -288,4 +296,4 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape]
     for weight in weights:
         one = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
         if one >= max(min_kib * 2**10, 1):
-            yield one if weight.uses_muon and weight.part in shard_spec.muon_groups else 2 * one
+            yield one * shard_spec.num_moments(weight)

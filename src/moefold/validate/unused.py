@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
+from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.validate.memory import ssd_offload_keys
@@ -206,7 +207,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedWhen(
         "train.muon_groups train.muon_momentum train.muon_ns_steps",
-        lambda cfg: cfg.train.optimizer != "muon",
+        lambda cfg: not optimizer_of(cfg).needs_full_matrix,
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),

@@ -47,21 +47,6 @@ HIDDEN_DP_FRACTION = 0.9
 GRADIENT_BYTES = 4
 """Gradients are summed in float32, or in float64 where that is the compute type."""
 
-ADAMW_BYTES_PER_PARAM = 34
-"""Moved by AdamW for each parameter: gradient 4 twice (norm, update), weight and both moments 4 each read and written,
-and the bfloat16 copy written."""
-
-BF16_MOMENTS_ADAMW_BYTES_PER_PARAM = 118
-"""The same with bfloat16 moments, which no fused kernel updates: each is widened, decayed, added to and rounded (26 and
-6), the spread is made (24) and the weight moved (24), pass by pass (`optim/adamw.py`), beside norm and copy."""
-
-MUON_BYTES_PER_PARAM = 58
-"""Of a rank's own numbers of Muon's matrices: norm 4, decayed weight 8, momentum 20, look-ahead 12, update 12,
-copy 2."""
-
-BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
-"""The same with a bfloat16 momentum, which is widened and rounded."""
-
 MUON_OWNER_BYTES_PER_PARAM = 52
 """Of the numbers that a rank works on for all: packed, unpacked and normalised there, scaled, and packed again."""
 
@@ -524,15 +509,17 @@ class CostModel:
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Seconds of the update of the fullest rank, where its states are on the device."""
         update, passes = self.workload.update, self.layer_costs.gemm.memory_bound_s
-        adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
+        spec = update.optimizer
+        bytes_moved = spec.bf16_update_bytes if update.has_bf16_moments else spec.update_bytes
         if self._muon_cost is None:
-            return passes(num_owned * dtype_factor * adamw)
-        muon, found = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM, 0.0
+            return passes(num_owned * dtype_factor * bytes_moved)
+        matrix_bytes = spec.bf16_matrix_update_bytes if update.has_bf16_moments else spec.matrix_update_bytes
+        found = 0.0
         for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
             share = self._muon_cost.rank_cost(mapping, counts, has_loss)
             moved = (
-                max(0.0, num_owned - share.num_local) * adamw
-                + share.num_local * muon
+                max(0.0, num_owned - share.num_local) * bytes_moved
+                + share.num_local * matrix_bytes
                 + share.num_owned * MUON_OWNER_BYTES_PER_PARAM
             )
             found = max(found, share.seconds + passes(dtype_factor * moved))
