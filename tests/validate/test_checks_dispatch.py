@@ -7,12 +7,13 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.topology.dispatchers import DISPATCHERS
 from moefold.validate.config import check_config
 from moefold.validate.moe import (
     check_dispatch_device,
     check_dispatch_package,
     deepep_unsupported_reasons,
-    is_deepep_installed,
+    is_kernel_package_installed,
 )
 
 
@@ -71,9 +72,11 @@ def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
 
 def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "deep_ep.py").write_text("raise RuntimeError('imported')")
-    assert is_deepep_installed() == (importlib.machinery.PathFinder.find_spec("deep_ep") is not None)
+    assert is_kernel_package_installed(DISPATCHERS["deepep"]) == (
+        importlib.machinery.PathFinder.find_spec("deep_ep") is not None
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert is_deepep_installed()
+    assert is_kernel_package_installed(DISPATCHERS["deepep"])
     check_dispatch_package(_recipe())
 
 

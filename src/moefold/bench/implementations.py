@@ -13,6 +13,7 @@ from moefold.bench.routing import balanced_states, steer_embedding
 from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.bench.torch_baseline import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.torch_compat import foreach_copy_
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
@@ -188,7 +189,7 @@ class _ModelSteps:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
             optimizer.step()
-            torch._foreach_copy_(parameters, masters)
+            foreach_copy_(parameters, masters)
 
         def mixed_step() -> None:
             loss().backward()

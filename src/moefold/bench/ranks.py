@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.torch_compat import TorchDispatchMode, operator_name
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.attention import CausalAttention
@@ -114,7 +114,7 @@ class OpCpuTimer(TorchDispatchMode):
             return NotImplemented
         started_s = time.thread_time()
         result = func(*args, **(kwargs or {}))
-        self.cpu_s[op_category(func.namespace, func._schema.name.split("::")[1])] += time.thread_time() - started_s
+        self.cpu_s[op_category(func.namespace, operator_name(func))] += time.thread_time() - started_s
         return result
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 from moefold.progress import ProgressCallback, ignore_progress
 
 
@@ -101,10 +100,10 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def _key(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return storage_key(tensor.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._live_storages:
             return
         self._live_storages[key] = storage.nbytes()

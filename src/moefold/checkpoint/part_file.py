@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from moefold.bounded_read import open_regular
+from moefold.comm.torch_compat import StorageInfo
 
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
@@ -56,7 +56,7 @@ class StoredPart:
     """The index entry of a shard."""
 
     name: str
-    storage_info: _StorageInfo
+    storage_info: StorageInfo
     sizes: torch.Size
     dtype: torch.dtype
 

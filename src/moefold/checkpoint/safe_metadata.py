@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,6 +29,7 @@ from torch.futures import Future
 from moefold.bounded_read import open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, regular_file
 from moefold.checkpoint.part_file import StoredPart, check_parts
+from moefold.comm.torch_compat import StorageInfo
 
 METADATA_FILE = ".metadata"
 MAX_DIMS = 64
@@ -157,9 +157,7 @@ def _rebuild_tensor(stored: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _rebuild_size(stored.size), chunks)
 
 
-def _check_chunks(
-    name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]
-) -> None:
+def _check_chunks(name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, StorageInfo]) -> None:
     """Check that the chunks lie within the tensor, have as many values in total, and each has enough bytes."""
     offsets = {chunk.offsets for chunk in stored.chunks}
     fits = all(
@@ -182,12 +180,12 @@ def _rebuild_index(index: Any) -> MetadataIndex:
     return MetadataIndex(_check_text(index.fqn), _rebuild_size(index.offset))
 
 
-def _rebuild_storage_info(info: Any) -> _StorageInfo:
+def _rebuild_storage_info(info: Any) -> StorageInfo:
     numbers = (info.offset, info.length)
     transforms = getattr(info, "transform_descriptors", None)
     if not all(type(number) is int and number >= 0 for number in numbers) or transforms:
         raise ValueError("a part has no place")
-    return _StorageInfo(_check_text(info.relative_path), *numbers)
+    return StorageInfo(_check_text(info.relative_path), *numbers)
 
 
 def _rebuild_size(numbers: Any) -> torch.Size:

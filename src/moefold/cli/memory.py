@@ -22,6 +22,7 @@ from moefold.launch.fitting import check_training
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.train.preflight import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
@@ -209,10 +210,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-BALANCING_DISPATCHERS = ("leastloaded",)
-"""Dispatchers that rebalance rows between ranks, so that the router alone does not determine a rank's rows."""
-
-
 def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
     """Print a column for each rank, a row for each part that any rank has, and the total."""
     console = open_console()
@@ -235,7 +232,8 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
         Column(name="measured", cells=[format_size(rank.activations) for rank in ranks], justify="right"),
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
-    uneven = any(one is not None for one in imbalances) and cfg.parallel.dispatcher not in BALANCING_DISPATCHERS
+    # Where ranks take over tokens of others, the router alone does not determine a rank's rows.
+    uneven = any(one is not None for one in imbalances) and not dispatcher_of(cfg).moves_experts
     if uneven:
         by_imbalance = {one: compute_rank_memory(cfg, kernels=kernels, imbalance=one) for one in set(imbalances) if one}
         routed = [

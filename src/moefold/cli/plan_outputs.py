@@ -23,6 +23,7 @@ from moefold.planner.simulator.export import check_timeline_file, write_timeline
 from moefold.planner.simulator.simulate import Noise
 from moefold.planner.simulator.stage_cost import simulate_mapping
 from moefold.terminal import print_escaped, printable
+from moefold.topology.dispatchers import DISPATCHERS
 
 
 def check_output_paths(args: argparse.Namespace) -> None:
@@ -239,10 +240,11 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
     w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
     assumptions = [f"{even} (--imbalance)", describe_margin(q)]
-    if any(plan.mapping.dispatcher == "deepep" for plan in shown):
-        assumptions.append(
-            "deepep is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
-        )
+    for name in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
+        if DISPATCHERS[name].kernel_package:
+            assumptions.append(
+                f"{name} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
+            )
     return [*assumptions, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
 
 

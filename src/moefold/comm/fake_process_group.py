@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group
 from moefold.config.schema import Config
 from moefold.topology.layout import fold
 
@@ -38,13 +37,13 @@ def sharded_bytes(stages: Sequence[nn.Module]) -> tuple[int, int]:
     weights = gathered = 0
     for stage in stages:
         for module in stage.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            group = fsdp_param_group(module)
             if group is None:
                 continue
             for param in group.fsdp_params:
                 param.init_dtype_attrs(group.mp_policy)
                 padded = param.padded_sharded_param_size.numel()
-                degree = group._all_gather_process_group.size()
+                degree = fsdp_group_size(group)
                 weights += padded * param.sharded_param.element_size()
                 gathered += padded * degree * (param.param_dtype or param.orig_dtype).itemsize
     return weights, gathered

@@ -13,6 +13,7 @@ from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedule_tables import SCHEDULES
 from moefold.topology.stages import Stage
 
@@ -190,7 +191,7 @@ class ActivationMemory:
         if kind == "D":
             delayed["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
             return delayed
-        if p.dispatcher != "leastloaded":
+        if not dispatcher_of(self._cfg).moves_experts:
             delayed["experts"] = (
                 self.experts.expert_tokens * self._item_bytes * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
             )
@@ -206,7 +207,7 @@ class ActivationMemory:
         """
         model = self._cfg.model
         p = self._cfg.parallel
-        if kind == "D" or self._kernels.grouped_experts or p.dispatcher == "leastloaded":
+        if kind == "D" or self._kernels.grouped_experts or dispatcher_of(self._cfg).moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         width = 3 * model.moe_ffn_hidden_size // p.etp + model.hidden_size * self._cfg.moe.weight_in_expert

@@ -9,6 +9,7 @@ from math import ceil
 from moefold.config.schema import Config
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.topology.dispatchers import dispatcher_of
 
 INDICES_PER_ROUTED_TOKEN = 5
 """Indices per routed token of the gathered tokens: expert and position twice each, and the weight."""
@@ -33,6 +34,7 @@ class ExpertMemory:
         self._imbalance = imbalance
         self._item_bytes = compute_dtype_bytes(cfg)
         self._high_precision_bytes = max(4, self._item_bytes)
+        self._gathers_tokens = dispatcher_of(cfg).gathers_tokens
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
 
     @cached_property
@@ -86,7 +88,7 @@ class ExpertMemory:
     def combines_locally(self) -> bool:
         """Return whether tokens are permuted and combined on the experts' rank, without an all-to-all."""
         p = self._cfg.parallel
-        return p.dispatcher == "allgather" or p.ep * p.etp == 1
+        return self._gathers_tokens or p.ep * p.etp == 1
 
     @property
     def routed_tokens(self) -> int:
@@ -141,7 +143,7 @@ class ExpertMemory:
         """Return the allgather dispatcher's combine bytes: sums of all gathered tokens in both types, and indices."""
         model = self._cfg.model
         p = self._cfg.parallel
-        if p.dispatcher != "allgather":
+        if not self._gathers_tokens:
             return BytesByPart()
         token = (
             model.hidden_size * (self._high_precision_bytes + self._item_bytes)
@@ -155,7 +157,7 @@ class ExpertMemory:
         With etp there are two more: the send buffer of its all-gather, and the tokens received over ep.
         """
         p = self._cfg.parallel
-        if p.dispatcher == "allgather":
+        if self._gathers_tokens:
             return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * self.token_bytes})
         over_etp = (self.expert_tokens + (self.expert_tokens // p.etp if p.ep > 1 else 0)) if p.etp > 1 else 0
         return BytesByPart(
@@ -165,7 +167,7 @@ class ExpertMemory:
     def combine_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the combine's send and receive buffers, and of outputs saved without an all-to-all."""
         p = self._cfg.parallel
-        if p.dispatcher == "allgather":
+        if self._gathers_tokens:
             sums = self._tokens * (p.ep * p.etp + 1) * self.token_bytes
             return self.expert_outputs() + BytesByPart({"dispatch buffers": sums})
         # Over etp each rank receives its tokens from all others.

@@ -130,4 +130,4 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape]
     for weight in weights:
         moment_bytes = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
         if moment_bytes >= max(min_kib * 2**10, 1):
-            yield moment_bytes if weight.uses_muon and weight.part in shard_spec.muon_groups else 2 * moment_bytes
+            yield moment_bytes * shard_spec.num_moments(weight)

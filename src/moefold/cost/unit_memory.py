@@ -4,14 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from moefold.config.schema import Config
+from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_shapes import WeightShape, embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.topology.stages import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-
-ADAMW_STEP_BYTES = 4
-"""Bytes of AdamW's step count of each parameter, a float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,10 @@ class ShardSpec:
     """Bytes per element of an optimizer moment."""
     gradient_bytes: int
     """Bytes per element of a gradient."""
-    muon_groups: tuple[str, ...] = ()
-    """Groups whose matrices have one moment; all other parameters have two, and a step count."""
+    optimizer: OptimizerSpec
+    """Number of moments of each parameter, and bytes of its step count."""
+    matrix_groups: tuple[str, ...] = ()
+    """Groups whose matrices the optimizer gathers; their number of moments differs, and they have no step count."""
 
     def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -77,10 +76,16 @@ class ShardSpec:
             weight_bytes += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            updated_by_muon = weight.uses_muon and weight.part in self.muon_groups
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if updated_by_muon else 2)
-            moments += 0 if updated_by_muon else ADAMW_STEP_BYTES
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
+            moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
+
+    def num_moments(self, weight: WeightShape) -> int:
+        """Return the number of moments of a weight."""
+        return self.optimizer.num_matrix_moments if self._is_gathered(weight) else self.optimizer.num_moments
+
+    def _is_gathered(self, weight: WeightShape) -> bool:
+        return weight.uses_muon and weight.part in self.matrix_groups
 
     def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
         """Return the bytes of the gathered weights."""
@@ -103,7 +108,8 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         compute_bytes=compute_dtype_bytes(cfg),
         moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
         gradient_bytes=master,
-        muon_groups=train.muon_groups if train.optimizer == "muon" else (),
+        optimizer=optimizer_of(cfg),
+        matrix_groups=optimizer_of(cfg).matrix_groups(train),
     )
 
 

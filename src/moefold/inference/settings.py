@@ -15,6 +15,7 @@ from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
+from moefold.topology.dispatchers import dispatcher_of, inference_dispatchers
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 
@@ -32,7 +33,6 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
     r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
 )
 """Suggestions of `validate/parallel.py` that change the model."""
-DISPATCHERS = ("alltoall", "allgather", "local")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
@@ -134,9 +134,10 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
 
 
 def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose) -> None:
-    if cfg.parallel.dispatcher not in DISPATCHERS:
+    if not dispatcher_of(cfg).for_inference:
         raise ConfigError(
-            f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of {', '.join(DISPATCHERS)}"
+            f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of "
+            f"{', '.join(inference_dispatchers())}"
         )
     unused = [key for key in drops if key != "eval_capacity_factor"]
     if unused and cfg.moe.eval_capacity_factor <= 0:
@@ -159,10 +160,10 @@ def _check_generation(cfg: Config) -> None:
             f"parallel.dp={p.dp} (world_size/(tp*cp*pp)) cannot generate: every rank works on the same prompts; choose "
             f"parallel.tp={p.tp * p.dp}, or parallel.world_size={p.tp * p.pp} with ep*etp of at most {p.tp}"
         )
-    if p.dispatcher == "allgather" and p.tp > 1:
+    if dispatcher_of(cfg).needs_equal_token_counts and p.tp > 1:
         raise ConfigError(
-            "parallel.dispatcher='allgather' needs equally many tokens on each rank, which decoding one token at a "
-            "time does not have; choose 'alltoall'"
+            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which decoding one token at "
+            "a time does not have; choose 'alltoall'"
         )
     if cfg.moe.choice in ("round_robin", "skewed"):
         raise ConfigError(

@@ -16,17 +16,15 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode, local_tensor, storage_key, tree_iter
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Phase = Literal["before", "forward", "backward"]
 UNTAGGED = "other"
 GATHERED_WEIGHTS = "gathered weights"
-_CAST_OP = torch.ops.aten._to_copy.default
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +160,7 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
                 block = self._allocation(leaf)
-                if func is _CAST_OP and self._allocation(args[0]).part == "weights":
+                if func is CAST_OP and self._allocation(args[0]).part == "weights":
                     # Without FSDP, low-precision weights are casts of the master weights.
                     block.part = GATHERED_WEIGHTS
                     block.is_tagged = True
@@ -189,9 +187,8 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _allocation(self, tensor: Tensor) -> Allocation:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        key = storage._cdata
+        storage = local_tensor(tensor).untyped_storage()
+        key = storage_key(storage)
         self._record_frees()
         if key not in self._live:
             block = Allocation(storage.nbytes(), self._part_stack[-1], self.phase)
@@ -218,7 +215,7 @@ class MemoryTracker(TorchDispatchMode):
             # Allocations of other threads are not tracked.
             return
         self._record_frees()
-        block = self._live.get(storage._cdata)
+        block = self._live.get(storage_key(storage))
         if block is not None:
             self._events.append((size - block.size, block))
             block.size = size

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.resumable import Resumable
+from moefold.comm.torch_compat import innermost_saved_tensor_hooks
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -180,7 +181,7 @@ class _RecomputeContext:
         # Do not capture the outputs: the hook outlives the context.
         output_indices = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
         # torch calls the innermost hooks only: pass all other tensors to the enclosing hooks.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = innermost_saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> Any:
             i = output_indices.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None

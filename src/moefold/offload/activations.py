@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.comm.torch_compat import storage_key, tensor_version
 from moefold.model.activation_checkpoint import OutputCheckpoint, TensorFunction, no_checkpoint
 from moefold.model.local_param import is_weight
 from moefold.offload.backend import BandwidthMeter, CopyEngine, OffloadBackend
@@ -127,7 +128,7 @@ class ActivationOffload:
             if not torch.is_grad_enabled():
                 return (yield from forward_resumable(*args, **kwargs))
             arguments = [*args, *kwargs.values(), *long_lived()]
-            addresses = frozenset(x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor))
+            addresses = frozenset(storage_key(x.untyped_storage()) for x in arguments if isinstance(x, Tensor))
             micro_batch = MicroBatch(self._num_forwards, addresses)
             self._num_forwards += 1
             task = ResumableTask(forward_resumable(*args, **kwargs))
@@ -266,14 +267,14 @@ class ActivationOffload:
         return (
             storage.nbytes() >= max(self._min_bytes, 1)
             and not is_weight(tensor)
-            and storage._cdata not in self._thread_state.micro_batch.long_lived_storages
+            and storage_key(storage) not in self._thread_state.micro_batch.long_lived_storages
         )
 
     def _storage_of(self, tensor: Tensor) -> OffloadedStorage:
-        address = tensor.untyped_storage()._cdata
+        address = storage_key(tensor.untyped_storage())
         storage = self._storages.get(address)
         # After an in-place change the content differs.
-        if storage is None or storage.version != tensor._version:
+        if storage is None or storage.version != tensor_version(tensor):
             storage = self._storages[address] = OffloadedStorage(tensor)
         return storage
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moefold.comm.torch_compat import tensor_version
 from moefold.offload.backend import OffloadBackend
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class OffloadedStorage:
         # Keeps the address from being reused by another storage, as offloaded storages are looked up by address.
         self._address = StorageWeakRef(storage)
         self.num_bytes = storage.nbytes()
-        self.version = tensor._version
+        self.version = tensor_version(tensor)
         self.part_run: PartRun | None = None
         """The part run that offloads it; None for a storage that stays on the device."""
         self.is_assigned = False
@@ -50,7 +51,7 @@ class OffloadedStorage:
     def end_store(self, stored: Any) -> bool:
         """Free the memory unless it was needed or changed meanwhile; return whether it was. Runs on an I/O thread."""
         with self._lock:
-            if self._must_stay or self._alias is None or self._alias._version != self.version:
+            if self._must_stay or self._alias is None or tensor_version(self._alias) != self.version:
                 return False
             self._stored = stored
             self._data = None
@@ -101,10 +102,10 @@ class OffloadedStorage:
             RuntimeError: it was modified in place after it was saved.
         """
         assert self._data is not None
-        if self._alias is not None and self._alias._version != self.version:
+        if self._alias is not None and tensor_version(self._alias) != self.version:
             raise RuntimeError(
                 "a tensor that the backward pass needs was modified in place after it was saved: version "
-                f"{self._alias._version} instead of {self.version}, of size {tuple(ref.size)}"
+                f"{tensor_version(self._alias)} instead of {self.version}, of size {tuple(ref.size)}"
             )
         found = torch.empty(0, dtype=ref.dtype, device=self._data.device)
         return found.set_(self._data.untyped_storage(), ref.offset, ref.size, ref.stride)

@@ -24,6 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.comm.torch_compat import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 from moefold.ops.gemm import is_faster_in_fp32
 
 
@@ -260,7 +266,7 @@ class CpuFlash:
         if is_faster_in_fp32(q):
             out, lse = self.forward(q.float(), k.float(), v.float(), block_mask)
             return out.to(q.dtype), lse
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        flash = cpu_flash_attention()
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
         out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_additive_mask(block_mask, q.dtype))
         if isinstance(block_mask, Tensor):
@@ -276,7 +282,7 @@ class CpuFlash:
             grads = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, block_mask)
             dq, dk, dv = (x.to(q.dtype) for x in grads)
             return dq, dk, dv
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        flash = cpu_flash_attention_backward()
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
         mask = _additive_mask(block_mask, q.dtype)
         dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(block_mask), attn_mask=mask)
@@ -288,7 +294,7 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = cuda_flash_attention()
         out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(block_mask))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
@@ -296,7 +302,7 @@ class CudaFlash:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        flash = cuda_flash_attention_backward()
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
         # The RNG state is read only with dropout; the kernel needs a contiguous lse.
         seed = q.new_empty(2, dtype=torch.uint64)

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moefold.comm.torch_compat import has_onednn_linear, onednn_linear
+
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
 MIN_PADDED_ROWS = 16
@@ -76,8 +78,7 @@ class Gemm:
         if is_faster_in_fp32(w_NK):
             return _matmul_in_chunks(x_MK, w_NK, w_NK.dtype)
         if _uses_onednn(x_MK):
-            y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
-            return y_MN
+            return onednn_linear(x_MK, w_NK)
         return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
@@ -165,7 +166,7 @@ def _has_onednn_linear() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and has_onednn_linear()
     )
 
 

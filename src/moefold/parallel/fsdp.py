@@ -26,6 +26,7 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
@@ -162,16 +163,14 @@ class UnshardedParams:
         self._stages = stages
         self._reduces_each_micro_batch = zero == 2
         for module in self._fsdp_modules():
-            state = fully_shard.state(module)  # type: ignore[attr-defined]
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
+            remove_fsdp_forward_hooks(module)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Gather all parameters inside this context; collective over the data-parallel ranks, as are all methods."""
         for stage in self._stages:
             # Lazily initialise the FSDP root before its children.
-            fully_shard.state(stage)._lazy_init()  # type: ignore[attr-defined]
+            init_fsdp_root(stage)
         for module in self._fsdp_modules():
             module.unshard()
         yield
@@ -194,8 +193,7 @@ class UnshardedParams:
 
     def finish_backward(self, stage: nn.Module) -> None:
         """Accumulate or reduce the gradients of a stage after one of its backward passes."""
-        # torch's pipeline schedules call the same function to reduce gradients.
-        fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        run_fsdp_post_backward(stage)
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for stage in self._stages:

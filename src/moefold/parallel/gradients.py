@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
+from moefold.comm.torch_compat import foreach_mul_, foreach_norm
 
 NORM_EPS = 1e-6
 """Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""
@@ -51,7 +52,7 @@ def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str
             grads_by_replicas.setdefault(_num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
     for num_replicas, grads in grads_by_replicas.items():
-        norms = torch.stack(torch._foreach_norm(grads)).double()
+        norms = torch.stack(foreach_norm(grads)).double()
         total += norms.square().sum() / num_replicas
     return total
 
@@ -69,7 +70,7 @@ def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_nor
     grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None]
     # Clamping on the device avoids a host synchronisation.
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
 def _to_local(grad: Tensor) -> Tensor:

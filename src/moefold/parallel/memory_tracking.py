@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import Attention
@@ -147,13 +147,9 @@ def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
     for stage in stages:
         tracker.tag("gradients", (p.grad for p in stage.parameters() if p.grad is not None))
         for module in stage.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            group = fsdp_param_group(module)
             for param in () if group is None else group.fsdp_params:
-                unsharded = getattr(param, "_unsharded_param", None)
-                tracker.tag(
-                    "gradients",
-                    (p.grad for p in (param.sharded_param, unsharded) if p is not None and p.grad is not None),
-                )
+                tracker.tag("gradients", (p.grad for p in fsdp_parameters(param) if p.grad is not None))
                 if param.unsharded_accumulated_grad is not None:
                     tracker.tag("gradients", (param.unsharded_accumulated_grad,))
 
@@ -171,7 +167,7 @@ def _track_forward(
             # torch's stages allocate all receive buffers before the first of them runs.
             tracker.tag_untagged("pipeline buffers")
         # During an overlapped backward, its live temporaries must not be tagged as gradients.
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             _tag_survivors(stage, tracker)
         task = ResumableTask(forward_resumable(*args, **kwargs))
         while True:

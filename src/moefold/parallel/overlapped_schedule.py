@@ -9,14 +9,17 @@ from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
-    _Action,
-    _PipelineScheduleRuntime,
-    _wait_batch_p2p,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.pipelining_compat import (
+    PipelineAction,
+    PipelineStageBase,
+    RowSchedule,
+    received_activations,
+    wait_p2p,
+)
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
 from moefold.model.transformer import Transformer, num_loss_terms
 from moefold.parallel.fsdp import UnshardedParams
@@ -95,7 +98,7 @@ class ResumableStage(nn.Module):
         return run_to_end(self._forward_resumable(x, **targets))
 
 
-class OverlappedSchedule(_PipelineScheduleRuntime):
+class OverlappedSchedule(RowSchedule):
     """Pipeline schedule with overlapped forward-backward pairs.
 
     Args:
@@ -109,7 +112,7 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
 
     def __init__(
         self,
-        stages: list[_PipelineStageBase],
+        stages: list[PipelineStageBase],
         num_micro_batches: int,
         loss_fn: StageLossFn,
         rows: Sequence[ScheduleItemRow],
@@ -121,18 +124,16 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
         self._backward_overlap = backward_overlap
         self._recorder = recorder
         self._local_stages = {stage.stage_index: stage for stage in stages}
-        self._prepare_schedule_with_comms(
-            {rank: [_to_torch_action(work) for work in row] for rank, row in enumerate(rows)}
-        )
+        self.set_rows({rank: [_to_torch_action(work) for work in row] for rank, row in enumerate(rows)})
         self.register_custom_function(OVERLAP_F_B, self._run_forward_backward)
 
-    def _run_forward_backward(self, action: _Action, ctx: Any) -> None:
+    def _run_forward_backward(self, action: PipelineAction, ctx: Any) -> None:
         """Run torch's forward and backward actions as a pair; the forward pass starts before the backward pass."""
         assert action.sub_actions is not None
         (fwd_stage, forward), (bwd_stage, backward) = self._wait_inputs(*action.sub_actions)
         args = ctx.arg_mbs[forward]
         kwargs = ctx.kwarg_mbs[forward]
-        inputs = args if fwd_stage.is_first else fwd_stage._retrieve_recv_activations(forward)
+        inputs = args if fwd_stage.is_first else received_activations(fwd_stage, forward)
         assert isinstance(fwd_stage.submod, ResumableStage)
         self._recorder.set_phase(
             f"backward of micro-batch {backward} in stage {bwd_stage.stage_index} overlapped with the forward of "
@@ -140,17 +141,17 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
         )
         self.backward_counter[bwd_stage.stage_index] += 1
         with self._backward_overlap.backward(fwd_stage.submod.begin_forward(*inputs, **kwargs)):
-            bwd_stage.backward_one_chunk(backward, loss=self._maybe_get_loss(bwd_stage, backward))
+            bwd_stage.backward_one_chunk(backward, loss=self.loss_of(bwd_stage, backward))
         if bwd_stage.stage_index - 1 in self._local_stages:
             self._local_stages[bwd_stage.stage_index - 1].set_local_bwd_input(
                 bwd_stage.get_local_bwd_output(backward), backward
             )
         output = fwd_stage.forward_one_chunk(forward, args, kwargs, save_forward_output=False)
-        self._maybe_compute_loss(fwd_stage, output, ctx.target_mbs, forward)
+        self.compute_loss(fwd_stage, output, ctx.target_mbs, forward)
         if fwd_stage.stage_index + 1 in self._local_stages:
             self._local_stages[fwd_stage.stage_index + 1].set_local_fwd_input(output, forward)
 
-    def _wait_inputs(self, forward: _Action, backward: _Action) -> list[tuple[_PipelineStageBase, int]]:
+    def _wait_inputs(self, forward: PipelineAction, backward: PipelineAction) -> list[tuple[PipelineStageBase, int]]:
         """Wait for the inputs of both passes; return stage and micro-batch of each."""
         found = []
         for action, receiving in ((forward, self.fwd_recv_ops), (backward, self.bwd_recv_ops)):
@@ -158,13 +159,15 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
             micro_batch = action.microbatch_index
             assert micro_batch is not None
             # Nothing is received from a stage of the same rank.
-            _wait_batch_p2p(receiving.pop((stage.stage_index, micro_batch), []))
+            wait_p2p(receiving.pop((stage.stage_index, micro_batch), []))
             found.append((stage, micro_batch))
         return found
 
 
-def _to_torch_action(work: ScheduleItem) -> _Action:
+def _to_torch_action(work: ScheduleItem) -> PipelineAction:
     if not isinstance(work, ForwardBackward):
-        return _Action.from_str(str(work))
+        return PipelineAction.from_str(str(work))
     passes = ((work.forward, FORWARD), (work.backward, FULL_BACKWARD))
-    return _Action(-1, OVERLAP_F_B, None, tuple(_Action(a.stage, kind, a.micro_batch) for a, kind in passes))
+    return PipelineAction(
+        -1, OVERLAP_F_B, None, tuple(PipelineAction(a.stage, kind, a.micro_batch) for a, kind in passes)
+    )

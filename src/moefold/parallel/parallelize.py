@@ -41,6 +41,7 @@ from moefold.parallel.tensor_parallel import (
     kv_rows,
     local_positions,
 )
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.stages import StagePlan
 
 
@@ -247,7 +248,7 @@ def _apply_tp_qk_norm(attention: Attention, cfg: ModelConfig, tp: Group) -> None
 def _build_dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[Any]:
     """Create the dispatcher that all layers share: it has no per-micro-batch state, and its buffers are large."""
     rebalance_rule = RebalanceRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
-    needs_buffer = name == "deepep" and groups.moe.experts.size > 1
+    needs_buffer = dispatcher_spec(name).needs_buffer and groups.moe.experts.size > 1
     buffer = open_buffer(groups.moe.ep, cfg.model.hidden_size) if needs_buffer else None
     is_fp8 = cfg.moe.dispatch_precision != "dtype"
     return make_dispatcher(name, groups.moe, cfg.model.num_experts, rebalance_rule, buffer, fp8_dispatch=is_fp8)

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWithoutSelfSends
 from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, num_loss_terms
 from moefold.parallel.fsdp import UnshardedParams
@@ -66,7 +65,7 @@ class PipelineRunner:
                 )
                 install_wgrad_store(module, wgrad_store)
 
-        def build() -> list[_PipelineStageBase]:
+        def build() -> list[PipelineStageBase]:
             return [
                 _TimedStage(
                     groups.pp.comm_timer,
@@ -195,7 +194,7 @@ def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
     return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
 
 
-class _TimedStage(PipelineStage):
+class _TimedStage(PipelineStageWithoutSelfSends):
     """Pipeline stage that counts its own compute time as working.
 
     It does not set up P2P communication with itself: gloo cannot, and nothing would be sent. `on_backward_end`, if any,
@@ -222,9 +221,6 @@ class _TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._comm_timer.working():
             return super().backward_weight_one_chunk(*args, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _HideFSDP(nn.Module):

@@ -8,11 +8,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _Action,
-    _PipelineScheduleRuntime,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from moefold.comm.pipelining_compat import PipelineAction, PipelineStageBase, RowSchedule
 from moefold.config.schema import Config
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedule_tables import SCHEDULES
@@ -36,7 +34,7 @@ MULTI_STAGE = {
 }
 
 
-def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
+def training_schedule(cfg: Config, stages: list[PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
     """Return the recipe's schedule over the stages of this rank."""
     p = cfg.parallel
     count = cfg.num_micro_batches
@@ -45,15 +43,15 @@ def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: St
     if p.schedule in MULTI_STAGE:
         return MULTI_STAGE[p.schedule](stages, count, loss_fn=loss_fn, scale_grads=False)
     read = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, count)
-    schedule = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)
-    schedule._prepare_schedule_with_comms(
-        {rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(read.rows)}
+    schedule = RowSchedule(stages, count, loss_fn=loss_fn, scale_grads=False)
+    schedule.set_rows(
+        {rank: [PipelineAction.from_str(str(action)) for action in row] for rank, row in enumerate(read.rows)}
     )
     return schedule
 
 
 def evaluation_schedule(
-    cfg: Config, stage_plan: StagePlan, stages: list[_PipelineStageBase], loss_fn: StageLossFn
+    cfg: Config, stage_plan: StagePlan, stages: list[PipelineStageBase], loss_fn: StageLossFn
 ) -> Schedule:
     """Return a schedule whose `eval` runs the stages of this rank."""
     if not SCHEDULES[cfg.parallel.schedule].splits_backward:
@@ -61,20 +59,20 @@ def evaluation_schedule(
     return _EvalSchedule(stages, cfg.num_micro_batches, loss_fn, stage_plan.ranks)
 
 
-class _EvalSchedule(_PipelineScheduleRuntime):
+class _EvalSchedule(RowSchedule):
     """Forward-only schedule, stage by stage: torch's split-backward schedules cannot evaluate."""
 
     def __init__(
-        self, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: StageLossFn, ranks: Sequence[int]
+        self, stages: list[PipelineStageBase], num_micro_batches: int, loss_fn: StageLossFn, ranks: Sequence[int]
     ) -> None:
         super().__init__(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
         numbers = range(len(ranks))
         passes = [f"{stage}F" for stage in numbers] + [f"{stage}B" for stage in reversed(numbers)]
-        actions: dict[int, list[_Action | None]] = {rank: [] for rank in range(stages[0].group_size)}
+        actions: dict[int, list[PipelineAction | None]] = {rank: [] for rank in range(stages[0].group_size)}
         for name in passes:
-            actions[ranks[int(name[:-1])]] += [_Action.from_str(f"{name}{i}") for i in range(num_micro_batches)]
+            actions[ranks[int(name[:-1])]] += [PipelineAction.from_str(f"{name}{i}") for i in range(num_micro_batches)]
         # torch validates complete passes before it adds communication; the backward half is removed afterwards.
-        self._prepare_schedule_with_comms(actions)
+        self.set_rows(actions)
         self.pipeline_order_with_comms = {
             rank: [action for action in row if action.computation_type in FORWARD_ACTIONS]
             for rank, row in self.pipeline_order_with_comms.items()

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
+from moefold.comm.torch_compat import fsdp_param_groups, run_fsdp_post_backward
 from moefold.model.delayed_wgrad import Compute
 
 WeightGradTask = Callable[[], None]
@@ -48,7 +49,7 @@ class WeightGradStore:
             self.on_backward_end()
         if not self._has_hooks and isinstance(self._stage, FSDPModule):
             self._set_gradient_sync(False)
-            _run_fsdp_post_backward(self._stage)
+            run_fsdp_post_backward(self._stage)
 
         def run() -> None:
             while tasks:
@@ -67,19 +68,13 @@ class WeightGradStore:
         self._set_gradient_sync(True)
         if self._reduces_each_micro_batch:
             _reduce_param_groups(self._stage)
-        _run_fsdp_post_backward(self._stage)
+        run_fsdp_post_backward(self._stage)
         self._set_gradient_sync(False)
 
     def _set_gradient_sync(self, is_enabled: bool) -> None:
         # With zero 0 and 1 the schedule itself decides when gradients are reduced.
         if self._reduces_each_micro_batch and isinstance(self._stage, FSDPModule):
             self._stage.set_requires_gradient_sync(is_enabled)
-
-
-def _run_fsdp_post_backward(stage: FSDPModule) -> None:
-    """Run FSDP's post-backward: each parameter group accumulates gradients in the reduction type, or reduces them."""
-    # torch's pipeline schedules call the same function to reduce gradients.
-    fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _reduce_param_groups(stage: FSDPModule) -> None:
@@ -89,13 +84,11 @@ def _reduce_param_groups(stage: FSDPModule) -> None:
     the weights, and FSDP reduces gradients of a single type at once. One group at a time, so that only one group has
     its gradients in high precision.
     """
-    for state in fully_shard.state(stage)._state_ctx.all_states:  # type: ignore[attr-defined]
-        group = state._fsdp_param_group
-        if group is not None:
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-            group.post_backward()
+    for group in fsdp_param_groups(stage):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
 
 
 def install_wgrad_store(stage: nn.Module, wgrad_store: WeightGradStore) -> None:

@@ -19,6 +19,7 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import AXIS_KEYS, Restriction
 from moefold.planner.search.search import PlannedMapping
+from moefold.topology.dispatchers import dispatcher_of
 
 PROCESS_OVERHEAD_GIB = 0.5
 """Memory of a process with torch and gloo, without a model."""
@@ -66,7 +67,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     """
     p = cfg.parallel
     fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXIS_KEYS.items() if f"{s}.{key}" in given}
-    if fixed.get("dispatcher") == "auto":
+    if "dispatcher" in fixed and dispatcher_of(cfg).prefers:
         del fixed["dispatcher"]
     if AUTO in cfg.train.recompute:
         raise ConfigError(

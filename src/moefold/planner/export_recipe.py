@@ -18,12 +18,10 @@ from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.pipeline_layout import format_layout
 from moefold.validate.config import check_config
 
-RECIPE_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
-"""Recipe dispatcher by planned dispatcher: kernels that may not be installed are left to auto, which uses them if it
-can."""
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe contains even where they are the default."""
 PLACEHOLDER_COMMENTS = {
@@ -56,7 +54,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             "schedule": m.schedule,
             "vpp": m.vpp,
             "zero": m.zero,
-            "dispatcher": RECIPE_DISPATCHERS.get(m.dispatcher, m.dispatcher),
+            "dispatcher": dispatcher_spec(m.dispatcher).written_as or m.dispatcher,
             "recompute": m.recompute,
             "overlap": m.overlap,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
+from moefold.topology.dispatchers import dispatcher_spec
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
@@ -75,7 +76,7 @@ def mapping_from_config(cfg: Config) -> ParallelMapping:
         recompute=train.recompute,
         offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
         overlap=p.overlap_experts,
-        dispatcher="alltoall" if p.dispatcher == "auto" else p.dispatcher,
+        dispatcher=dispatcher_spec(p.dispatcher).falls_back_to or p.dispatcher,
         schedule=p.schedule,
     )
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 
 T = TypeVar("T")
 
@@ -27,12 +27,14 @@ class _StorageTracker(TorchDispatchMode):
         self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {
+            storage_key(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in inputs:
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf.untyped_storage()) not in inputs:
                 storage = leaf.untyped_storage()
-                self._created[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._created[storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def alive_bytes(self) -> int:

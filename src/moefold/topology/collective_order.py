@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from moefold.config.schema import Config
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_action import Action
 from moefold.topology.schedule_tables import ForwardBackward, ScheduleItemRow
@@ -44,7 +45,7 @@ def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) ->
     first = cfg.model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if cfg.model.all_layer_kinds[number] == "M"]
-    ops = _layer_collectives(cfg)
+    ops = dispatcher_of(cfg).collectives(cfg.parallel.ep, cfg.parallel.etp)
     recomputes = any(part in cfg.train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):
@@ -101,11 +102,3 @@ def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) ->
                     str(found[place]) if place < len(found) else "nothing" for found in (reference, sequences[rank])
                 ]
                 yield f"ranks {group[0]} and {rank} share a group, and collective {place} is {shown[0]} and {shown[1]}"
-
-
-def _layer_collectives(cfg: Config) -> tuple[str, ...]:
-    p = cfg.parallel
-    if p.dispatcher == "allgather":
-        return "dispatch over ep x etp", "combine over ep x etp"
-    axes = [axis for axis in ("ep", "etp") if getattr(p, axis) > 1]
-    return *(f"dispatch over {axis}" for axis in axes), *(f"combine over {axis}" for axis in reversed(axes))

@@ -19,8 +19,7 @@ from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
-from moefold.optim.build import build_optimizer
-from moefold.optim.muon import build_muon
+from moefold.optim.registry import make_optimizer
 from moefold.parallel.grad_accumulation import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
@@ -127,9 +126,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         else:
             weights = sum(map(_tensor_bytes, parameters.values()))
             gathered = _cast_copy_bytes(cfg, parameters)
-        has_muon = cfg.train.optimizer == "muon"
-        stage_group = groups.attn.stage
-        optimizer = build_muon(parameters, cfg, stage_group) if has_muon else build_optimizer(parameters, cfg.train)
+        optimizer = make_optimizer(parameters, cfg, groups.attn.stage)
         moments = sum(
             0 if name != "step" and _is_offloaded(cfg.train, local_tensor(x)) else _tensor_bytes(local_tensor(x))
             for state in optimizer.state.values()

@@ -16,9 +16,9 @@ from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.rss import peak_memory_gib
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.optim.build import build_optimizer, named_moments, set_learning_rate
+from moefold.optim.build import named_moments, set_learning_rate
 from moefold.optim.lr_schedule import learning_rate
-from moefold.optim.muon import build_muon
+from moefold.optim.registry import make_optimizer
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.grad_accumulation import Batch
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
@@ -430,9 +430,7 @@ class TrainingStep:
 
 def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
     state_store = open_state_store(cfg.train, model.groups.device)
-    if cfg.train.optimizer == "muon":
-        return build_muon(model.named_parameters, cfg, model.groups.attn.stage, state_store)
-    return build_optimizer(model.named_parameters, cfg.train, state_store)
+    return make_optimizer(model.named_parameters, cfg, model.groups.attn.stage, state_store)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moefold.config.schema import Config, ModelConfig, MoEConfig, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
+from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of
 from moefold.topology.layout import divisors
 
 FORCED_CHOICES = ("round_robin", "skewed")
@@ -168,7 +169,6 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 
 
-DEEPEP_PACKAGE = "deep_ep"
 ALIGNMENT_BYTES = 16
 """Alignment in bytes of a token in DeepEP's kernels."""
 FP8_BLOCK = 128
@@ -203,16 +203,21 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
 
-def validate_deepep(cfg: Config) -> Iterator[str]:
-    """Check that DeepEP, if named, supports the recipe."""
-    if _requests_deepep(cfg):
-        for reason in deepep_unsupported_reasons(cfg):
-            yield f"parallel.dispatcher='deepep' cannot run: {reason}; choose 'alltoall', or 'auto'"
+UNSUPPORTED_REASONS: dict[str, Callable[[Config], Iterator[str]]] = {"deepep": deepep_unsupported_reasons}
+"""Reasons why a recipe cannot run, by the name of a dispatcher that needs a kernel package."""
 
 
-def is_deepep_installed() -> bool:
-    """Return whether the DeepEP package is installed, without importing it."""
-    return importlib.util.find_spec(DEEPEP_PACKAGE) is not None
+def validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
+    """Check that the kernels of the dispatcher, if named, support the recipe."""
+    name = cfg.parallel.dispatcher
+    if requests_dispatch_kernels(cfg):
+        for reason in UNSUPPORTED_REASONS[name](cfg):
+            yield f"parallel.dispatcher={name!r} cannot run: {reason}; choose 'alltoall', or 'auto'"
+
+
+def is_kernel_package_installed(spec: DispatcherSpec) -> bool:
+    """Return whether the kernel package of a dispatcher is installed, without importing it."""
+    return importlib.util.find_spec(spec.kernel_package) is not None
 
 
 def check_dispatch_package(cfg: Config) -> None:
@@ -221,10 +226,11 @@ def check_dispatch_package(cfg: Config) -> None:
     Raises:
         ConfigError: it is not installed.
     """
-    if _requests_deepep(cfg) and not is_deepep_installed():
+    spec = dispatcher_of(cfg)
+    if requests_dispatch_kernels(cfg) and not is_kernel_package_installed(spec):
         raise ConfigError(
-            f"parallel.dispatcher='deepep' needs the package {DEEPEP_PACKAGE}, which is not installed: build it from "
-            "github.com/deepseek-ai/DeepEP, or choose 'alltoall', or 'auto'"
+            f"parallel.dispatcher={spec.name!r} needs the package {spec.kernel_package}, which is not installed: build "
+            f"it from {spec.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
@@ -234,13 +240,14 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: they do not.
     """
-    if _requests_deepep(cfg) and device_type != "cuda":
+    if requests_dispatch_kernels(cfg) and device_type != "cuda":
         raise ConfigError(
-            "parallel.dispatcher='deepep' needs CUDA GPUs, and the ranks would run on the CPU; "
+            f"parallel.dispatcher={cfg.parallel.dispatcher!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def _requests_deepep(cfg: Config) -> bool:
+def requests_dispatch_kernels(cfg: Config) -> bool:
+    """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     p = cfg.parallel
-    return p.dispatcher == "deepep" and p.ep * p.etp > 1 and has_moe_layers(cfg.model)
+    return bool(dispatcher_of(cfg).kernel_package) and p.ep * p.etp > 1 and has_moe_layers(cfg.model)

@@ -15,10 +15,11 @@ from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import divisors, fold
 from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, overlapped_rows, to_slot_row
-from moefold.validate.moe import validate_deepep
+from moefold.validate.moe import validate_dispatch_kernels
 from moefold.validate.pipeline import PIPELINE_RULES
 
 
@@ -178,14 +179,15 @@ def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
 def validate_dispatcher(cfg: Config) -> Iterator[str]:
     """Check the dispatcher against ep*etp: local needs 1, allgather and deepep need 2 or more."""
     p = cfg.parallel
-    if p.dispatcher in ("allgather", "deepep") and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
+    spec = dispatcher_of(cfg)
+    if spec.needs_spread_experts and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
         yield (
             f"parallel.dispatcher={p.dispatcher!r} sends tokens between the ranks of ep and etp, and parallel.ep=1, "
             "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
         )
-    if p.dispatcher == "local" and p.ep * p.etp > 1:
+    if not spec.spreads_experts and p.ep * p.etp > 1:
         yield (
-            f"parallel.dispatcher='local' needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "
+            f"parallel.dispatcher={p.dispatcher!r} needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "
             "choose 'alltoall' or 'allgather'"
         )
 
@@ -194,7 +196,7 @@ def validate_least_loaded(cfg: Config) -> Iterator[str]:
     """Check least-loaded dispatch: several ep ranks, loads that differ, and thresholds that can apply."""
     p = cfg.parallel
     moe = cfg.moe
-    if p.dispatcher != "leastloaded" or not has_moe_layers(cfg.model):
+    if not dispatcher_of(cfg).moves_experts or not has_moe_layers(cfg.model):
         return
     if p.ep == 1:
         yield (
@@ -263,7 +265,7 @@ PARALLEL_RULES = (
     validate_degrees,
     validate_sequence_length,
     validate_dispatcher,
-    validate_deepep,
+    validate_dispatch_kernels,
     validate_least_loaded,
     validate_batch_size,
     *PIPELINE_RULES,

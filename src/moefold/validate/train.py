@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 from moefold.config.schema import MUON_GROUPS, Config, ModelConfig, RunConfig, has_dense_layers, has_moe_layers
+from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
 
 
@@ -135,7 +136,7 @@ def validate_moment_dtype(cfg: Config) -> Iterator[str]:
         return
     for key in ("beta1", "beta2", "muon_momentum"):
         decay = getattr(cfg.train, key)
-        is_read = cfg.train.optimizer == "muon" or key != "muon_momentum"
+        is_read = optimizer_of(cfg).needs_full_matrix or key != "muon_momentum"
         if is_read and decay > MAX_BF16_MOMENT_DECAY:
             yield (
                 f"train.{key}={decay} must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what "

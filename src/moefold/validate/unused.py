@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
+from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.train import has_validation_split
 
@@ -199,13 +201,13 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens",
-        lambda cfg: cfg.parallel.dispatcher != "leastloaded",
+        lambda cfg: not dispatcher_of(cfg).moves_experts,
         "only parallel.dispatcher='leastloaded' reads it",
         "choose parallel.dispatcher='leastloaded'",
     ),
     UnusedKeyRule(
         "train.muon_groups train.muon_momentum train.muon_ns_steps",
-        lambda cfg: cfg.train.optimizer != "muon",
+        lambda cfg: not optimizer_of(cfg).needs_full_matrix,
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),

@@ -7,6 +7,7 @@ from math import lcm, prod
 
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.validate.config import check_config
@@ -146,7 +147,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
-    if parallel.dispatcher == "leastloaded":
+    if dispatcher_spec(parallel.dispatcher).moves_experts:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.cost.hardware import load_device
-from moefold.planner.cost_model.data_parallel import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM
+from moefold.cost.optimizers import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM, MUON
 from moefold.planner.cost_model.muon import MuonCost
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import OptimizerUpdate, TrainingWorkload
@@ -18,7 +18,7 @@ SPREAD = ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)
 
 
 def share(mapping, *groups, device=H100, steps=5):
-    work = replace(WORK, update=OptimizerUpdate(False, groups, steps))
+    work = replace(WORK, update=OptimizerUpdate(False, groups, steps, MUON))
     return MuonCost(SHAPE, device, work).rank_cost(mapping, (32,), True)
 
 
@@ -53,6 +53,6 @@ def test_the_optimizer_is_that_of_the_recipe():
     assert seconds(OptimizerUpdate(True)) == pytest.approx(
         plain * BF16_MOMENTS_ADAMW_BYTES_PER_PARAM / ADAMW_BYTES_PER_PARAM
     )
-    experts = seconds(OptimizerUpdate(False, ("experts",)))
+    experts = seconds(OptimizerUpdate(False, ("experts",), 5, MUON))
     assert experts > plain + share(SPREAD, "experts").seconds
-    assert seconds(OptimizerUpdate(False, ("experts",), 10)) > 1.8 * experts
+    assert seconds(OptimizerUpdate(False, ("experts",), 10, MUON)) > 1.8 * experts

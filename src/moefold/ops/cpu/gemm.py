@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefold.comm.torch_compat import has_amx_tiles
 from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.gemm import Gemm, is_faster_in_fp32, torch_mm_is_fastest
 
@@ -65,8 +66,7 @@ class CGemm(Gemm):
         """
         if self._vector_width < MIN_FAST_VECTOR_WIDTH or dtype not in DTYPE_CODES:
             return False
-        has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
-        return not torch_mm_is_fastest() if dtype == torch.float32 else not (has_tiles is not None and has_tiles())
+        return not torch_mm_is_fastest() if dtype == torch.float32 else not has_amx_tiles()
 
     def is_faster_than_torch_mm(self, x: Tensor) -> bool:
         """See base class."""

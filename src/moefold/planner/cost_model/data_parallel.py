@@ -18,23 +18,6 @@ HIDDEN_DP_FRACTION = 0.9
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32, or in float64 where that is the compute type."""
 
-ADAMW_BYTES_PER_PARAM = 34
-"""Memory traffic of AdamW: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the
-bfloat16 copy written."""
-
-BF16_MOMENTS_ADAMW_BYTES_PER_PARAM = 118
-"""The same with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded (26 and
-6),
-the denominator is computed (24) and the weight updated (24), pass by pass (`optim/adamw.py`), in addition to norm and
-copy."""
-
-MUON_BYTES_PER_PARAM = 58
-"""Memory traffic of Muon for the local shard of its matrices: norm 4, decayed weight 8, momentum 20, Nesterov 12,
-update 12, copy 2."""
-
-BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
-"""The same with a bfloat16 momentum, which is upcast and rounded."""
-
 MUON_OWNER_BYTES_PER_PARAM = 52
 """Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
 
@@ -146,16 +129,17 @@ class DataParallelCostModel:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
         update = self.workload.update
         passes = self.gemm.memory_bound_s
-        adamw = BF16_MOMENTS_ADAMW_BYTES_PER_PARAM if update.has_bf16_moments else ADAMW_BYTES_PER_PARAM
+        spec = update.optimizer
+        bytes_moved = spec.bf16_update_bytes if update.has_bf16_moments else spec.update_bytes
         if self._muon_cost is None:
-            return passes(num_owned * dtype_factor * adamw)
-        muon = BF16_MOMENTUM_MUON_BYTES_PER_PARAM if update.has_bf16_moments else MUON_BYTES_PER_PARAM
+            return passes(num_owned * dtype_factor * bytes_moved)
+        matrix_bytes = spec.bf16_matrix_update_bytes if update.has_bf16_moments else spec.matrix_update_bytes
         found = 0.0
         for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
             share = self._muon_cost.rank_cost(mapping, counts, has_loss)
             moved = (
-                max(0.0, num_owned - share.num_local) * adamw
-                + share.num_local * muon
+                max(0.0, num_owned - share.num_local) * bytes_moved
+                + share.num_local * matrix_bytes
                 + share.num_owned * MUON_OWNER_BYTES_PER_PARAM
             )
             found = max(found, share.seconds + passes(dtype_factor * moved))

@@ -19,9 +19,7 @@ from moefold.planner.cost_model.collective import (
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.model_spec import FeedForward, ModelSpec, TokenMixer
-
-DEDUPLICATING_DISPATCHERS = ("deepep", "hybridep")
-"""Dispatchers that send a token once to each rank instead of once to each of its experts."""
+from moefold.topology.dispatchers import dispatcher_spec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
@@ -331,7 +329,8 @@ class _MoECost:
         self.layer_costs = layer_costs
         self.layer = layer
         self.tp, self.cp, self.mbs = attention_sizes
-        self.ep, self.etp, self.dispatcher = expert_sizes
+        self.ep, self.etp, dispatcher = expert_sizes
+        self.spec = dispatcher_spec(dispatcher)
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
         self.local_tokens = self.tokens / self.tp
         self.expert_hidden_size = layer.expert_hidden_size or layer_costs.model_spec.hidden_size
@@ -459,12 +458,10 @@ class _MoECost:
         device = self.layer_costs.device
         sent = self.routed_tokens * self.expert_hidden_size * value_bytes
         group = RankGroup(self.ep, self.ep_stride)
-        if self.dispatcher == "allgather":
+        if self.spec.gathers_tokens:
             return all_gather_s(device, group, self.local_tokens * self.ep * self.expert_hidden_size * value_bytes)
         routing = GroupLimitedRouting(layer.top_k, layer.num_groups, layer.top_groups)
-        return all_to_all_s(
-            device, group, sent, routing=routing if self.dispatcher in DEDUPLICATING_DISPATCHERS else None
-        )
+        return all_to_all_s(device, group, sent, routing=routing if self.spec.deduplicates else None)
 
     @property
     def ep_stride(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.schema import Config, ModelConfig
+from moefold.cost.optimizers import ADAMW, OptimizerSpec, optimizer_of
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
@@ -52,6 +53,8 @@ class OptimizerUpdate:
     """Parts whose matrices Muon updates; empty for AdamW."""
     ns_steps: int = 5
     """Newton-Schulz steps of Muon."""
+    optimizer: OptimizerSpec = ADAMW
+    """Bytes that an update moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +173,9 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
         prefetches_expert_weights=False,
         update=OptimizerUpdate(
             cfg.train.moment_dtype == "bfloat16",
-            cfg.train.muon_groups if cfg.train.optimizer == "muon" else (),
+            optimizer_of(cfg).matrix_groups(cfg.train),
             cfg.train.muon_ns_steps,
+            optimizer_of(cfg),
         ),
         **software,
     )

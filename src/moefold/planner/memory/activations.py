@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.columns import MemoryColumns
 from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
+from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
 
 ACTIVATION_PARTS = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
@@ -157,7 +158,7 @@ class ActivationMemoryTable:
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
-        is_allgather = mapping.dispatcher == "allgather"
+        is_allgather = dispatcher_spec(mapping.dispatcher).gathers_tokens
         # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
         ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
@@ -178,12 +179,12 @@ class ActivationMemoryTable:
             gathered, sent = (
                 _activation_memory(
                     self.cfg,
-                    replace(mapping, cp=1, mbs=1, dispatcher=name),
+                    replace(mapping, cp=1, mbs=1, dispatcher=spec.name),
                     (),
                     self.kernel_profile,
                     self.workload.effective_imbalance,
                 )
-                for name in ("allgather", "alltoall")
+                for spec in (ALL_GATHER, ALL_TO_ALL)
             )
             sizes = [ExpertMemory.expert_outputs, ExpertMemory.combine_buffer]
             sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
@@ -335,6 +336,8 @@ def group_parts(parts: BytesByPart) -> ByteTable:
 def _activation_memory(
     cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
 ) -> ActivationMemory:
+    # Other dispatchers save as many tokens as all-to-all.
+    like = ALL_GATHER if dispatcher_spec(mapping.dispatcher).gathers_tokens else ALL_TO_ALL
     parallel = replace(
         cfg.parallel,
         world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,
@@ -343,8 +346,7 @@ def _activation_memory(
         pp=1,
         ep=mapping.ep,
         etp=mapping.etp,
-        # Other dispatchers save as many tokens as all-to-all.
-        dispatcher="allgather" if mapping.dispatcher == "allgather" else "alltoall",
+        dispatcher=cast(Any, like.name),
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
     return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)

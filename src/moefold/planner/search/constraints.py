@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_deepep, validate_routing
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_dispatch_kernels, validate_routing
 from moefold.validate.parallel import (
     DEGREE_RULES,
     validate_batch_size,
@@ -96,12 +97,16 @@ class MappingRule:
 
     validate: Rule
     reads: tuple[str, ...]
-    applies_when: tuple[str, Any] = ("", "")
-    """An axis among `reads` and its one value at which the rule applies."""
+    applies_when: tuple[str, Callable[[Any], bool]] = ("", bool)
+    """An axis among `reads`, and a test of its value; where it fails, the rule does not apply."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
+
+
+def _moves_experts(dispatcher: str) -> bool:
+    return dispatcher_spec(dispatcher).moves_experts
 
 
 def _axis_rule(name: str, *reads: str) -> MappingRule:
@@ -125,19 +130,19 @@ PIPELINE_RULES = (
     MappingRule(validate_batch_size, ("dp", "pp", "mbs", "schedule")),
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
-DISPATCH_OVERLAP_RULES = (MappingRule(validate_deepep, ("ep", "etp", "dispatcher", "overlap")),)
+DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
 DISPATCH_RULES = (
     MappingRule(validate_dispatcher, ("ep", "etp", "dispatcher")),
     *DISPATCH_OVERLAP_RULES,
     MappingRule(
-        validate_least_loaded, ("dispatcher", "ep", "samples_per_dispatch"), applies_when=("dispatcher", "leastloaded")
+        validate_least_loaded, ("dispatcher", "ep", "samples_per_dispatch"), applies_when=("dispatcher", _moves_experts)
     ),
 )
 OVERLAP_RULES = (
     MappingRule(
         validate_expert_overlap,
         ("crosses_ranks", "schedule", "zero", "step", "overlap"),
-        applies_when=("overlap", True),
+        applies_when=("overlap", bool),
     ),
 )
 OFFLOAD_RULES = (
@@ -212,8 +217,8 @@ class MappingConstraints:
         return True
 
     def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
-        axis, value = rule.applies_when
-        if axis and values[axis] != value:
+        axis, applies = rule.applies_when
+        if axis and not applies(values[axis]):
             return True
         key = (
             rule.validate,

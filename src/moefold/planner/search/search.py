@@ -41,6 +41,7 @@ from moefold.planner.search.pipeline_search import (
     build_mapping,
 )
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
+from moefold.topology.dispatchers import dispatcher_spec
 
 _QueueEntry = tuple[float, int, int, int]
 """Lower bound in seconds; indices of the micro-batch choice, of the strategy batch and of the pipeline; -1: not chosen
@@ -310,7 +311,7 @@ class Search:
                     )
                     # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
                     if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
-                        fastest += [] if dispatcher == "allgather" else [layers]
+                        fastest += [] if dispatcher_spec(dispatcher).gathers_tokens else [layers]
                         yield choice
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
@@ -319,7 +320,8 @@ class Search:
         Allgather does with few ranks and many routed tokens, or with a capacity factor below 1.
         """
         m = build_mapping(fold, choice, choice.pipelines[0])
-        return choice.dispatcher == "allgather" and self.memory_model.activation_memory.allgather_may_need_less(m)
+        gathers = dispatcher_spec(choice.dispatcher).gathers_tokens
+        return gathers and self.memory_model.activation_memory.allgather_may_need_less(m)
 
     def _legal_pipelines(
         self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: str, overlap: bool
@@ -341,7 +343,7 @@ class Search:
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
-        return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
+        return tuple(name for name in reversed(found) if dispatcher_spec(name).priced_as not in found)
 
     def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""

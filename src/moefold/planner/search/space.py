@@ -34,14 +34,13 @@ from moefold.planner.search.constraints import (
     MappingConstraints,
     Restriction,
 )
+from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.validate.memory import OFFLOAD_PARTS
 
 CSV_SCHEDULE = "csv"
 """Schedule from a file that is written for one mapping: legal, but not searched."""
-AUTO_DISPATCHER = "auto"
-"""The dispatcher that is resolved to another one."""
 HOST = "host"
 NON_LAYER_STAGE_PARTS = ("E", "L")
 """Parts other than layers to which a balanced layout may give a stage."""
@@ -196,7 +195,8 @@ class MappingSpace:
             self._dispatchers[key] = tuple(
                 name
                 for name in self._allowed_values("dispatcher")
-                if name != AUTO_DISPATCHER and self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": name})
+                if not dispatcher_spec(name).prefers
+                and self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": name})
             )
         return self._dispatchers[key]
 

@@ -1,5 +1,6 @@
 """Registry of dispatchers: `parallel.dispatcher` by name, and the choice for "auto"."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,66 @@ from moefold.model.moe.dispatch.base import Dispatcher
 from moefold.model.moe.dispatch.deepep import Buffer, DeepEPDispatcher
 from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher, RebalanceRule
 from moefold.model.moe.dispatch.local import LocalDispatcher
-from moefold.validate.moe import deepep_unsupported_reasons, is_deepep_installed
+from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of, dispatcher_spec
+from moefold.validate.moe import UNSUPPORTED_REASONS, is_kernel_package_installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherOptions:
+    """Inputs of a builder: the groups, the sizes, and the parts that only some dispatchers take."""
+
+    groups: MoEGroups
+    num_experts: int
+    """E, over all ranks; ep divides it."""
+    rebalance_rule: RebalanceRule | None = None
+    """When ranks take over routed tokens of others, for a spec with `moves_experts`."""
+    buffer: Buffer | None = None
+    """Communication buffers, for a spec with `needs_buffer`."""
+    fp8_dispatch: bool = False
+    """Send routed tokens to the experts in 8 bits."""
+
+
+DispatcherBuilder = Callable[[DispatcherOptions], Dispatcher[Any]]
+
+
+def _build_alltoall(options: DispatcherOptions) -> AllToAllDispatcher:
+    groups = options.groups
+    return AllToAllDispatcher(
+        groups.ep,
+        groups.etp,
+        groups.experts,
+        groups.expert_coordinates,
+        options.num_experts,
+        fp8_dispatch=options.fp8_dispatch,
+    )
+
+
+def _build_allgather(options: DispatcherOptions) -> AllGatherDispatcher:
+    groups = options.groups
+    return AllGatherDispatcher(
+        groups.experts, groups.expert_coordinates, options.num_experts, fp8_dispatch=options.fp8_dispatch
+    )
+
+
+def _build_least_loaded(options: DispatcherOptions) -> LeastLoadedDispatcher:
+    assert options.rebalance_rule is not None, "leastloaded needs to know when copies move"
+    return LeastLoadedDispatcher(
+        options.groups, options.num_experts, options.rebalance_rule, fp8_dispatch=options.fp8_dispatch
+    )
+
+
+def _build_deepep(options: DispatcherOptions) -> DeepEPDispatcher:
+    assert options.buffer is not None, "deepep needs its buffers"
+    return DeepEPDispatcher(options.buffer, options.num_experts, fp8_dispatch=options.fp8_dispatch)
+
+
+BUILDERS: dict[str, DispatcherBuilder] = {
+    "alltoall": _build_alltoall,
+    "allgather": _build_allgather,
+    "leastloaded": _build_least_loaded,
+    "deepep": _build_deepep,
+}
+"""How to build each dispatcher of `topology/dispatchers.py` that runs with experts spread over ranks."""
 
 
 def make_dispatcher(
@@ -42,21 +102,19 @@ def make_dispatcher(
     """
     if groups.experts.size == 1:
         return LocalDispatcher(num_experts, fp8_dispatch=fp8_dispatch)
-    if name == "allgather":
-        return AllGatherDispatcher(groups.experts, groups.expert_coordinates, num_experts, fp8_dispatch=fp8_dispatch)
-    if name == "alltoall":
-        return AllToAllDispatcher(
-            groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts, fp8_dispatch=fp8_dispatch
+    if name not in BUILDERS:
+        raise ConfigError(
+            f"parallel.dispatcher={name!r} needs all experts on each rank, but parallel.ep={groups.ep.size} and "
+            f"parallel.etp={groups.etp.size} spread them; choose 'alltoall' or 'allgather', or ep=1 with etp=1"
         )
-    if name == "leastloaded":
-        assert rebalance_rule is not None, "leastloaded needs a rebalance_rule"
-        return LeastLoadedDispatcher(groups, num_experts, rebalance_rule, fp8_dispatch=fp8_dispatch)
-    if name == "deepep":
-        assert buffer is not None, "deepep needs a buffer"
-        return DeepEPDispatcher(buffer, num_experts, fp8_dispatch=fp8_dispatch)
-    raise ConfigError(
-        f"parallel.dispatcher={name!r} needs all experts on each rank, but parallel.ep={groups.ep.size} and "
-        f"parallel.etp={groups.etp.size} spread them; choose 'alltoall' or 'allgather', or ep=1 with etp=1"
+    return BUILDERS[name](
+        DispatcherOptions(
+            groups=groups,
+            num_experts=num_experts,
+            rebalance_rule=rebalance_rule,
+            buffer=buffer,
+            fp8_dispatch=fp8_dispatch,
+        )
     )
 
 
@@ -79,30 +137,32 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     Raises:
         ConfigError: "deepep" on a device that cannot run it, or without its package.
     """
-    name = cfg.parallel.dispatcher
-    if name == "auto" and groups.moe.experts.size == 1:
+    spec = dispatcher_of(cfg)
+    if spec.prefers and groups.moe.experts.size == 1:
         return DispatcherChoice(
-            "local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no token leaves its rank"
+            "local", f"parallel.dispatcher={spec.name!r} took local: ep = etp = 1, so no token leaves its rank"
         )
-    if name not in ("auto", "deepep"):
-        return DispatcherChoice(name)
-    reason = next(deepep_unsupported_reasons(cfg), "") or _deepep_unsupported_reason(groups.device)
-    if name == "deepep":
+    wanted = dispatcher_spec(spec.prefers or spec.name)
+    if not wanted.kernel_package:
+        return DispatcherChoice(wanted.name)
+    reason = next(UNSUPPORTED_REASONS[wanted.name](cfg), "") or _unsupported_device_reason(wanted, groups.device)
+    if not spec.prefers:
         if reason:
-            raise ConfigError(f"parallel.dispatcher='deepep' cannot run: {reason}; choose 'alltoall'")
-        return DispatcherChoice(name)
+            raise ConfigError(f"parallel.dispatcher={spec.name!r} cannot run: {reason}; choose 'alltoall'")
+        return DispatcherChoice(spec.name)
     num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
     if not num_unable:
-        return DispatcherChoice("deepep", "parallel.dispatcher='auto' took deepep")
+        return DispatcherChoice(wanted.name, f"parallel.dispatcher={spec.name!r} took {wanted.name}")
+    reason = reason or f"another rank cannot run {wanted.name}"
     return DispatcherChoice(
-        "alltoall", f"parallel.dispatcher='auto' took alltoall: {reason or 'another rank cannot run deepep'}"
+        spec.falls_back_to, f"parallel.dispatcher={spec.name!r} took {spec.falls_back_to}: {reason}"
     )
 
 
-def _deepep_unsupported_reason(device: torch.device) -> str:
-    """Return why this rank cannot run DeepEP; empty if it can."""
+def _unsupported_device_reason(spec: DispatcherSpec, device: torch.device) -> str:
+    """Return why this rank cannot run the kernels of a dispatcher; empty if it can."""
     if device.type != "cuda":
-        return "deep_ep needs CUDA GPUs, and this run is on the CPU"
+        return f"{spec.kernel_package} needs CUDA GPUs, and this run is on the CPU"
     if torch.cuda.get_device_capability(device) < HOPPER_CAPABILITY:
-        return f"deep_ep needs a Hopper or newer GPU, and this is a {torch.cuda.get_device_name(device)}"
-    return "" if is_deepep_installed() else "the package deep_ep is not installed"
+        return f"{spec.kernel_package} needs a Hopper or newer GPU, and this is a {torch.cuda.get_device_name(device)}"
+    return "" if is_kernel_package_installed(spec) else f"the package {spec.kernel_package} is not installed"

@@ -1,0 +1,154 @@
+"""The private names of torch that the package uses; checked on torch 2.11, 2.12 and 2.13.
+
+No other module may use a name of torch that begins with an underscore (tests/architecture), except those of
+`torch.distributed.pipelining`, which are in `comm/pipelining_compat.py` because their import takes most of a second.
+Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_leaves
+
+__all__ = ["FakeStore", "StorageInfo", "TorchDispatchMode", "tree_iter", "tree_leaves"]
+
+CHECKED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+CAST_OP = torch.ops.aten._to_copy.default
+"""The operator of `Tensor.to(dtype)`."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage object, which differs from those of all other storages that are alive."""
+    return storage._cdata
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return how many in-place changes a tensor and its views have seen."""
+    return tensor._version
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, without a node in the autograd graph; other tensors unchanged."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def operator_name(op: Any) -> str:
+    """Return the name of an operator without its namespace and overload, such as `mm`."""
+    name: str = op._schema.name.split("::")[1]
+    return name
+
+
+# Autograd.
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the pack and unpack hooks that are active for saved tensors; None without any."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(False)
+    )
+    return hooks
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# Kernels of the CPU and of CUDA that torch chooses by itself and does not export.
+
+
+def has_amx_tiles() -> bool:
+    """Return whether torch sees a processor with AMX tiles."""
+    is_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return is_supported is not None and bool(is_supported())
+
+
+def has_onednn_linear() -> bool:
+    """Return whether torch was built with oneDNN's linear operator."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """Return x @ w.T, [M, N], by oneDNN's linear operator."""
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
+    return y_MN
+
+
+def cpu_flash_attention() -> Any:
+    """Return the operator of flash attention on the CPU: out and log-sum-exp."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def cpu_flash_attention_backward() -> Any:
+    """Return the operator of the backward pass of flash attention on the CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def cuda_flash_attention() -> Any:
+    """Return the operator of flash attention on CUDA: out, log-sum-exp, and the state of dropout."""
+    return torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def cuda_flash_attention_backward() -> Any:
+    """Return the operator of the backward pass of flash attention on CUDA."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+# FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
+
+
+def remove_fsdp_forward_hooks(module: FSDPModule) -> None:
+    """Remove the hooks that gather parameters before a forward pass and free them after it."""
+    state = _fsdp_state(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def init_fsdp_root(module: nn.Module) -> None:
+    """Make a module the root of the FSDP modules inside it, as its first forward pass would."""
+    _fsdp_state(module)._lazy_init()
+
+
+def run_fsdp_post_backward(module: nn.Module) -> None:
+    """Accumulate the gradients of all FSDP modules inside a root in the reduction type, or reduce them if due."""
+    # torch's pipeline schedules call the same function to reduce gradients.
+    _fsdp_state(module)._root_post_backward_final_callback()
+
+
+def fsdp_param_group(module: nn.Module) -> Any:
+    """Return the parameter group of an FSDP module; None for other modules and those without parameters."""
+    return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+
+
+def fsdp_param_groups(root: nn.Module | FSDPModule) -> Iterator[Any]:
+    """Yield the parameter groups of all FSDP modules inside a root."""
+    for state in _fsdp_state(root)._state_ctx.all_states:
+        if state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
+
+
+def fsdp_group_size(group: Any) -> int:
+    """Return over how many ranks a parameter group is sharded."""
+    size: int = group._all_gather_process_group.size()
+    return size
+
+
+def fsdp_parameters(param: Any) -> Sequence[nn.Parameter]:
+    """Return the sharded parameter of a member of a group, and the gathered one where there is one."""
+    unsharded = getattr(param, "_unsharded_param", None)
+    return [p for p in (param.sharded_param, unsharded) if p is not None]
+
+
+def _fsdp_state(module: nn.Module | FSDPModule) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]
