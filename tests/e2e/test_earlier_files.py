@@ -1,4 +1,4 @@
-"""A run, its checkpoint, its tokens and its recipe that commit ad78ce5 wrote: they load, and training continues alike."""
+"""A run, checkpoint, tokens and recipe written by commit ad78ce5 load, and training continues with equal numbers."""
 
 import json
 import tarfile

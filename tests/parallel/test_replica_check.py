@@ -200,7 +200,7 @@ def test_weights_that_were_gathered_wrong_are_named(pool, zero):
     found = _only(pool.run(3, _found_with_an_erring_gather, cfg))
     assert {(one.axis, one.ranks) for one in found} == {("edp", (1,))}
     assert {one.what.rpartition(".")[0] for one in found} == {"the gathered layers.1.ffn.experts"}
-    assert "on rank 1 differs from the 2 other ranks that hold it (edp)" in found[0].words()
+    assert "on rank 1 differs from the 2 other ranks that hold it (edp)" in found[0].describe()
 
 
 HEALTHY = [

@@ -146,7 +146,7 @@ def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
     long = replace(WORK, seq_len=16384, global_batch_size=1024)
     folded = ParallelMapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)
     coupled = replace(folded, etp=2, ep=2, edp=4)
-    assert seconds(folded, work=long) < seconds(coupled, work=replace(long, coupled=True))
+    assert seconds(folded, work=long) < seconds(coupled, work=replace(long, is_coupled=True))
 
 
 def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_over_etp():
@@ -161,7 +161,7 @@ def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_o
 
 
 def test_gathers_of_experts_are_in_the_open_where_the_host_waits_and_nothing_is_prefetched():
-    late = replace(WORK, prefetches_experts=False)
+    late = replace(WORK, prefetches_expert_weights=False)
     spread = ParallelMapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
     gather = pricer().data_parallel_cost(spread).expert_all_gathers_s
     shown = {
