@@ -88,7 +88,7 @@ class StandInBuffer:
         self.calls.append("dispatch")
         tokens = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.ranks)]
         assert [len(t) for t in tokens] == num_tokens_per_rank.tolist()
-        received = self._all_gather_counts(num_tokens_per_rank.long())
+        received = self._exchange_counts(num_tokens_per_rank.long())
         handle = Handle(tokens, received, len(parts[0]))
         num_local = len(num_tokens_per_expert) // self.ranks
         local = self._send(topk_idx, handle) - self.rank * num_local
