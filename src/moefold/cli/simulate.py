@@ -14,10 +14,10 @@ from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
+from moefold.host.output_file import reject_existing
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
-from moefold.planner.export_recipe import reject_existing
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
