@@ -90,7 +90,7 @@ def test_greedy_tokens_equal_those_of_transformers(pool, mixtral, mapping):
                 torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0
             )
             assert found.tokens == expected[0, len(prompt) :].tolist()
-            assert found.end == "length"
+            assert found.finish_reason == "length"
 
 
 def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
@@ -139,5 +139,5 @@ def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
         for before, found in zip(whole, rank, strict=True):
             cut = before.tokens.index(eos) if eos in before.tokens else NEW_TOKENS
             assert found.tokens == before.tokens[:cut]
-            assert found.end == ("eos" if cut < NEW_TOKENS else "length")
+            assert found.finish_reason == ("eos" if cut < NEW_TOKENS else "length")
     assert len(whole[0].tokens) > len(rank[0].tokens)
