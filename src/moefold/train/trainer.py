@@ -38,6 +38,7 @@ from moefold.metrics.writer import MetricsWriter, log_fault
 from moefold.optim.build import set_step_count
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact
+from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.data_loader import DataLoader, DroppedEvaluation, DroppedFile, continues_data
 from moefold.train.log_lines import closing_lines, startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
@@ -53,13 +54,20 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 class Trainer:
     """Training loop of one rank. Every branch that contains collectives depends only on values equal on all ranks."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, messages: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        groups: ParallelGroups,
+        messages: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         """Build the model and open the data; collective.
 
         Args:
             cfg: the recipe.
             groups: the process groups of this rank.
             messages: lines to log before all others.
+            callbacks: further hooks, the same on every rank, called after those of the trainer.
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
@@ -72,7 +80,9 @@ class Trainer:
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = DataLoader(cfg, groups, model.positions)
-        self._step = self._samples = self._tokens = 0
+        self._position = Position()
+        self._context = TrainingContext(cfg, groups, self._train_step, self._data_loader, self._position)
+        self._callbacks = tuple(callbacks)
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
         # The known device peaks are for bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
@@ -103,7 +113,7 @@ class Trainer:
         """
         resume = self._resume()
         status = 0
-        first_step = self._step + 1
+        first_step = self._position.step + 1
         self._init_stragglers()
         with ExitStack() as stack:
             stack.enter_context(stop)
@@ -113,17 +123,21 @@ class Trainer:
                 run_log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages()))
             self._log_dropped_files(run_log, first_step)
             try:
+                for callback in self._callbacks:
+                    callback.on_start(self._context)
                 status = self._run_missed_evaluation(resume, run_log, stop)
-                while self._step < self._cfg.run.steps and status == 0:
+                while self._position.step < self._cfg.run.steps and status == 0:
                     status = self._one_step(run_log, stop)
                 self._flight_recorder.set_phase("finishing the last save")
                 self._finish_saves()
+                for callback in self._callbacks:
+                    callback.on_end(self._context, status)
             except Exception as error:
                 # The last checkpoint may be almost written; a save that waits for a lost rank never finishes.
                 self._saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
                 raise
             if run_log is not None:
-                run_log.log_end(status, self._step, self._total_save_s)
+                run_log.log_end(status, self._position.step, self._total_save_s)
         return status
 
     def _resume(self) -> Resume:
@@ -143,13 +157,13 @@ class Trainer:
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = self._train_step
         meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
-        self._step = meta.step
-        self._tokens = meta.tokens
-        self._samples = 0
+        self._position.step = meta.step
+        self._position.tokens = meta.tokens
+        self._position.samples = 0
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(self._cfg, meta, self._data_loader.fingerprints):
-            self._samples = meta.samples
+            self._position.samples = meta.samples
             self._data_loader.train_sampler.restore(meta.stream)
         elif isinstance(guard, dict):
             guard = guard | {"left_out": []}
@@ -195,20 +209,20 @@ class Trainer:
     def _one_step(self, run_log: "RunLog | None", stop: StopSignals) -> int:
         """Train one step, then evaluate and save if due; return the exit status if the run ends here, else 0."""
         started_s = time.perf_counter()
-        self._flight_recorder.begin_step(self._step + 1, "loading data")
+        self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
-        batch, samples = self._data_loader.next_batch(self._samples, self._train_step.guard.skipped_ranges)
-        self._log_dropped_files(run_log, self._step + 1)
+        batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
+        self._log_dropped_files(run_log, self._position.step + 1)
         data_s = time.perf_counter() - started_s
-        result = self._train_step.run(batch, self._step + 1, lambda: stop.flags, data_s, self._host_facts)
+        result = self._train_step.run(batch, self._position.step + 1, lambda: stop.flags, data_s, self._host_facts)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
         if result.decision.reason and not self._handle_fault(result, samples, run_log):
             return 0
-        self._step += 1
-        self._samples = samples[-1] + 1
-        self._tokens += self._cfg.tokens_per_step
-        is_last = self._step == self._cfg.run.steps
+        self._position.step += 1
+        self._position.samples = samples[-1] + 1
+        self._position.tokens += self._cfg.tokens_per_step
+        is_last = self._position.step == self._cfg.run.steps
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
         eval_loss = None
         is_eval_due = self._is_evaluation_due()
@@ -217,29 +231,35 @@ class Trainer:
             eval_loss, raised = self._evaluate(run_log, stop)
             is_evaluated = eval_loss is not None or not raised
         replay_buffer = self._train_step.router_replay
-        if replay_buffer is not None and replay_buffer.is_due(self._step):
-            replay_buffer.save(self._step, None if run_log is None else run_log.trace_writer)
+        if replay_buffer is not None and replay_buffer.is_due(self._position.step):
+            replay_buffer.save(self._position.step, None if run_log is None else run_log.trace_writer)
         self._flight_recorder.set_phase("writing metrics")
         if run_log is not None:
             run_log.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
-            run_log.log_stragglers(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
-        is_save_due = _is_save_due(self._cfg.checkpoint, self._step, is_last=is_last, is_stopped=bool(raised))
+            run_log.log_stragglers(
+                self._position.step, self._stragglers.update(result.rank_times) if self._stragglers else []
+            )
+        is_save_due = _is_save_due(self._cfg.checkpoint, self._position.step, is_last=is_last, is_stopped=bool(raised))
         divergences = result.divergences
         is_checked = result.replicas is not None
         if is_save_due and not is_checked and self._train_step.checks_replicas:
             # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
             self._flight_recorder.set_phase("comparing replicas")
-            divergences = self._train_step.divergences(batch, self._step, result.lr, self._host_facts())
+            divergences = self._train_step.divergences(batch, self._position.step, result.lr, self._host_facts())
             is_checked = True
         self._raise_on_divergence(divergences, run_log)
-        self._checked_step = self._step if is_checked else self._checked_step
+        self._checked_step = self._position.step if is_checked else self._checked_step
         self._save_s = 0.0
         if is_save_due:
             self._save()
+        finished = FinishedStep(self._position.step, result, batch, step_time_s, is_last, raised, eval_loss)
+        for callback in self._callbacks:
+            self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
+            callback.after_step(self._context, finished)
         return SIGNAL_STATUS + raised[0] if raised and not (is_last and is_evaluated) else 0
 
     def _is_evaluation_due(self) -> bool:
-        return _is_due(self._cfg.train.eval_every, self._step, self._step == self._cfg.run.steps)
+        return _is_due(self._cfg.train.eval_every, self._position.step, self._position.step == self._cfg.run.steps)
 
     def _evaluate(self, run_log: "RunLog | None", stop: StopSignals) -> tuple[float | None, list[Signals]]:
         """Return the validation loss, and the signals received during the evaluation; collective.
@@ -247,7 +267,7 @@ class Trainer:
         The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
         """
         batches = self._data_loader.eval_batches()
-        self._log_dropped_files(run_log, self._step)
+        self._log_dropped_files(run_log, self._position.step)
         if not batches:
             return None, []
         eval_loss, flags = self._train_step.evaluate_or_stop(batches, lambda: stop.flags)
@@ -259,7 +279,7 @@ class Trainer:
         Returns:
             The exit status if another signal came, else 0.
         """
-        is_missing = run_log is not None and run_log.lacks_evaluation(self._step)
+        is_missing = run_log is not None and run_log.lacks_evaluation(self._position.step)
         if (
             resume.path is None
             or not self._is_evaluation_due()
@@ -267,10 +287,10 @@ class Trainer:
         ):
             return 0
         for layer in self._train_step.model.moe_layers().values():
-            layer.begin_step(self._step)
+            layer.begin_step(self._position.step)
         eval_loss, raised = self._evaluate(run_log, stop)
         if run_log is not None and eval_loss is not None:
-            run_log.add_evaluation(self._step, eval_loss)
+            run_log.add_evaluation(self._position.step, eval_loss)
         return SIGNAL_STATUS + raised[0] if raised and eval_loss is None else 0
 
     def _host_facts(self) -> list[HostFact]:
@@ -282,9 +302,11 @@ class Trainer:
         data = self._data_loader
         return [
             HostFact("the random number generators", f"{self._cfg.run.seed} {routers} {digests}", ("stage",)),
-            HostFact("the data position", f"{self._samples} {json.dumps(data.data_state())}", ("world",)),
+            HostFact("the data position", f"{self._position.samples} {json.dumps(data.data_state())}", ("world",)),
             # Data-parallel ranks read different samples, so their streams may be at different blocks.
-            HostFact("the stream position", json.dumps(data.train_sampler.state(self._samples)), ("tp", "cp", "pp")),
+            HostFact(
+                "the stream position", json.dumps(data.train_sampler.state(self._position.samples)), ("tp", "cp", "pp")
+            ),
         ]
 
     def _log_dropped_files(self, run_log: "RunLog | None", step: int) -> None:
@@ -302,7 +324,7 @@ class Trainer:
         """
         action = result.decision.action
         step_fault = StepFault(
-            self._step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
+            self._position.step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
         )
         if run_log is not None:
             run_log.log_step_fault(step_fault)
@@ -321,7 +343,7 @@ class Trainer:
         if run_log is not None:
             log_fault(
                 Path(self._cfg.run.dir),
-                {"step": self._step, "kind": "divergence"} | {"found": list(map(asdict, divergences))},
+                {"step": self._position.step, "kind": "divergence"} | {"found": list(map(asdict, divergences))},
             )
         self._saver.drain()
         hosts = current_world().all_gather_object(socket.gethostname())
@@ -330,7 +352,7 @@ class Trainer:
         if self._checked_step is not None:
             last = f"all were alike at the check of step {self._checked_step}: resume from a checkpoint up to there"
         raise RunError(
-            f"step {self._step}: replicas have diverged: "
+            f"step {self._position.step}: replicas have diverged: "
             f"{format_list([divergence.describe() for divergence in divergences])}; look at "
             f"{format_list([f'rank {rank} ({hosts[rank]})' for rank in odd_ranks])}; {last} (checkpoint.resume=PATH)"
         )
@@ -349,17 +371,17 @@ class Trainer:
         self._load(found.path)
         self._train_step.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
         if run_log is not None:
-            run_log.rewind(found, self._step)
+            run_log.rewind(found, self._position.step)
 
     def _save(self) -> None:
         self._flight_recorder.set_phase("saving a checkpoint")
         training = self._train_step
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        stream = self._data_loader.train_sampler.state(self._samples)
+        stream = self._data_loader.train_sampler.state(self._position.samples)
         position = TrainState(
-            step=self._step,
-            samples=self._samples,
-            tokens=self._tokens,
+            step=self._position.step,
+            samples=self._position.samples,
+            tokens=self._position.tokens,
             stream=stream,
             guard=training.guard.state(),
             checked_step=self._checked_step,
@@ -379,14 +401,14 @@ class Trainer:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
         tflops = tokens_per_s * self._flops_per_token / self._groups.layout.world_size / 1e12
         return StepMetrics(
-            step=self._step,
+            step=self._position.step,
             loss=result.loss,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
-            tokens=self._tokens,
+            tokens=self._position.tokens,
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,
             tflops_per_rank=tflops,
