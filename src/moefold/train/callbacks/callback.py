@@ -6,7 +6,9 @@ from signal import Signals
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.grad_accumulation import Batch
+from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
+from moefold.train.signals import StopSignals
 from moefold.train.train_step import StepResult, TrainingStep
 
 
@@ -20,9 +22,11 @@ class Position:
     """Samples of the data read."""
     tokens: int = 0
     """Tokens trained on."""
+    checked_step: int | None = None
+    """Last step whose replicas were compared."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingContext:
     """Objects of a run that its callbacks may read. Each rank has its own."""
 
@@ -33,11 +37,27 @@ class TrainingContext:
     """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""
     data: DataLoader
     position: Position
+    stop: StopSignals
+    log: RunLog | None = None
+    """Files of the run folder, on rank 0 only."""
+    is_resumed: bool = False
+    """A checkpoint was loaded."""
+    status: int = 0
+    """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
+    save_s: float = 0.0
+    """Time that the save after the last step blocked training."""
 
     @property
     def is_first_rank(self) -> bool:
         """Return whether this is rank 0, which writes the files of the run."""
         return self.groups.rank == 0
+
+    def log_dropped_files(self, step: int) -> None:
+        """Log each dropped data file once, at the first step without it."""
+        if self.log is not None:
+            for dropped in self.data.events:
+                self.log.log_dropped_file(step, dropped)
+        self.data.events.clear()
 
 
 @dataclass
@@ -55,6 +75,8 @@ class FinishedStep:
     """Signals that stop the run after this step."""
     eval_loss: float | None = None
     """Validation loss after this step; None without an evaluation."""
+    is_evaluated: bool = True
+    """False if an evaluation was due and a signal prevented it."""
 
 
 class Callback:
@@ -77,3 +99,6 @@ class Callback:
             run: the run.
             status: exit status of the run; 128 + its number after a signal.
         """
+
+    def on_error(self, run: TrainingContext, error: Exception) -> None:
+        """Run after an exception, before it ends the run; other ranks may be gone, so it must not communicate."""
