@@ -1,3 +1,51 @@
-"""moefold trains Mixture-of-Experts language models with MoE Parallel Folding (arXiv:2504.14960)."""
+"""moefold trains Mixture-of-Experts language models with MoE Parallel Folding (arXiv:2504.14960).
+
+The names of the Python interface are imported when they are first used; docs/api.md describes them.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Callback": "train.callbacks.callback",
+    **dict.fromkeys(
+        (
+            "Config",
+            "ConfigError",
+            "EvalOptions",
+            "GenerateOptions",
+            "Layout",
+            "LoadedRecipe",
+            "PlanOptions",
+            "Planner",
+            "RunError",
+            "SamplingParams",
+            "build_model",
+            "check_config",
+            "evaluate",
+            "fold",
+            "generate",
+            "load_config",
+            "load_recipe",
+            "plan",
+            "result_as_dict",
+            "train_model",
+        ),
+        "api",
+    ),
+}
+"""Module of each name."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of the Python interface when it is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, those that have not been imported yet included."""
+    return sorted({*globals(), *_MODULES})

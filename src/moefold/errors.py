@@ -1,6 +1,8 @@
 """Exceptions whose text is the message to the user: configuration errors and understood run-time errors."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from moefold.terminal import MULTILINE_CHARS, printable
 
@@ -42,3 +44,31 @@ def raise_all(messages: Iterable[str]) -> None:
         raise ConfigError(lines[0])
     if lines:
         raise ConfigError(f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines))
+
+
+DEVICE_OPTION = (
+    (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
+    (r"run\.device=", "--device "),
+)
+"""Replacements for callers that take the device as an option."""
+TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
+"""Replacements for callers that take the tokenizer as an option."""
+
+
+@contextmanager
+def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
+    """Reword ConfigErrors raised inside: replace recipe keys by the command's options.
+
+    Args:
+        replacements: pairs of a regular expression and its replacement.
+
+    Raises:
+        ConfigError: the original error, reworded.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for pattern, replacement in replacements:
+            text = re.sub(pattern, replacement, text)
+        raise ConfigError(text) from error

@@ -31,6 +31,7 @@ FLOORS = (
     ("testing",),
     ("bench",),
     ("lm_eval",),
+    ("api",),
     ("cli", "__main__"),
 )
 """Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""

@@ -119,8 +119,8 @@ def _fail_beside_a_save(cfg: Config) -> str:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
     held = threading.Event()
-    assert isinstance(trainer._saver, BackgroundSaver)
-    trainer._saver._thread.submit(held.wait)
+    assert isinstance(trainer._checkpointing.saver, BackgroundSaver)
+    trainer._checkpointing.saver._thread.submit(held.wait)
     threading.Timer(0.5, held.set).start()
     next_batch = trainer._data_loader.next_batch
 

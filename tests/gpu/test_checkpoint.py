@@ -60,7 +60,8 @@ def test_every_tensor_arrives_to_the_bit(tmp_path, writer, reader, port):
     cfg = replace(cfg, run=replace(cfg.run, device=reader))
     with init_distributed(RankEnv(0, 0, 1, "127.0.0.1", port + 1), reader) as device:
         trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device))
-        trainer._resume()
-        trainer._save()
+        run = trainer._context(StopSignals())
+        trainer._checkpointing.resume(run)
+        trainer._checkpointing.save(run)
     (again,) = complete_checkpoints(tmp_path / "second" / "checkpoints")
     assert differing_tensors(written, again) == []

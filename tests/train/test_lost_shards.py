@@ -190,7 +190,7 @@ def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: i
     next_batch = trainer._data_loader.next_batch
 
     def broken_next_batch(first: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        if trainer._step == 2:
+        if trainer._position.step == 2:
             dist.barrier()
             if dist.get_rank() == 0:
                 breaks(Path(str(cfg.data.path)) / f"{which}.npy")

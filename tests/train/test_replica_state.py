@@ -25,7 +25,7 @@ def _draw(trainer: Trainer) -> None:
 
 def _take_other_samples(trainer: Trainer) -> None:
     # Past the batch that the step has read: only what comes next would show it.
-    trainer._samples += 4
+    trainer._position.samples += 4
 
 
 def _lose_a_file(trainer: Trainer) -> None:
@@ -50,7 +50,7 @@ def _message(cfg: Config, harm: Callable[[Trainer], None], odd: int) -> str:
 
     def harmed(batch: object) -> torch.Tensor:
         loss = forward_backward(batch)
-        if trainer._step == 1 and groups.rank == odd:
+        if trainer._position.step == 1 and groups.rank == odd:
             harm(trainer)
         return loss
 

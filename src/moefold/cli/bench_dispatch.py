@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
-from moefold.cli.command_parser import DEVICE_OPTION, CommandParser, reworded_errors
-from moefold.errors import ConfigError
+from moefold.cli.command_parser import CommandParser
+from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
 

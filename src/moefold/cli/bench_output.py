@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bench.shape import BenchShape, bench_shapes
-from moefold.cli.command_parser import DEVICE_OPTION, reworded_errors
-from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_output_path, check_writable, reject_existing
+from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.host.output_file import check_output_path, check_writable, reject_existing
 from moefold.terminal import print_escaped
 
 

@@ -6,7 +6,7 @@ from moefold.bounded_read import MAX_REPORT_BYTES, read_json
 from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_output_path, reject_existing
+from moefold.host.output_file import check_output_path, reject_existing
 
 
 def run(argv: list[str]) -> int:

@@ -71,34 +71,6 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
 
 
-DEVICE_OPTION = (
-    (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
-    (r"run\.device=", "--device "),
-)
-"""Replacements for commands that take the device as an option."""
-TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
-"""Replacements for commands that take the tokenizer as an option."""
-
-
-@contextmanager
-def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
-    """Reword ConfigErrors raised inside: replace recipe keys by the command's options.
-
-    Args:
-        replacements: pairs of a regular expression and its replacement.
-
-    Raises:
-        ConfigError: the original error, reworded.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for pattern, replacement in replacements:
-            text = re.sub(pattern, replacement, text)
-        raise ConfigError(text) from error
-
-
 RANK0_REPORT_WAIT_S = 10.0
 """A launcher ends all ranks once one has exited, so the other ranks wait this long for local rank 0's message."""
 

@@ -3,25 +3,14 @@
 import argparse
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import (
-    DEVICE_OPTION,
-    TOKENIZER_OPTION,
-    CommandParser,
-    report_on_local_rank0,
-    reworded_errors,
-)
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.inference_options import add_inference_options, report_skipped
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
-from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
-
-if TYPE_CHECKING:
-    from moefold.data.tokenizer import Tokenizer
-    from moefold.inference.source import ModelSource
+from moefold.host.rank_env import RankEnv, read_rank_env
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is the prompt, without its
@@ -49,92 +38,27 @@ def run(argv: list[str]) -> int:
 
 
 def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.checkpoint.checkpoint_dir import check_file_sizes
+    from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
     from moefold.inference.sampling import SamplingParams
-    from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config, kv_cache_bytes
-    from moefold.inference.source import find_source
-    from moefold.inference.text import encode_prompts, open_tokenizer, stop_token_ids
-    from moefold.launch.fitting import check_inference, choose_checked_device
 
-    if arguments.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {arguments.max_tokens} must be at least 1")
-    sampling = SamplingParams(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-    )
-    sampling.check()
-    source = find_source(arguments.model)
-    report_skipped(source.skipped, rank_env)
-    # Report a wrong mapping before reading the prompt.
-    request = InferenceRequest(
+    prompts = tuple(word for word in arguments.words if not _is_override(word))
+    request = GenerationRequest(
+        model=arguments.model,
+        read_prompts=lambda: prompts or (_read_prompt(rank_env),),
+        max_tokens=arguments.max_tokens,
+        sampling=SamplingParams(
+            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+        ),
         overrides=tuple(word for word in arguments.words if _is_override(word)),
-        dtype=arguments.dtype,
-        device=arguments.device,
-        world_size=None if rank_env is None else rank_env.world_size,
-        seq_len=2,
-        batch_size=1,
+        options=GenerateOptions(**{field.name: getattr(arguments, field.name) for field in fields(GenerateOptions)}),
     )
-    cfg = inference_config(source, request, "generate")
-    if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
-    with reworded_errors(*(TOKENIZER_OPTION if arguments.tokenizer else ())):
-        tokenizer = open_tokenizer(source, arguments.tokenizer)
-    if arguments.chat_template and not arguments.chat:
-        raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
-    prompts = tuple(word for word in arguments.words if not _is_override(word)) or (_read_prompt(rank_env),)
-    end_mark = ""
-    if arguments.chat:
-        ids, ends, end_mark = _encode_chat(arguments, source, tokenizer, prompts)
-    else:
-        ids = encode_prompts(source, tokenizer, prompts)
-        ends = frozenset()
-    longest = max(map(len, ids)) + arguments.max_tokens
-    cfg = inference_config(source, replace(request, seq_len=longest, batch_size=len(prompts)), "generate")
-
-    cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {arguments.max_tokens}"
-    extra = {cache: kv_cache_bytes(cfg, cfg.train.seq_len, len(ids))}
-    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra, suggestion=GENERATE_OOM_HINT)
-    with reworded_errors(*DEVICE_OPTION):
-        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
-    if source.kind == "checkpoint":
-        check_file_sizes(source.path)
-
+    job = prepare_generation(request, rank_env, partial(report_skipped, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.inference.worker import GenerateJob, generate_worker
+    from moefold.inference.worker import generate_worker
     from moefold.launch.ranks import run_ranks
 
-    job = GenerateJob(
-        source=source,
-        cfg=cfg,
-        tokenizer=arguments.tokenizer,
-        prompts=prompts,
-        ids=ids,
-        max_tokens=arguments.max_tokens,
-        sampling=sampling,
-        eos_ids=frozenset() if arguments.ignore_eos else ends | stop_token_ids(source, tokenizer),
-        as_json=arguments.json,
-        echoes=not arguments.no_echo,
-        is_chat=arguments.chat,
-        stop_string="" if arguments.ignore_eos else end_mark,
-    )
-    return run_ranks(partial(generate_worker, job), cfg.parallel.world_size, device_type, rank_env)
-
-
-def _encode_chat(
-    arguments: argparse.Namespace, source: "ModelSource", tokenizer: "Tokenizer", messages: tuple[str, ...]
-) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
-    """Return the messages as token ids in the chat template, the ids that end a turn, and the text that ends it."""
-    from moefold.inference.text import encode_messages, end_of_turn_marker, open_chat_template
-
-    with reworded_errors(
-        (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
-        (r"data\.chat_template=", "--chat-template "),
-        (r"set data\.chat_template", "name another one: --chat-template FILE"),
-        *TOKENIZER_OPTION,
-    ):
-        template = open_chat_template(source, arguments.tokenizer, arguments.chat_template)
-        ids = encode_messages(template, tokenizer, messages)
-        ends, mark = end_of_turn_marker(template, tokenizer)
-    return ids, ends, mark
+    main = partial(generate_worker, job, as_json=arguments.json, echoes=not arguments.no_echo)
+    return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
 def _is_override(word: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.host.output_file import check_writable, reject_existing
 from moefold.terminal import print_escaped
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the

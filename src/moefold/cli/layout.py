@@ -13,7 +13,7 @@ from moefold.config.schema import Config, ModelConfig
 from moefold.config.suggestions import DERIVED, closest_match
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
-from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.host.output_file import check_writable, reject_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout, fold

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.noise_options import check_imbalance
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
@@ -19,6 +18,7 @@ from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
+from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped

@@ -64,21 +64,6 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
     return found
 
 
-def check_imbalance(value: float, num_experts: int) -> float:
-    """Check and return the load of the busiest expert-parallel rank over the mean.
-
-    Raises:
-        ConfigError: the value is not in [1, num_experts]: all tokens on one of the experts is the worst case.
-    """
-    most = max(1, num_experts)
-    if not 1 <= value <= most:
-        raise ConfigError(
-            f"--imbalance {value:g} must be at least 1 and at most {most}, the number of experts: it is the busiest "
-            "expert-parallel rank over the mean"
-        )
-    return value
-
-
 def check_jitter(value: float) -> float:
     """Check and return the relative spread of action times.
 

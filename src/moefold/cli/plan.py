@@ -9,11 +9,12 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.noise_options import add_noise_options
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_query import make_planner, request_from_args, result_as_dict
+from moefold.cli.plan_query import planner_from_args, request_from_args
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.memory.budget import RESERVE_FRACTION
+from moefold.planner.query import result_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
 
@@ -63,7 +64,7 @@ def run(argv: list[str]) -> int:
     # A plan takes seconds. Progress is shown on a terminal only, so that a log file holds nothing but the answer.
     with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
         progress.report("listing the legal mappings")
-        planner = make_planner(request, args)
+        planner = planner_from_args(request, args)
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
         if args.json and args.top is None:
             planner.rank_all()

@@ -29,11 +29,11 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is incompatible, a length is wrong, or nothing fits.
     """
-    from moefold.cli.plan_query import make_planner
+    from moefold.cli.plan_query import planner_from_args
 
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
-    found = compare_by_seq_len(request, lengths, lambda asked: make_planner(asked, args))
+    found = compare_by_seq_len(request, lengths, lambda asked: planner_from_args(asked, args))
     print_escaped(json.dumps(_as_dict(request, found)) if args.json else "\n".join(_lines(request, found)))
     return 0
 
@@ -99,7 +99,7 @@ def _format_gain(gain: float | None) -> str:
 
 
 def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> dict[str, Any]:
-    from moefold.cli.plan_query import plan_as_dict
+    from moefold.planner.query import plan_as_dict
 
     def plan(one: PlannedMapping | None) -> dict[str, Any] | None:
         return None if one is None else plan_as_dict(one)

@@ -14,8 +14,8 @@ from moefold.cli.noise_options import check_jitter, check_seed, parse_straggler_
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
-from moefold.planner.export_recipe import check_output_path, reject_existing
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping

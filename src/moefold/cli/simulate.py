@@ -7,18 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.noise_options import add_noise_options, check_imbalance, check_jitter, check_seed, parse_stragglers
+from moefold.cli.noise_options import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.host.output_file import reject_existing
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
-from moefold.planner.export_recipe import reject_existing
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.query import check_imbalance
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.simulate import Noise
 from moefold.planner.simulator.stage_cost import chunks_from_config, simulate_mapping

@@ -5,8 +5,8 @@ import os
 import time
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser, reworded_errors
-from moefold.errors import ConfigError
+from moefold.cli.command_parser import CommandParser
+from moefold.errors import ConfigError, reworded_errors
 from moefold.terminal import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within

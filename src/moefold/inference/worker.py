@@ -9,18 +9,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
+import torch
 
-from moefold.config.schema import Config
 from moefold.data.tokenizer import Tokenizer
 from moefold.host.rank_env import RankEnv
 from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
-from moefold.inference.generate import Completion, generate
+from moefold.inference.generate import Completion, TokenCallback, generate
+from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import load_model
-from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import EVAL_OOM_HINT, GENERATE_OOM_HINT, explain_oom
-from moefold.inference.source import ModelSource
 from moefold.inference.text import StopStringFilter, TextStream, open_tokenizer
 from moefold.inference.token_dataset import TokenDataset, open_ids
 from moefold.launch.failure import RankErrorHandler
@@ -29,34 +28,51 @@ from moefold.terminal import MULTILINE_CHARS, printable
 
 
 @dataclass(frozen=True)
-class EvalJob:
-    """Checked arguments of one evaluation."""
+class Generation:
+    """Text generated for one prompt."""
 
-    source: ModelSource
-    cfg: Config
-    ids: np.ndarray | Path
-    """Token ids, or the .npy file that contains them."""
-    seq_len: int
-    keeps_tail: bool
-    logits: Path | None
-    as_json: bool
+    prompt: str
+    text: str
+    """Continuation without the prompt."""
+    tokens: tuple[int, ...]
+    """New tokens; the token that ended the text is not among them."""
+    finish_reason: Literal["length", "eos"]
+    """Reason for the end: the limit of tokens, or the end of the text or of the turn."""
 
 
-def eval_worker(job: EvalJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the process group, evaluate and print the result on rank 0; return the exit status."""
+def evaluate_on_rank(job: EvalJob, rank_env: RankEnv, device_type: str) -> Evaluation:
+    """Join the job and evaluate; the result is the same on every rank."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
         explain_oom(EVAL_OOM_HINT),
     ):
-        loaded = load_model(job.source, job.cfg, device)
-        ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
-        dataset = TokenDataset(ids, job.seq_len, job.keeps_tail)
-        with nullcontext() if job.logits is None else LogitsFile(job.logits, loaded, dataset) as file:
-            evaluation = evaluate(loaded, dataset, file)
+        return _evaluate(job, device)
+
+
+def eval_worker(job: EvalJob, as_json: bool, rank_env: RankEnv, device_type: str) -> int:
+    """Join the job, evaluate, print the result on the first rank; return the exit status."""
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(EVAL_OOM_HINT),
+    ):
+        found = _evaluate(job, device)
         if rank_env.rank == 0:
-            _print_evaluation(evaluation, dataset, as_json=job.as_json)
+            _print_evaluation(found, _dataset(job), as_json=as_json)
     return 0
+
+
+def _evaluate(job: EvalJob, device: torch.device) -> Evaluation:
+    loaded = load_model(job.source, job.cfg, device)
+    dataset = _dataset(job)
+    with nullcontext() if job.logits is None else LogitsFile(job.logits, loaded, dataset) as file:
+        return evaluate(loaded, dataset, file)
+
+
+def _dataset(job: EvalJob) -> TokenDataset:
+    ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
+    return TokenDataset(ids, job.seq_len, job.keeps_tail)
 
 
 def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:
@@ -77,81 +93,96 @@ def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool
     )
 
 
-@dataclass(frozen=True)
-class GenerateJob:
-    """Checked arguments of one generation command."""
-
-    source: ModelSource
-    cfg: Config
-    tokenizer: str
-    """"bytes" or a path to use instead of the source's tokenizer; "" uses the source's."""
-    prompts: tuple[str, ...]
-    ids: tuple[tuple[int, ...], ...]
-    """Token ids of the prompts."""
-    max_tokens: int
-    sampling: SamplingParams
-    eos_ids: frozenset[int]
-    as_json: bool
-    echoes: bool = True
-    """Whether to print each prompt before its continuation."""
-    is_chat: bool = False
-    """Whether the prompts are chat messages; `ids` then include the chat template."""
-    stop_string: str = ""
-    """Text that ends a continuation, if no single token does."""
-
-
-def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the process group, generate and print the text on rank 0; return the exit status."""
+def generate_on_rank(job: GenerateJob, rank_env: RankEnv, device_type: str) -> list[Generation]:
+    """Join the job and generate; the result is the same on every rank."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
         explain_oom(GENERATE_OOM_HINT),
     ):
         tokenizer = open_tokenizer(job.source, job.tokenizer)
-        loaded = load_model(job.source, job.cfg, device, tokenizer)
-        is_streaming = rank_env.rank == 0 and len(job.ids) == 1 and not job.as_json
-        output = _StreamedOutput(job, tokenizer, exits_on_broken_pipe=rank_env.world_size == 1)
-        if is_streaming:
-            output.begin()
-        completions = generate(
-            loaded.model,
-            job.ids,
-            job.max_tokens,
-            job.sampling,
-            eos_ids=job.eos_ids,
-            on_token=lambda _, token: output.push(token) if is_streaming else None,
-            is_complete=partial(_has_stop_string, tokenizer, job.stop_string)
-            if job.stop_string
-            else lambda number, tokens: False,
+        return _finished_texts(job, _generate(job, device, tokenizer, lambda _, token: None), tokenizer)
+
+
+def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as_json: bool, echoes: bool) -> int:
+    """Join the job, generate, print on the first rank; return the exit status.
+
+    Args:
+        job: the prompts.
+        rank_env: place of this rank.
+        device_type: "cpu" or "cuda".
+        as_json: print one JSON object per prompt.
+        echoes: print each prompt before its continuation.
+    """
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(GENERATE_OOM_HINT),
+    ):
+        tokenizer = open_tokenizer(job.source, job.tokenizer)
+        streams = rank_env.rank == 0 and len(job.ids) == 1 and not as_json
+        output = _StreamedOutput(job, tokenizer, echoes=echoes, exits_on_broken_pipe=rank_env.world_size == 1)
+        found = _generate(
+            job,
+            device,
+            tokenizer,
+            lambda _, token: output.push(token) if streams else None,
+            output if streams else None,
         )
-        if is_streaming:
+        if streams:
             output.finish()
         elif rank_env.rank == 0:
-            _print_completions(job, completions, tokenizer)
+            _print_generations(_finished_texts(job, found, tokenizer), as_json=as_json, echoes=echoes)
     return 0
 
 
+def _generate(
+    job: GenerateJob,
+    device: torch.device,
+    tokenizer: Tokenizer,
+    on_token: TokenCallback,
+    output: "_StreamedOutput | None" = None,
+) -> list[Completion]:
+    """Load the model and continue the prompts; the output begins once the model is loaded."""
+    loaded = load_model(job.source, job.cfg, device, tokenizer)
+    if output is not None:
+        output.begin()
+    return generate(
+        loaded.model,
+        job.ids,
+        job.max_tokens,
+        job.sampling,
+        eos_ids=job.eos_ids,
+        on_token=on_token,
+        is_complete=partial(_has_stop_string, tokenizer, job.stop_string)
+        if job.stop_string
+        else lambda number, tokens: False,
+    )
+
+
 class _StreamedOutput:
-    """Streaming output of a single continuation, after its prompt if the prompt is echoed.
+    """The one continuation that is printed while it comes, after its prompt if that is echoed.
 
     Args:
-        job: a job with one prompt.
-        tokenizer: tokenizer of the model.
-        exits_on_broken_pipe: whether a closed pipe (`| head`) ends the program; if not, the remaining output is
-            discarded, as the other ranks need this one for their collectives.
+        job: with one prompt.
+        tokenizer: of the model.
+        echoes: print the prompt before its continuation.
+        exits_on_broken_pipe: whether the program ends once the reader has gone (`| head`); if not, the remaining
+            text is discarded, as the other ranks wait for this one.
     """
 
-    def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, exits_on_broken_pipe: bool) -> None:
+    def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, echoes: bool, exits_on_broken_pipe: bool) -> None:
         self._job = job
-        # Some tokenizers put a space between two ids that neither has alone: decode with the prompt as context.
-        has_context = job.echoes and not job.is_chat
-        self._stream = TextStream(tokenizer, job.ids[0] if has_context else ())
+        self._echoes = echoes
+        # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
+        joins = echoes and not job.is_chat
+        self._stream = TextStream(tokenizer, job.ids[0] if joins else ())
         self._stop_filter = StopStringFilter(job.stop_string)
         self._exits_on_broken_pipe = exits_on_broken_pipe
 
     def begin(self) -> None:
-        """Print the prompt, if `job.echoes`."""
-        if self._job.echoes:
+        """Print the prompt, if prompts are echoed."""
+        if self._echoes:
             prompt = self._job.prompts[0]
             self._print(f"user: {prompt}\nassistant: " if self._job.is_chat else prompt)
 
@@ -183,17 +214,25 @@ def _has_stop_string(tokenizer: Tokenizer, stop_string: str, number: int, tokens
     return stop_string in tokenizer.decode(tokens[-len(stop_string.encode()) - 4 :])
 
 
-def _print_completions(job: GenerateJob, found: list[Completion], tokenizer: Tokenizer) -> None:
-    for number, (prompt, continuation) in enumerate(zip(job.prompts, found, strict=True)):
-        tokens = continuation.tokens
+def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: Tokenizer) -> list[Generation]:
+    """Return the completions as text, each cut before the stop string."""
+    texts = []
+    for prompt, completion in zip(job.prompts, found, strict=True):
+        tokens = completion.tokens
         text = tokenizer.decode(tokens)
-        end: str = continuation.finish_reason
-        if end == "stop":
+        if completion.finish_reason == "stop":
             text = text.partition(job.stop_string)[0]
-            end = "eos"
             while tokens and len(tokenizer.decode(tokens)) > len(text):
                 tokens = tokens[:-1]
-        if job.as_json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens, "end": end}))
+        reason: Literal["length", "eos"] = "length" if completion.finish_reason == "length" else "eos"
+        texts.append(Generation(prompt, text, tuple(tokens), reason))
+    return texts
+
+
+def _print_generations(found: Sequence[Generation], *, as_json: bool, echoes: bool) -> None:
+    for number, one in enumerate(found, 1):
+        if as_json:
+            record = {"prompt": one.prompt, "text": one.text, "tokens": one.tokens, "end": one.finish_reason}
+            print(json.dumps(record))
         else:
-            print(_terminal_text(f"--- {number + 1}{f': {prompt}' if job.echoes else ''}\n{text}"))
+            print(_terminal_text(f"--- {number}{f': {one.prompt}' if echoes else ''}\n{one.text}"))

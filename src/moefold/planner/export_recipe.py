@@ -1,8 +1,6 @@
-"""Export of a planned mapping as a recipe for training, and checks of output paths. Torch-free."""
+"""Export of a planned mapping as a recipe for training. Torch-free."""
 
-import errno
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -137,50 +135,3 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
 def _format_toml(value: Any) -> str:
     """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does."""
     return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
-def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
-    """Check early that a file can be written; nothing is created.
-
-    Args:
-        option: the option that names the file.
-        path: the file.
-        suffixes: allowed suffixes, in lower case.
-
-    Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or the path is not writable.
-    """
-    if path.suffix.lower() not in suffixes:
-        raise ConfigError(f"{option} {path} must end in {' or '.join(suffixes)}")
-    check_writable(option, path)
-
-
-def reject_existing(option: str, path: Path, *, force: bool) -> None:
-    """Reject a file that exists, unless `force` is set.
-
-    Raises:
-        ConfigError: it exists, and `force` is False.
-    """
-    if path.is_file() and not force:
-        raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Check early that a path can be written.
-
-    Raises:
-        ConfigError: the folder does not exist, or the path is not writable.
-    """
-    code = _write_errno(path)
-    if code:
-        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(code)}")
-
-
-def _write_errno(path: Path) -> int:
-    if path.is_dir():
-        return errno.EISDIR
-    if not path.parent.exists():
-        return errno.ENOENT
-    if not path.parent.is_dir():
-        return errno.ENOTDIR
-    return 0 if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,18 +16,37 @@ from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
+from moefold.train.callbacks.callback import Callback
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 
 
+@dataclass(frozen=True)
+class TrainOutcome:
+    """End of a training run."""
+
+    status: int
+    """Exit status: 0, or 128 + the number of the signal that stopped the run."""
+    run_dir: Path
+    """Run folder."""
+
+
 def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, train and leave; return the exit status of the job.
+    """Join the job, train and leave; return the exit status of the job."""
+    return train_on_rank(cfg, messages, (), rank_env, device_type).status
+
+
+def train_on_rank(
+    cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], rank_env: RankEnv, device_type: str
+) -> TrainOutcome:
+    """Join the job, train and leave.
 
     Args:
         cfg: the recipe.
         messages: lines to log before all others.
+        callbacks: further hooks of the training loop.
         rank_env: rank and world size of this process.
         device_type: "cpu" or "cuda".
 
@@ -48,14 +68,14 @@ def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device
         # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
         messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
-        trainer = Trainer(folder.cfg, groups, [message for message in messages if message])
+        trainer = Trainer(folder.cfg, groups, [message for message in messages if message], callbacks)
         with ExitStack() as locks:
             if rank_env.rank == 0:
                 watchdog.flight_recorder.set_phase("locking the folders of the run")
                 for lock in _run_locks(folder.cfg):
                     locks.enter_context(lock)
                 _reject_other_run(cfg, folder)
-            return trainer.run(stop)
+            return TrainOutcome(trainer.run(stop), Path(folder.cfg.run.dir))
 
 
 def _reject_other_run(cfg: Config, folder: RunFolder) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
-from moefold.planner.export_recipe import check_writable
+from moefold.host.output_file import check_writable
 from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,

@@ -1,0 +1,330 @@
+"""Python interface: plan, build, train, evaluate and generate from a program. Torch-free at import.
+
+`import moefold` offers these names; docs/api.md describes them. The commands take the same steps.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError, RunError
+from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.inference.jobs import (
+    EvalOptions,
+    EvalRequest,
+    GenerateOptions,
+    GenerationRequest,
+    prepare_evaluation,
+    prepare_generation,
+)
+from moefold.inference.sampling import SamplingParams
+from moefold.planner.planner import Planner
+from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request, result_as_dict
+from moefold.recipe import LoadedRecipe, load_config
+from moefold.recipe import load_recipe as _load_recipe
+from moefold.terminal import print_escaped, printable
+from moefold.topology.layout import Layout, fold
+from moefold.train.start import choose_training_device, prepare_data, set_up_run
+from moefold.validate.config import check_config
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moefold.inference.evaluate import Evaluation
+    from moefold.inference.worker import Generation
+    from moefold.model.transformer import Transformer
+    from moefold.train.callbacks.callback import Callback
+    from moefold.train.worker import TrainOutcome
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "EvalOptions",
+    "GenerateOptions",
+    "Layout",
+    "LoadedRecipe",
+    "PlanOptions",
+    "Planner",
+    "RunError",
+    "SamplingParams",
+    "build_model",
+    "check_config",
+    "evaluate",
+    "fold",
+    "generate",
+    "load_config",
+    "load_recipe",
+    "plan",
+    "result_as_dict",
+    "train_model",
+]
+
+_OPTION = re.compile(r"(?<![\w./-])--([a-z][a-z-]*)(?: (?=['\d-]))?")
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe and apply the overrides.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: words of the form `section.key=value`, as on the command line.
+
+    Returns:
+        The config (`.cfg`), the keys that were set (`.explicit_keys`) and notices (`.messages`).
+
+    Raises:
+        ConfigError: the file cannot be read, or a section, key, type or value is wrong.
+    """
+    return _load_recipe(None if path is None else Path(path), overrides)
+
+
+def plan(
+    model: str | Path,
+    gpu: str | Path,
+    *,
+    num_gpus: int | None = None,
+    seq_len: int | None = None,
+    global_batch_size: int | None = None,
+    fix: Mapping[str, Any] | None = None,
+    options: PlanOptions | None = None,
+) -> Planner:
+    """Create the planner that ranks all legal mappings of a model on some GPUs, as `moefold plan` does.
+
+    Args:
+        model: a preset, a recipe (.toml), or the config.json (or folder) of a Hugging Face model.
+        gpu: name of a device such as "h100", or a .toml file.
+        num_gpus: GPUs in all; None takes the recipe's, like `seq_len` and `global_batch_size`.
+        seq_len: tokens per sample.
+        global_batch_size: samples per step.
+        fix: values of axes; only mappings with them are searched, such as {"tp": 2, "ep": 8}.
+        options: further settings.
+
+    Returns:
+        The planner: `.best()` is the fastest mapping that fits, `.top_plans(count)` the best few, `.config_for(plan)`
+        the recipe under a mapping. `result_as_dict(planner, count)` is the output of `moefold plan --json`.
+
+    Raises:
+        ConfigError: the model, the device or a setting is wrong or missing, or the recipe runs under no mapping. The
+            methods raise it if no mapping is legal or fits.
+    """
+    options = PlanOptions() if options is None else options
+    query = PlanQuery(
+        model=str(model),
+        gpu=str(gpu),
+        num_gpus=num_gpus,
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
+        fix={} if fix is None else fix,
+        options=options,
+    )
+    with _errors_without_options():
+        return make_planner(plan_request(query), options.trace)
+
+
+def build_model(cfg: Config, device: str = "cpu") -> "Transformer":
+    """Build the whole model on one device, with the initial weights of a run with this config.
+
+    `parallelize` of `moefold.parallel` builds the shards of a mapping instead.
+
+    Args:
+        cfg: the config; its mapping is not used.
+        device: a torch device.
+
+    Returns:
+        The module. `model(tokens)` with tokens int64 [B, S] of `train.seq_len` tokens returns logits [S, B, V].
+    """
+    import torch
+
+    from moefold.model.init import init_weights
+    from moefold.model.transformer import build_model as build_whole_model
+
+    with torch.device("meta"):
+        model = build_whole_model(cfg)
+    model = model.to_empty(device=device)
+    init_weights(model, cfg.model, cfg.run.seed)
+    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
+    return model
+
+
+def train_model(
+    recipe: str | Path | LoadedRecipe | Config,
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: "Sequence[Callback]" = (),
+) -> "TrainOutcome":
+    """Train from a recipe, as `moefold train` does: in a new run folder, or from the last checkpoint of the run.
+
+    A job of one rank runs in this process. Further ranks are started on this machine; under a launcher such as
+    torchrun this process is one rank. Call it from the main thread, which receives Ctrl-C.
+
+    Args:
+        recipe: a TOML file, or what `load_recipe` or `load_config` returned.
+        overrides: words of the form `section.key=value`, for a file.
+        callbacks: hooks of the training loop. Ranks that are started work on copies of them, which must be picklable
+            for GPU ranks; `if __name__ == "__main__"` must then guard the call.
+
+    Returns:
+        The exit status and the run folder. The status is not 0 if a signal has stopped the run.
+
+    Raises:
+        ConfigError: the recipe cannot be trained here.
+        RunError: the run failed, or a rank that was started did; the rank's message is on stderr.
+    """
+    loaded = _loaded(recipe, overrides)
+    rank_env = read_rank_env()
+    setup = set_up_run(loaded, rank_env)
+    if setup.is_finished:
+        from moefold.train.worker import TrainOutcome
+
+        return TrainOutcome(0, Path(setup.folder.cfg.run.dir))
+    device_type = choose_training_device(setup, rank_env)
+    prepare_data(setup, rank_env)
+
+    from moefold.launch.collect import collect_from_ranks
+    from moefold.train.worker import train_on_rank
+
+    main = partial(train_on_rank, setup.cfg, setup.messages, tuple(callbacks))
+    return collect_from_ranks(main, setup.folder.cfg.parallel.world_size, device_type, rank_env)
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    tokens: "str | Path | np.ndarray | None" = None,
+    text: str | Path | None = None,
+    logits: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    options: EvalOptions | None = None,
+) -> "Evaluation":
+    """Compute the mean cross-entropy of a model over token ids or a text file, as `moefold eval` does.
+
+    Args:
+        model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
+        tokens: row of ids, or the .npy file that holds it.
+        text: file of UTF-8 text for the model's tokenizer; either tokens or text.
+        logits: .npy file to write the logits to, float32 [sequences, S, V].
+        overrides: the mapping, such as `parallel.tp=2`.
+        options: further settings.
+
+    Returns:
+        The loss in nats per token, the perplexity and the number of predicted tokens.
+
+    Raises:
+        ConfigError: the model, the data, a setting or the mapping cannot work.
+        RunError: a rank that was started has failed; its message is on stderr.
+    """
+    if (tokens is None) == (text is None):
+        raise ConfigError("evaluate needs either tokens or text")
+    request = EvalRequest(
+        model=str(model),
+        tokens=Path(tokens) if isinstance(tokens, str) else tokens,
+        text=None if text is None else Path(text),
+        logits=None if logits is None else Path(logits),
+        overrides=tuple(overrides),
+        options=EvalOptions() if options is None else options,
+    )
+    rank_env = read_rank_env()
+    with _errors_without_options():
+        job = prepare_evaluation(request, rank_env, _report_skipped(rank_env), lambda notice: None)
+
+        from moefold.inference.worker import evaluate_on_rank
+        from moefold.launch.collect import collect_from_ranks
+
+        main = partial(evaluate_on_rank, job)
+        return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Sequence[str],
+    *,
+    max_tokens: int = 128,
+    sampling: SamplingParams | None = None,
+    overrides: Sequence[str] = (),
+    options: GenerateOptions | None = None,
+) -> "list[Generation]":
+    """Continue prompts with a model, as `moefold generate` does.
+
+    Args:
+        model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
+        prompts: texts, or messages with `GenerateOptions(chat=True)`; all are continued together.
+        max_tokens: most new tokens of each.
+        sampling: temperature, top_k, top_p and seed.
+        overrides: the mapping, such as `parallel.tp=2`.
+        options: further settings.
+
+    Returns:
+        One generation per prompt: `.text`, `.tokens` and `.finish_reason`.
+
+    Raises:
+        ConfigError: the model, a prompt, a setting or the mapping cannot work.
+        RunError: a rank that was started has failed; its message is on stderr.
+    """
+    texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+    if not texts:
+        raise ConfigError("generate needs at least one prompt")
+    request = GenerationRequest(
+        model=str(model),
+        read_prompts=lambda: texts,
+        max_tokens=max_tokens,
+        sampling=SamplingParams() if sampling is None else sampling,
+        overrides=tuple(overrides),
+        options=GenerateOptions() if options is None else options,
+    )
+    rank_env = read_rank_env()
+    with _errors_without_options():
+        job = prepare_generation(request, rank_env, _report_skipped(rank_env))
+
+        from moefold.inference.worker import generate_on_rank
+        from moefold.launch.collect import collect_from_ranks
+
+        main = partial(generate_on_rank, job)
+        return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
+
+
+def _loaded(recipe: str | Path | LoadedRecipe | Config, overrides: Sequence[str]) -> LoadedRecipe:
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        raise ConfigError("overrides apply to a recipe file; give them to load_recipe, or change the config itself")
+    if isinstance(recipe, LoadedRecipe):
+        return recipe
+    if recipe.parallel.mapping == "auto":
+        raise ConfigError(
+            'parallel="auto" keeps the keys that the recipe sets, which a config does not tell; give the result of '
+            "load_recipe instead of its cfg"
+        )
+    return LoadedRecipe(recipe, frozenset(), ())
+
+
+def _report_skipped(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]:
+    """Return a function that reports skipped checkpoints on stderr, on rank 0 only."""
+
+    def report(skipped: Sequence[str]) -> None:
+        if rank_env is None or rank_env.rank == 0:
+            for description in skipped:
+                print_escaped(f"moefold: skipped a damaged checkpoint, {printable(description)}", file=sys.stderr)
+
+    return report
+
+
+@contextmanager
+def _errors_without_options() -> Iterator[None]:
+    """Reword a ConfigError raised inside: arguments of Python instead of options of a command.
+
+    Raises:
+        ConfigError: the original error, reworded.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_OPTION.sub(_argument, str(error))) from error
+
+
+def _argument(option: re.Match[str]) -> str:
+    return option[1].replace("-", "_") + "=" * option[0].endswith(" ")

@@ -1,0 +1,54 @@
+"""Checks of a file that a command will write, before its work begins."""
+
+import errno
+import os
+from pathlib import Path
+
+from moefold.errors import ConfigError
+
+
+def reject_existing(option: str, path: Path, *, force: bool) -> None:
+    """Reject a file that exists, unless it may be replaced.
+
+    Raises:
+        ConfigError: it exists, and `force` is False.
+    """
+    if path.is_file() and not force:
+        raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        ConfigError: the folder does not exist or is not writable.
+    """
+    fault = _write_errno(path)
+    if fault:
+        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
+
+
+def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
+    """Check early that a file can be written; nothing is created.
+
+    Args:
+        option: the option that names the file.
+        path: the file.
+        suffixes: allowed suffixes, in lower case.
+
+    Raises:
+        ConfigError: the suffix is another one, the folder does not exist, or the path is not writable.
+    """
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{option} {path} must end in {' or '.join(suffixes)}")
+    check_writable(option, path)
+
+
+def _write_errno(path: Path) -> int:
+    if path.is_dir():
+        return errno.EISDIR
+    if not path.parent.exists():
+        return errno.ENOENT
+    if not path.parent.is_dir():
+        return errno.ENOTDIR
+    return 0 if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES

@@ -1,0 +1,355 @@
+"""Checked jobs of evaluation and generation, made before any rank starts. Torch-free on the CPU.
+
+Messages name the options of `moefold eval` and `moefold generate`.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from moefold.checkpoint.checkpoint_dir import check_file_sizes
+from moefold.config.schema import Config
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import (
+    EVAL_OOM_HINT,
+    GENERATE_OOM_HINT,
+    InferenceRequest,
+    batch_bytes,
+    inference_config,
+    kv_cache_bytes,
+)
+from moefold.inference.source import ModelSource, find_source
+from moefold.inference.text import (
+    encode_messages,
+    encode_prompts,
+    encode_text,
+    end_of_turn_marker,
+    open_chat_template,
+    open_tokenizer,
+    read_text,
+    stop_token_ids,
+)
+from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
+from moefold.launch.fitting import check_inference, choose_checked_device
+
+MAX_DEFAULT_SEQ_LEN = 2048
+"""Many models support 128 k tokens and more, which few machines and texts can fill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Settings of an evaluation apart from the model and its data."""
+
+    seq_len: int | None = None
+    """Tokens of a sequence; None takes train.seq_len of the run, or the model's context length up to 2048."""
+    keep_tail: bool = False
+    """Evaluate the tokens after the last whole sequence as a shorter sequence."""
+    batch_size: int = 8
+    """Sequences at once on each data-parallel rank."""
+    tokenizer: str = ""
+    """"bytes" or the path of a tokenizer.json, instead of the model's; for text."""
+    dtype: str = "auto"
+    """Compute type; auto: the type of the stored weights."""
+    device: str = "auto"
+    """"cpu", "cuda" or "auto"."""
+    force: bool = False
+    """Replace the file of the logits if it exists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Settings of a generation apart from the model, its prompts and the sampling."""
+
+    chat: bool = False
+    """Prompts are messages, which the model's chat template encloses."""
+    chat_template: str = ""
+    """File of a template instead of the model's; with `chat` only."""
+    ignore_eos: bool = False
+    """Continue after an end-of-text token."""
+    tokenizer: str = ""
+    """"bytes" or the path of a tokenizer.json, instead of the model's."""
+    dtype: str = "auto"
+    """Compute type; auto: the type of the stored weights."""
+    device: str = "auto"
+    """"cpu", "cuda" or "auto"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """Arguments of an evaluation: a model, and either token ids or text."""
+
+    model: str
+    tokens: Path | np.ndarray | None = None
+    """Row of ids or the .npy file that holds it."""
+    text: Path | None = None
+    logits: Path | None = None
+    """File to write the logits to."""
+    overrides: tuple[str, ...] = ()
+    options: EvalOptions = EvalOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """Arguments of a generation."""
+
+    model: str
+    read_prompts: Callable[[], tuple[str, ...]]
+    """Returns the prompts, once the mapping and the tokenizer have been checked."""
+    max_tokens: int = 128
+    sampling: SamplingParams = SamplingParams()
+    overrides: tuple[str, ...] = ()
+    options: GenerateOptions = GenerateOptions()
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """One evaluation; checked."""
+
+    source: ModelSource
+    cfg: Config
+    device_type: str
+    """"cpu" or "cuda"."""
+    ids: np.ndarray | Path
+    """Row of ids, or the .npy file that holds it."""
+    seq_len: int
+    keeps_tail: bool
+    logits: Path | None
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """One batch of prompts; checked."""
+
+    source: ModelSource
+    cfg: Config
+    device_type: str
+    """"cpu" or "cuda"."""
+    tokenizer: str
+    """"bytes" or a path instead of the source's tokenizer; "" takes that of the source."""
+    prompts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    """Prompts as ids."""
+    max_tokens: int
+    sampling: SamplingParams
+    eos_ids: frozenset[int]
+    is_chat: bool = False
+    """The prompts are messages; `ids` are those of the chat template around them."""
+    stop_string: str = ""
+    """Text that ends a continuation, where no single token does."""
+
+
+Notify = Callable[[str], None]
+"""Receives a notice for the user."""
+
+
+def prepare_evaluation(
+    request: EvalRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None], notify: Notify
+) -> EvalJob:
+    """Check an evaluation before any rank starts.
+
+    Args:
+        request: the evaluation.
+        rank_env: environment of this process, if a launcher started it.
+        report_skipped: receives the damaged checkpoints that were skipped.
+        notify: receives the sequence length, if none was given.
+
+    Raises:
+        ConfigError: the model, the data, an option or the mapping cannot work, or the memory is too small.
+    """
+    options = request.options
+    if options.seq_len is not None and options.seq_len < 2:
+        raise ConfigError(
+            f"--seq-len {options.seq_len} must be at least 2: the first token of a sequence is not predicted"
+        )
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size {options.batch_size} must be at least 1")
+    source = find_source(request.model)
+    report_skipped(source.skipped)
+    seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
+    inference = InferenceRequest(
+        overrides=request.overrides,
+        dtype=options.dtype,
+        device=options.device,
+        world_size=None if rank_env is None else rank_env.world_size,
+        seq_len=seq_len,
+        batch_size=options.batch_size,
+    )
+    cfg = inference_config(source, inference, "evaluate")
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
+    _check_logits(request)
+    given, name = _token_ids(request, source)
+    ids = open_ids(given) if isinstance(given, Path) else given
+    dataset = TokenDataset(ids, seq_len, options.keep_tail)
+    check_dataset(dataset, source.model.vocab_size, name)
+    _check_disk_space(request.logits, dataset, source.model.vocab_size)
+    if cfg.moe.eval_capacity_factor <= 0:
+        # Without a capacity, padding sequences cost time but do not change the result: shrink the batch.
+        batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
+        cfg = inference_config(source, replace(inference, batch_size=batch_size), "evaluate")
+    batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
+    device_type = _choose_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
+    return EvalJob(
+        source=source,
+        cfg=cfg,
+        device_type=device_type,
+        ids=given,
+        seq_len=seq_len,
+        keeps_tail=options.keep_tail,
+        logits=request.logits,
+    )
+
+
+def prepare_generation(
+    request: GenerationRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None]
+) -> GenerateJob:
+    """Check a generation before any rank starts.
+
+    Args:
+        request: the generation.
+        rank_env: environment of this process, if a launcher started it.
+        report_skipped: receives the damaged checkpoints that were skipped.
+
+    Raises:
+        ConfigError: the model, a prompt, an option or the mapping cannot work, or the memory is too small.
+    """
+    options = request.options
+    if request.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {request.max_tokens} must be at least 1")
+    request.sampling.check()
+    source = find_source(request.model)
+    report_skipped(source.skipped)
+    # Report a wrong mapping before reading the prompt.
+    inference = InferenceRequest(
+        overrides=request.overrides,
+        dtype=options.dtype,
+        device=options.device,
+        world_size=None if rank_env is None else rank_env.world_size,
+        seq_len=2,
+        batch_size=1,
+    )
+    cfg = inference_config(source, inference, "generate")
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
+    with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
+        tokenizer = open_tokenizer(source, options.tokenizer)
+    if options.chat_template and not options.chat:
+        raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
+    prompts = request.read_prompts()
+    end_mark = ""
+    ends = frozenset[int]()
+    if options.chat:
+        ids, ends, end_mark = _encode_chat(options, source, tokenizer, prompts)
+    else:
+        ids = encode_prompts(source, tokenizer, prompts)
+    longest = max(map(len, ids)) + request.max_tokens
+    cfg = inference_config(source, replace(inference, seq_len=longest, batch_size=len(prompts)), "generate")
+    cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
+    extra_bytes = {cache: kv_cache_bytes(cfg, cfg.train.seq_len, len(ids))}
+    device_type = _choose_device(cfg, source, rank_env, extra_bytes, GENERATE_OOM_HINT)
+    return GenerateJob(
+        source=source,
+        cfg=cfg,
+        device_type=device_type,
+        tokenizer=options.tokenizer,
+        prompts=prompts,
+        ids=ids,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        eos_ids=frozenset() if options.ignore_eos else ends | stop_token_ids(source, tokenizer),
+        is_chat=options.chat,
+        stop_string="" if options.ignore_eos else end_mark,
+    )
+
+
+def _choose_device(
+    cfg: Config, source: ModelSource, rank_env: RankEnv | None, extra_bytes: dict[str, int], suggestion: str
+) -> str:
+    """Return the device type, after a check of its memory and of the checkpoint's files."""
+    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    if source.kind == "checkpoint":
+        check_file_sizes(source.path)
+    return device_type
+
+
+def _token_ids(request: EvalRequest, source: ModelSource) -> tuple[np.ndarray | Path, str]:
+    """Return the ids, or the file that holds them, and their name in messages."""
+    if request.tokens is not None:
+        is_file = isinstance(request.tokens, Path)
+        return request.tokens, f"--tokens {str(request.tokens)!r}" if is_file else "--tokens"
+    assert request.text is not None, "an evaluation has tokens or text"
+    name = f"--text {str(request.text)!r}"
+    text = read_text(request.text, "--text")
+    tokenizer = request.options.tokenizer
+    with reworded_errors(*(TOKENIZER_OPTION if tokenizer else ())):
+        return encode_text(source, open_tokenizer(source, tokenizer), text, name), name
+
+
+def _default_seq_len(source: ModelSource, notify: Notify) -> int:
+    """Return train.seq_len of the run, or else the model's context length up to a bound, after a notice."""
+    if source.trained_len:
+        seq_len = source.trained_len
+        origin = "train.seq_len of the run"
+    else:
+        seq_len = min(source.context, MAX_DEFAULT_SEQ_LEN)
+        origin = f"the context length of the model, {source.context}, up to {MAX_DEFAULT_SEQ_LEN}"
+    notify(f"--seq-len {seq_len}: {origin}")
+    return seq_len
+
+
+def _encode_chat(
+    options: GenerateOptions, source: ModelSource, tokenizer: Tokenizer, messages: tuple[str, ...]
+) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
+    """Return the messages as token ids in the chat template, the ids that end a turn, and the text that ends it."""
+    with reworded_errors(
+        (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
+        (r"data\.chat_template=", "--chat-template "),
+        (r"set data\.chat_template", "name another one: --chat-template FILE"),
+        *TOKENIZER_OPTION,
+    ):
+        template = open_chat_template(source, options.tokenizer, options.chat_template)
+        ids = encode_messages(template, tokenizer, messages)
+        ends, mark = end_of_turn_marker(template, tokenizer)
+    return ids, ends, mark
+
+
+def _check_logits(request: EvalRequest) -> None:
+    path = request.logits
+    if path is None:
+        return
+    if request.options.keep_tail:
+        raise ConfigError("--logits writes whole sequences only, and --keep-tail adds a shorter one; leave one out")
+    if path.suffix != ".npy":
+        raise ConfigError(f"--logits {str(path)!r} must end in .npy, the file format")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--logits {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
+    if path.is_dir():
+        raise ConfigError(f"--logits {str(path)!r} is a folder; name a file in it: {str(path / 'logits.npy')!r}")
+    source_file = request.tokens if request.tokens is not None else request.text
+    if isinstance(source_file, Path) and path.resolve() == source_file.resolve():
+        raise ConfigError(f"--logits {str(path)!r} would replace the file that is evaluated; name another one")
+    reject_existing("--logits", path, force=request.options.force)
+    check_writable("--logits", path)
+
+
+def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int) -> None:
+    """Reject logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
+    if path is None:
+        return
+    needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
+    free_bytes = shutil.disk_usage(path.absolute().parent).free
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"--logits {str(path)!r} takes {needed_bytes / 1e9:,.1f} GB, and {free_bytes / 1e9:,.1f} GB are free; "
+            "name a file on another disk, or evaluate less"
+        )

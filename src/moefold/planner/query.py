@@ -1,0 +1,198 @@
+"""Plan requests from a model's name, a device's name and settings, and results as dicts. Torch-free.
+
+Messages name the options of `moefold plan`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moefold.config.limits import MAX_BY_KEY, check_at_most
+from moefold.config.schema import ModelConfig
+from moefold.cost.hardware import load_device
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.gemm import resolve_precision
+from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
+from moefold.planner.memory.budget import default_reserve_gib
+from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, read_model
+from moefold.planner.search.constraints import FOLDED, Restriction
+from moefold.planner.search.search import PlannedMapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Settings of a plan apart from the model, the devices and the batch."""
+
+    precision: str | None = None
+    """Number format of the GEMMs; None takes the recipe's, or bf16."""
+    imbalance: float = 1.0
+    """Routed tokens of the busiest expert-parallel rank over the mean."""
+    capacity_factor: float | None = None
+    """Token dropping; 0 is dropless; None takes the recipe's, or 0."""
+    memory_reserve: float | None = None
+    """GiB of each GPU to leave free; None leaves a share of its memory free."""
+    cuda_graphs: Literal["none", "partial", "full"] = "none"
+    """Part of the step that is captured."""
+    flops: Literal["full", "causal"] = "full"
+    """Attention in the FLOP count of the MFU."""
+    mtp_flops: Literal["with", "without"] | None = None
+    """Multi-token prediction in that count; None counts it."""
+    method: str = FOLDED
+    """Part of the search."""
+    trace: Path | None = None
+    """Run folder whose recorded routing (moe.trace_every) is planned for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuery:
+    """Arguments of a plan."""
+
+    model: str
+    """Preset, recipe (.toml), or Hugging Face config.json or its folder."""
+    gpu: str
+    """Name of a known device, or a .toml file."""
+    num_gpus: int | None = None
+    """None takes the recipe's, like `seq_len` and `global_batch_size`."""
+    seq_len: int | None = None
+    global_batch_size: int | None = None
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    """Values of axes; only mappings with them are searched."""
+    options: PlanOptions = PlanOptions()
+
+
+def plan_request(query: PlanQuery) -> PlanRequest:
+    """Build the request of a planner.
+
+    Raises:
+        ConfigError: the model, the device or a setting is wrong or missing.
+    """
+    options = query.options
+    device = load_device(query.gpu)
+    base, shape = read_model(query.model)
+    is_recipe = query.model.endswith(".toml")
+    p = base.parallel
+    train = base.train
+    num_gpus = _resolve_number("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS, is_recipe=is_recipe)
+    seq_len = _resolve_number(
+        "--seq-len", query.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"], is_recipe=is_recipe
+    )
+    max_batch = MAX_BY_KEY["train.global_batch_size"]
+    batch = _resolve_number(
+        "--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch, is_recipe=is_recipe
+    )
+    reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
+    if not 0 <= reserve < device.memory_gib:
+        raise ConfigError(
+            f"--memory-reserve {reserve:g} must be at least 0 and below {device.memory_gib:g}, the GiB of {device.name}"
+        )
+    check_imbalance(options.imbalance, base.model.num_experts)
+    factor = base.moe.capacity_factor if options.capacity_factor is None else options.capacity_factor
+    base_with_precision, precision = resolve_precision(base, options.precision, device)
+    cfg = replace(
+        base_with_precision,
+        run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
+        moe=replace(base.moe, capacity_factor=factor),
+        parallel=replace(p, world_size=num_gpus, mapping="given"),
+        train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
+    )
+    return PlanRequest(
+        base_config=cfg,
+        model_spec=shape,
+        device=device,
+        workload=workload_from_config(
+            cfg,
+            precision,
+            imbalance=options.imbalance,
+            cuda_graphs=options.cuda_graphs,
+            counts_causal_attention=options.flops == "causal",
+            counts_mtp=_counts_mtp(options.mtp_flops, base.model),
+        ),
+        restriction=Restriction(dict(query.fix), options.method),
+        reserve_gib=reserve,
+    )
+
+
+def make_planner(request: PlanRequest, trace: Path | None) -> Planner:
+    """Create the planner, with the recorded routing of a run if one is given."""
+    if trace is None:
+        return Planner(request)
+    return TracedPlanner(request, RecordedRouting(trace, request.base_config.model))
+
+
+def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
+    """Return the result in the form of `moefold plan --json`: the best mapping of each fold, best first.
+
+    Args:
+        planner: the planner that searched.
+        count: number of folds to return; None returns all.
+    """
+    q = planner.request
+    return {
+        "model": q.model_spec.name,
+        "gpu": q.device.name,
+        "gpu_memory_gib": q.device.memory_gib,
+        "memory_reserve_gib": q.reserve_gib,
+        "num_gpus": q.num_gpus,
+        "seq_len": q.workload.seq_len,
+        "global_batch_size": q.workload.global_batch_size,
+        "precision": q.workload.gemm_precision,
+        "imbalance": q.workload.imbalance,
+        "method": q.restriction.method,
+        "flop_convention": "causal" if q.workload.counts_causal_attention else "full",
+        "mtp_flops": "with" if q.workload.counts_mtp else "without",
+        "num_legal": planner.space.count(),
+        "num_folds": planner.num_folds,
+        "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
+    }
+
+
+def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
+    """Return one mapping with its predicted time and memory, ready for JSON."""
+    gib = 2**30
+    time_of = plan.time
+    return plan.mapping.as_dict() | {
+        "step_time_s": time_of.total_s,
+        "mfu": time_of.mfu,
+        "tflops_per_gpu": time_of.tflops_per_gpu,
+        "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
+        "num_micro_batches": time_of.num_micro_batches,
+        "memory_gib": plan.memory.total / gib,
+        "memory_parts_gib": {part: size / gib for part, size in plan.memory_parts.items()},
+        "time_parts_s": time_of.parts,
+        "binding": plan.bottleneck,
+        "fits": plan.memory.fits,
+    }
+
+
+def check_imbalance(value: float, num_experts: int) -> float:
+    """Check and return the load of the busiest expert-parallel rank over the mean.
+
+    Raises:
+        ConfigError: the value is not in [1, num_experts]: all tokens on one of the experts is the worst case.
+    """
+    most = max(1, num_experts)
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"--imbalance {value:g} must be at least 1 and at most {most}, the number of experts: it is the busiest "
+            "expert-parallel rank over the mean"
+        )
+    return value
+
+
+def _resolve_number(option: str, given: int | None, recipe_value: int, maximum: int, *, is_recipe: bool) -> int:
+    if given is None and not is_recipe:
+        raise ConfigError(f"{option} is missing; set it, or give a recipe as MODEL, which supplies it")
+    number = recipe_value if given is None else given
+    if number < 1:
+        raise ConfigError(f"{option} {number} must be at least 1")
+    check_at_most(option, number, maximum)
+    return number
+
+
+def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
+    if given is not None and not model.mtp_layers:
+        raise ConfigError(
+            f"--mtp-flops {given} has no effect: model.mtp_layers=0 turns multi-token prediction off; leave it out"
+        )
+    return given != "without"

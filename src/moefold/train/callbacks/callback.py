@@ -1,0 +1,104 @@
+"""Hooks of the training loop: the base class of callbacks, and the state that the loop passes to them."""
+
+from dataclasses import dataclass, field
+from signal import Signals
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.parallel.grad_accumulation import Batch
+from moefold.train.callbacks.run_log import RunLog
+from moefold.train.data_loader import DataLoader
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import StepResult, TrainingStep
+
+
+@dataclass
+class Position:
+    """Progress of a run."""
+
+    step: int = 0
+    """Steps done."""
+    samples: int = 0
+    """Samples of the data read."""
+    tokens: int = 0
+    """Tokens trained on."""
+    checked_step: int | None = None
+    """Last step whose replicas were compared."""
+
+
+@dataclass
+class TrainingContext:
+    """Objects of a run that its callbacks may read. Each rank has its own."""
+
+    cfg: Config
+    """Recipe with the chosen run folder as run.dir."""
+    groups: ParallelGroups
+    training: TrainingStep
+    """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""
+    data: DataLoader
+    position: Position
+    stop: StopSignals
+    log: RunLog | None = None
+    """Files of the run folder, on rank 0 only."""
+    is_resumed: bool = False
+    """A checkpoint was loaded."""
+    status: int = 0
+    """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
+    save_s: float = 0.0
+    """Time that the save after the last step blocked training."""
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Return whether this is rank 0, which writes the files of the run."""
+        return self.groups.rank == 0
+
+    def log_dropped_files(self, step: int) -> None:
+        """Log each dropped data file once, at the first step without it."""
+        if self.log is not None:
+            for dropped in self.data.events:
+                self.log.log_dropped_file(step, dropped)
+        self.data.events.clear()
+
+
+@dataclass
+class FinishedStep:
+    """One step that was not rolled back. Equal on all ranks apart from the batch and the time."""
+
+    number: int
+    """1-based."""
+    result: StepResult
+    batch: Batch
+    """This rank's shard."""
+    step_time_s: float
+    is_last: bool
+    signals: list[Signals] = field(default_factory=list)
+    """Signals that stop the run after this step."""
+    eval_loss: float | None = None
+    """Validation loss after this step; None without an evaluation."""
+    is_evaluated: bool = True
+    """False if an evaluation was due and a signal prevented it."""
+
+
+class Callback:
+    """Base class of callbacks; each hook does nothing unless it is overridden.
+
+    All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
+    belongs into the callback. With several GPU ranks a callback must be picklable. An exception ends the run.
+    """
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Run before the first step, after the checkpoint or the initial weights were loaded."""
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Run after a step: it was evaluated, logged and saved if that was due."""
+
+    def on_end(self, run: TrainingContext, status: int) -> None:
+        """Run after the last step and its checkpoint; not after an exception.
+
+        Args:
+            run: the run.
+            status: exit status of the run; 128 + its number after a signal.
+        """
+
+    def on_error(self, run: TrainingContext, error: Exception) -> None:
+        """Run after an exception, before it ends the run; other ranks may be gone, so it must not communicate."""

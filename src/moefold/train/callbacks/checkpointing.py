@@ -1,0 +1,148 @@
+"""Callback that saves checkpoints, and resumes and rolls back from them."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from moefold.checkpoint.checkpoint_dir import TrainState, read_meta
+from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, resolve_resume
+from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import CheckpointConfig, Config
+from moefold.convert.init_from import load_initial_weights
+from moefold.errors import RunError
+from moefold.launch.failure import is_collective_error
+from moefold.optim.build import set_step_count
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.run_log import is_due
+from moefold.train.data_loader import continues_data
+from moefold.train.step_fault import StepFault
+
+SAVE_DRAIN_S = 60.0
+"""How long a failing run waits for an asynchronous save to finish."""
+SAVE_DRAIN_LOST_RANK_S = 5.0
+"""The same limit after a collective failed because another rank is gone."""
+
+
+class Checkpointing(Callback):
+    """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
+
+    `init_message` tells where the initial weights come from, `checkpoint_dp` the dp of the checkpoint that was loaded,
+    `total_save_s` how long saving has blocked training.
+    """
+
+    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
+        """Open the saver; collective if it saves in the background."""
+        self.saver = CheckpointSaver(cfg)
+        if cfg.checkpoint.async_save:
+            group = groups.create_background_group().handle
+            self.saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
+        self.total_save_s = 0.0
+        self.init_message = ""
+        self.checkpoint_dp: int | None = None
+        self._resumed_from: Path | None = None
+        self._has_saved = False
+
+    def resume(self, run: TrainingContext) -> Resume:
+        """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
+        resume = resolve_resume(run.cfg, run.data.fingerprints)
+        self._resumed_from = resume.path
+        run.data.open(None if resume.path is None else read_meta(resume.path))
+        if resume.path is not None:
+            self._load(run, resume.path)
+            run.is_resumed = True
+        else:
+            self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+        return resume
+
+    def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
+        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
+
+        Raises:
+            RunError: there is no checkpoint yet.
+        """
+        found = Resume(self._resumed_from)
+        if self._has_saved:
+            own = replace(run.cfg.checkpoint, resume="auto")
+            found = resolve_resume(replace(run.cfg, checkpoint=own), run.data.fingerprints)
+        if found.path is None:
+            raise RunError(
+                f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
+                "to: set checkpoint.every lower, or skip such steps"
+            )
+        self._load(run, found.path)
+        run.training.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
+        return found
+
+    def check(self) -> None:
+        """Raise the error of a save in the background."""
+        self.saver.check()
+
+    def drain(self) -> None:
+        """Wait for the save in the background."""
+        self.saver.drain()
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Save if it is due; collective."""
+        run.save_s = 0.0
+        if is_save_due(run.cfg.checkpoint, step):
+            self.save(run)
+
+    def on_end(self, run: TrainingContext, status: int) -> None:
+        """Finish the last save."""
+        run.groups.recorder.set_phase("finishing the last save")
+        started_s = time.perf_counter()
+        self.saver.finish()
+        self.total_save_s += time.perf_counter() - started_s
+
+    def on_error(self, run: TrainingContext, error: Exception) -> None:
+        """Wait for a save under way, with a limit.
+
+        The last checkpoint may be almost written; a save that waits for a lost rank never finishes.
+        """
+        self.saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
+
+    def save(self, run: TrainingContext) -> None:
+        """Save a checkpoint; collective."""
+        run.groups.recorder.set_phase("saving a checkpoint")
+        training = run.training
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        position = TrainState(
+            step=run.position.step,
+            samples=run.position.samples,
+            tokens=run.position.tokens,
+            stream=run.data.train_sampler.state(run.position.samples),
+            guard=training.guard.state(),
+            checked_step=run.position.checked_step,
+            **run.data.data_state(),
+        )
+        waited_s = self.saver.save(state, position)
+        run.save_s += waited_s
+        self.total_save_s += waited_s
+        self._has_saved = True
+
+    def _load(self, run: TrainingContext, path: Path) -> None:
+        """Restore model, optimizer, data position and guard from a checkpoint; collective."""
+        training = run.training
+        meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
+        run.position.step = meta.step
+        run.position.tokens = meta.tokens
+        run.position.samples = 0
+        guard = meta.guard
+        # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
+        if continues_data(run.cfg, meta, run.data.fingerprints):
+            run.position.samples = meta.samples
+            run.data.train_sampler.restore(meta.stream)
+        elif isinstance(guard, dict):
+            guard = guard | {"left_out": []}
+        training.guard.restore(guard)
+        set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
+        self.checkpoint_dp = meta.dp
+        run.position.checked_step = meta.checked_step
+
+
+def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
+    """Return whether to save after a step; a run that saves at all also saves when a signal stops it."""
+    is_end = (step.is_last and checkpoint.at_end) or (bool(step.signals) and checkpoint.saves)
+    return is_end or is_due(checkpoint.every, step.number)

@@ -1,0 +1,58 @@
+"""Callback that evaluates the model on the validation data."""
+
+from signal import Signals
+
+from moefold.comm.groups import current_world
+from moefold.launch.exit import SIGNAL_STATUS
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.run_log import is_due
+from moefold.train.signals import SIGNALS
+
+
+class PeriodicEvaluation(Callback):
+    """Callback that computes the validation loss every train.eval_every steps and after the last step."""
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Run the evaluation that a signal prevented before the checkpoint was written; collective.
+
+        Sets the exit status of the run if another signal came.
+        """
+        step = run.position.step
+        is_missing = run.log is not None and run.log.lacks_evaluation(step)
+        if not run.is_resumed or not _is_due(run) or not any(current_world().all_gather_object(is_missing)):
+            return
+        for layer in run.training.model.moe_layers().values():
+            layer.begin_step(step)
+        eval_loss, raised = _evaluate(run)
+        if run.log is not None and eval_loss is not None:
+            run.log.add_evaluation(step, eval_loss)
+        if raised and eval_loss is None:
+            run.status = SIGNAL_STATUS + raised[0]
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Evaluate if it is due and no signal stops the run; collective."""
+        if not _is_due(run):
+            return
+        step.is_evaluated = False
+        if not step.signals:
+            step.eval_loss, step.signals = _evaluate(run)
+            step.is_evaluated = step.eval_loss is not None or not step.signals
+
+
+def _is_due(run: TrainingContext) -> bool:
+    every = run.cfg.train.eval_every
+    step = run.position.step
+    return is_due(every, step) or (every > 0 and step == run.cfg.run.steps)
+
+
+def _evaluate(run: TrainingContext) -> tuple[float | None, list[Signals]]:
+    """Return the validation loss, and the signals received during the evaluation; collective.
+
+    The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
+    """
+    batches = run.data.eval_batches()
+    run.log_dropped_files(run.position.step)
+    if not batches:
+        return None, []
+    eval_loss, flags = run.training.evaluate_or_stop(batches, lambda: run.stop.flags)
+    return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]

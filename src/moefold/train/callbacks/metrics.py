@@ -1,0 +1,61 @@
+"""Callback that writes the metrics of each step to the run log."""
+
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.cost.flops import peak_bf16_tflops, train_flops_per_token
+from moefold.metrics.rank_times import RankTimeMetrics
+from moefold.metrics.step_metrics import StepMetrics
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+
+
+class MetricsLogging(Callback):
+    """Callback that writes the metrics and the expert counts of each step, on rank 0."""
+
+    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
+        self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
+        # The known device peaks are for bfloat16.
+        self._peak_tflops = cfg.metrics.peak_tflops or (
+            _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
+        )
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Write the metrics of the step."""
+        run.groups.recorder.set_phase("writing metrics")
+        if run.log is not None:
+            run.log.write(self._metrics(run, step), step.result.expert_counts)
+
+    def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
+        result = step.result
+        tokens_per_s = run.cfg.tokens_per_step / step.step_time_s
+        tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
+        return StepMetrics(
+            step=step.number,
+            loss=result.loss,
+            aux_loss=result.aux_loss,
+            z_loss=result.z_loss,
+            mtp_loss=result.mtp_loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=run.position.tokens,
+            step_time_s=step.step_time_s,
+            tokens_per_s=tokens_per_s,
+            tflops_per_rank=tflops,
+            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
+            memory_gib=result.peak_memory_gib,
+            expert_load=result.expert_load,
+            dropped_fraction=result.dropped_fraction,
+            save_s=run.save_s,
+            moe_layers=result.moe_layers,
+            eval_loss=step.eval_loss,
+            replicas=result.replicas,
+            offload=result.offload,
+            memory_by_part=result.memory_by_part,
+            rank_times=RankTimeMetrics.from_ranks(result.rank_times),
+            skipped=result.decision.reason if result.decision.action == "skip" else None,
+        )
+
+
+def _device_peak_tflops(device: torch.device) -> float | None:
+    return peak_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -1,0 +1,81 @@
+"""Callback that ends a run whose data-parallel replicas have diverged, before a checkpoint hides it."""
+
+import hashlib
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from moefold.comm.groups import current_world
+from moefold.errors import RunError, format_list
+from moefold.metrics.writer import log_fault
+from moefold.parallel.replica_check import Divergence, HostFact
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.checkpointing import Checkpointing, is_save_due
+
+
+class ReplicaComparison(Callback):
+    """Callback that compares replicas before each save, and ends the run if they differ.
+
+    The training step compares every faults.replica_check_every steps by itself.
+    """
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        self._checkpointing = checkpointing
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Compare the replicas if a save is due and the step has not compared them; collective.
+
+        Raises:
+            RunError: the replicas have diverged.
+        """
+        divergences: Sequence[Divergence] = step.result.divergences
+        is_checked = step.result.replicas is not None
+        if is_save_due(run.cfg.checkpoint, step) and not is_checked and run.training.checks_replicas:
+            # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
+            run.groups.recorder.set_phase("comparing replicas")
+            divergences = run.training.divergences(step.batch, step.number, step.result.lr, host_facts(run))
+            is_checked = True
+        if divergences:
+            self._raise(divergences, run, step)
+        if is_checked:
+            run.position.checked_step = step.number
+
+    def _raise(self, divergences: Sequence[Divergence], run: TrainingContext, step: FinishedStep) -> None:
+        """End the run, before it saves; collective."""
+        if run.log is not None:
+            log_fault(
+                Path(run.cfg.run.dir),
+                {"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))},
+            )
+        self._checkpointing.drain()
+        hosts = current_world().all_gather_object(socket.gethostname())
+        odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})
+        last = "it is unknown since when, as no check came before: resume from a checkpoint that you trust"
+        if run.position.checked_step is not None:
+            last = (
+                f"all were alike at the check of step {run.position.checked_step}: resume from a checkpoint up to there"
+            )
+        raise RunError(
+            f"step {step.number}: replicas have diverged: "
+            f"{format_list([divergence.describe() for divergence in divergences])}; look at "
+            f"{format_list([f'rank {rank} ({hosts[rank]})' for rank in odd_ranks])}; {last} (checkpoint.resume=PATH)"
+        )
+
+
+def host_facts(run: TrainingContext) -> list[HostFact]:
+    """Return the host state (RNG, data position) before the step, compared across ranks by the replica check."""
+    routers = [layer.router.step for layer in run.training.model.moe_layers().values()]
+    device = run.groups.device
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
+    data = run.data
+    return [
+        HostFact("the random number generators", f"{run.cfg.run.seed} {routers} {digests}", ("stage",)),
+        HostFact("the data position", f"{run.position.samples} {json.dumps(data.data_state())}", ("world",)),
+        # Data-parallel ranks read different samples, so their streams may be at different blocks.
+        HostFact("the stream position", json.dumps(data.train_sampler.state(run.position.samples)), ("tp", "cp", "pp")),
+    ]

@@ -1,0 +1,170 @@
+"""Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
+
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from signal import SIGPIPE
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moefold.checkpoint.save_load import Resume
+from moefold.config.load import config_to_dict, write_config_json
+from moefold.config.schema import Config
+from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
+from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.plot import plot_loss
+from moefold.metrics.progress import Progress
+from moefold.metrics.rank_times import describe_straggler
+from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.writer import MetricsWriter, log_fault
+from moefold.terminal import print_escaped
+from moefold.train.data_loader import DroppedEvaluation, DroppedFile
+from moefold.train.log_lines import closing_lines
+from moefold.train.signals import StopSignals
+from moefold.train.step_fault import StepFault
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether something that happens every `every` steps happens after a step; 0: never."""
+    return every > 0 and step % every == 0
+
+
+class RunLog:
+    """The run folder's files and the progress line; only rank 0 has one."""
+
+    def __init__(
+        self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...], stop: StopSignals
+    ) -> None:
+        self._cfg = cfg
+        self._dir = Path(cfg.run.dir)
+        self._first_step = first_step
+        self._resume = resume
+        self._messages = messages
+        self._stop = stop
+        self._is_pipe_broken = False
+        self._stack = ExitStack()
+        self._writers = ExitStack()
+        self._counts: ExpertCountsWriter | None = None
+        self.trace_writer: RoutingTraceWriter | None = None
+        """Writes the routing of traced steps; None if the recipe traces nothing."""
+
+    def __enter__(self) -> Self:
+        cfg = self._cfg
+        done = self._first_step - 1
+        self._dir.mkdir(parents=True, exist_ok=True)
+        write_config_json(cfg, self._dir / "config.json")
+        with ExitStack() as stack:
+            # A rollback closes and reopens the writers.
+            stack.callback(lambda: self._writers.close())
+            removed_lines = self._open_writers(done)
+            progress = Progress(cfg.run.steps, self._first_step, sys.stdout, on_broken_pipe=self._stop_on_broken_pipe)
+            self._progress = stack.enter_context(progress)
+            for message in self._messages:
+                self._progress.message(message)
+            self._log_resume(self._resume, "resumed from", done, removed_lines)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
+        """Log one step."""
+        if self._counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
+            self._counts.write(metrics.step, expert_counts)
+        self._writer.write(metrics)
+        self._progress.update(metrics)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Return whether the log has step `step` but no validation loss for it."""
+        return self._writer.lacks_evaluation(step)
+
+    def add_evaluation(self, step: int, eval_loss: float) -> None:
+        """Log the validation loss of a step that is already in the log."""
+        self._writer.add_evaluation(step, eval_loss)
+        self._progress.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
+
+    def log_step_fault(self, step_fault: StepFault) -> None:
+        """Log a non-finite step or a spike."""
+        log_fault(self._dir, step_fault.to_record())
+        decision = step_fault.result.decision
+        if decision.action != "stop":
+            done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
+            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{decision.reason} says")
+
+    def log_dropped_file(self, step: int, dropped: DroppedFile | DroppedEvaluation) -> None:
+        """Log a dropped data file or a dropped evaluation."""
+        log_fault(self._dir, {"step": step} | dropped.to_record())
+        self._progress.message(f"step {step}: {dropped.describe()}, as data.corrupt says")
+
+    def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Log ranks that have been slow for several steps."""
+        for record in records:
+            log_fault(self._dir, {"step": step} | record)
+            self._progress.message(describe_straggler(record))
+
+    def rewind(self, resume: Resume, step: int) -> None:
+        """Drop the log lines after `step`, where the run resumes."""
+        self._writers.close()
+        self._log_resume(resume, "rolled back to", step, self._open_writers(step))
+
+    def log_end(self, status: int, step: int, total_save_s: float) -> None:
+        """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
+        if step >= self._first_step:
+            plot_loss(self._dir)
+        if total_save_s > 0:
+            self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
+        for line in closing_lines(self._cfg, status, step):
+            if self._is_pipe_broken:
+                # Standard error may be the same closed pipe.
+                with suppress(BrokenPipeError):
+                    print_escaped(f"moefold: {line}", file=sys.stderr, flush=True)
+            else:
+                self._progress.message(line)
+
+    def _stop_on_broken_pipe(self) -> None:
+        self._is_pipe_broken = True
+        self._stop.request(SIGPIPE)
+
+    def _log_resume(self, resume: Resume, verb: str, step: int, removed_lines: int) -> None:
+        for skipped in resume.skipped:
+            self._progress.message(f"skipped a damaged checkpoint, {skipped}")
+        if resume.path is not None:
+            self._progress.message(f"{verb} {resume.path} at step {step}{_format_removed_lines(removed_lines)}")
+
+    def _open_writers(self, resume_step: int) -> int:
+        """Open all per-step writers; entries after `resume_step` are removed.
+
+        Returns:
+            The number of lines removed from metrics.jsonl.
+        """
+        cfg = self._cfg
+        shape = trace_shape(self._cfg)
+        with ExitStack() as stack:
+            config = config_to_dict(cfg)
+            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config)
+            self._writer = stack.enter_context(writer)
+            truncate_expert_counts(self._dir, resume_step)
+            truncate_trace(self._dir, resume_step)
+            if cfg.metrics.expert_counts_every and shape.layers:
+                counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
+                self._counts = stack.enter_context(counts)
+            if cfg.moe.trace_every:
+                self.trace_writer = RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
+                if count := self.trace_writer.num_dropped:
+                    steps = f"{count} step{'s' if count > 1 else ''}"
+                    self._messages += (
+                        f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",
+                    )
+            self._writers = stack.pop_all()
+        return writer.removed_lines
+
+
+def _format_removed_lines(removed_lines: int) -> str:
+    if not removed_lines:
+        return ""
+    return f"; {removed_lines} line{'s' if removed_lines > 1 else ''} of metrics.jsonl beyond it removed"
