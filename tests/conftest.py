@@ -1,11 +1,15 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 from collections import Counter
 
 import pytest
 import torch
 
+# Processes that tests start inherit ignored signals, as under nohup; they must get them as from a terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tables and help take their width from it; tests of a width set it themselves.
 os.environ.pop("COLUMNS", None)
 if not torch.cuda.is_available():
