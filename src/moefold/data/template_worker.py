@@ -116,7 +116,7 @@ def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[
 
 
 def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %} ... {% endgeneration %}` around the assistant's output."""
 
         tags = {"generation"}
@@ -136,7 +136,7 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": date.strftime}
