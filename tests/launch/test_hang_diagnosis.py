@@ -89,7 +89,7 @@ def test_a_rank_that_never_reported():
 
 
 def test_ranks_that_said_good_bye_are_not_missed():
-    assert verdict(report(4, left=143, has_responded=False, process_state=GONE), report(), report(4)) == (
+    assert verdict(report(4, exit_status=143, has_responded=False, process_state=GONE), report(), report(4)) == (
         (2,),
         "is late",
     )

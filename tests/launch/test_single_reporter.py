@@ -17,7 +17,7 @@ from moefold.launch.single_reporter import SingleReporter
 rank, file, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 word = SingleReporter(RankEnv(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ()))
 if address:
-    word.use(address)
+    word.use_file(address)
 print("ready", flush=True)
 sys.stdin.readline()
 word.report_once(f"rank {rank}", lambda: eval(sys.argv[4]))

@@ -187,7 +187,9 @@ def test_every_gpu_is_in_both_views_with_its_groups(page, study):
 def test_the_experts_of_a_coupled_method_lie_within_data_parallelism(study, coupled):
     mapping = ParallelMapping(tp=2, cp=2, dp=4, pp=2, ep=2, etp=2, edp=4)
     workload = replace(WORKLOAD, is_coupled=coupled)
-    plan = replace(study.plans[0], mapping=mapping, time=CostModel(study.shape, study.gpu, workload).step_time(mapping))
+    plan = replace(
+        study.plans[0], mapping=mapping, time=CostModel(study.model_spec, study.gpu, workload).step_time(mapping)
+    )
     page = render_report(replace(study, workload=workload, plans=[plan], replan=lambda count: None))
     cells = views_of(page)["experts"]
 

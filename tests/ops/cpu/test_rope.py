@@ -135,7 +135,7 @@ def test_the_choice_is_automatic_and_reaches_the_model():
         cfg = recipe(dtype, kernels)
         chosen = select_kernels(cfg, CPU)
         assert type(chosen.rope).__name__ == expected
-        assert ("rotations" in chosen.message) == (expected == "CRope")
+        assert ("RoPE" in chosen.message) == (expected == "CRope")
         model = build_model(cfg)
         apply_kernels(model, chosen)
         model.set_positions(torch.arange(4))

@@ -264,7 +264,7 @@ def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path,
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"run.kernels='c' computes in float32.*'auto' or 'plain'"):
         check_config(Config(run=RunConfig(kernels="c", dtype="float64")))
-    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has gates between its products"):
+    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has activations between its GEMMs"):
         check_config(Config(run=RunConfig(kernels="c"), train=TrainConfig(precision="mxfp8"), model=ModelConfig()))
     with pytest.raises(ConfigError, match=r"run.kernels='c' cannot run: it is for CPUs.*run.device to 'cpu'"):
         check_kernel_device(_recipe(kernels="c"), "cuda")

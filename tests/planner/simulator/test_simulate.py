@@ -218,7 +218,7 @@ def test_a_straggler_holds_everyone_up_and_jitter_is_the_same_every_time():
 
 
 def test_a_step_ends_with_gradients_and_an_update_that_begins_everywhere_at_once():
-    timeline = play("1f1b", 4, 1, 8, stage(1, 1, 1), closing=StepTail(gradients_s=2.0, optimizer_s=0.5))
+    timeline = play("1f1b", 4, 1, 8, stage(1, 1, 1), tail=StepTail(gradients_s=2.0, optimizer_s=0.5))
     assert timeline.total_s == pytest.approx(timeline.span_s + 2.5)
     updates = [event for event in timeline.events if event.part == "optimizer"]
     assert {event.start_s for event in updates} == {timeline.span_s + 2.0}
