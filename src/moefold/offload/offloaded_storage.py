@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.comm.torch_compat import tensor_version
 from moefold.offload.backend import OffloadBackend
-
-if TYPE_CHECKING:
-    pass
 
 
 class OffloadedStorage:
