@@ -19,7 +19,7 @@ from moefold.planner import model_spec
 from moefold.planner.cost_model import gemm, layer, workload
 from moefold.planner.cost_model import step as step_time
 from moefold.planner.cost_model.step import CostModel
-from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import load_model_spec
 from moefold.planner.validation import Prediction, PublishedCase, parse_case, validate_predictions
 
 HOPPER = ("h100", "h200", "h800")

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import Group
-from moefold.config.schema import Config, ModelConfig, MoEConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, MoEConfig, RunConfig, TrainConfig
 from moefold.model.linear import linear
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
-from moefold.optim.build import build_optimizer
+from moefold.optim.adamw import build_optimizer
 from moefold.optim.muon import build_muon
 from moefold.parallel.recompute import apply_recompute
 from moefold.testing.saved_memory import measure_saved_bytes

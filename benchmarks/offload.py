@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, RunConfig, TrainConfig
 from moefold.model.transformer import build_model
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.recompute import apply_recompute

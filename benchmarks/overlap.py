@@ -22,7 +22,8 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.data import open_dataset
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block

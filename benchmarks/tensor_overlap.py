@@ -16,10 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.comm import collectives, ring
+from moefold.comm import collectives
+from moefold.comm import collectives as ring
 from moefold.comm.groups import ParallelGroups
 from moefold.model.linear import UNQUANTIZED_LINEAR
-from moefold.parallel import async_tp
+from moefold.parallel import tensor_parallel
 from moefold.parallel.tensor_parallel import SequenceParallelTokens
 from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
@@ -73,8 +74,8 @@ def layer_s(size: int, product_s: float, exchange_s: float, steps: int, overlaps
     for name in ("_gather", "_reduce"):
         setattr(collectives, name, _after(exchange_s, getattr(collectives, name)))
     for name, rows_at in (("product", 0), ("product_into", 1), ("weight_gradient", 0)):
-        setattr(async_tp, name, sleep.of(getattr(async_tp, name), rows_at))
-    tokens = async_tp.AsyncTensorParallel(tp) if overlaps else SequenceParallelTokens(tp)
+        setattr(tensor_parallel, name, sleep.of(getattr(tensor_parallel, name), rows_at))
+    tokens = tensor_parallel.AsyncTensorParallel(tp) if overlaps else SequenceParallelTokens(tp)
     products = None if overlaps else Plain(sleep)
     took_s = []
     for _ in range(steps):

@@ -35,7 +35,7 @@ from moefold.validate.config import check_config
 if TYPE_CHECKING:
     import numpy as np
 
-    from moefold.inference.evaluate import Evaluation
+    from moefold.inference.scoring import Evaluation
     from moefold.inference.worker import Generation
     from moefold.model.transformer import Transformer
     from moefold.train.callbacks.callback import Callback
@@ -185,7 +185,7 @@ def train_model(
     device_type = choose_training_device(setup, rank_env)
     prepare_data(setup, rank_env)
 
-    from moefold.launch.collect import collect_from_ranks
+    from moefold.launch.rank0 import collect_from_ranks
     from moefold.train.worker import train_on_rank
 
     main = partial(train_on_rank, setup.cfg, setup.messages, tuple(callbacks))
@@ -233,7 +233,7 @@ def evaluate(
         job = prepare_evaluation(request, rank_env, _report_skipped(rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
-        from moefold.launch.collect import collect_from_ranks
+        from moefold.launch.rank0 import collect_from_ranks
 
         main = partial(evaluate_on_rank, job)
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
@@ -281,7 +281,7 @@ def generate(
         job = prepare_generation(request, rank_env, _report_skipped(rank_env))
 
         from moefold.inference.worker import generate_on_rank
-        from moefold.launch.collect import collect_from_ranks
+        from moefold.launch.rank0 import collect_from_ranks
 
         main = partial(generate_on_rank, job)
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)

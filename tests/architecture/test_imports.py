@@ -11,17 +11,14 @@ TORCH_FREE_MODULES = (
     "launch.accelerator",
     "launch.exit",
     "metrics.expert_balance",
-    "metrics.expert_counts",
     "optim.lr_schedule",
-    "train.preflight",
+    "train.start",
     "inference.source",
     "inference.settings",
     "inference.sampling",
     "inference.text",
-    "inference.token_dataset",
     "convert.hf_config",
-    "convert.init_from_check",
-    "convert.early_check",
+    "convert.preflight",
 )
 """Single modules of other folders that commands import before they decide to import torch."""
 

@@ -5,9 +5,9 @@ import platform
 import pytest
 import torch
 
-from moefold.bench import roofline
-from moefold.bench.roofline import describe_device
-from moefold.launch.malloc import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
+from moefold.bench import timing
+from moefold.bench.timing import describe_device
+from moefold.launch.runtime_env import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
 
 CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
 
@@ -15,7 +15,7 @@ CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EP
 @pytest.fixture
 def cpuinfo(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(roofline, "Path", lambda _: file)
+    monkeypatch.setattr(timing, "Path", lambda _: file)
     return file
 
 

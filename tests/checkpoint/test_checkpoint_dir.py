@@ -24,7 +24,8 @@ from moefold.checkpoint.checkpoint_dir import (
     write_meta,
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=2)

@@ -14,12 +14,12 @@ from pathlib import Path
 # What commands import late is imported here, once for all forks.
 import moefold.checkpoint.inspect
 import moefold.cli.export
-import moefold.cli.inspect_table
+import moefold.cli.inspect
 import moefold.cli.plan
 import moefold.convert.export_folder
 import moefold.convert.import_folder
 import moefold.data.huggingface
-import moefold.inference.evaluate
+import moefold.inference.scoring
 import moefold.launch.ranks  # noqa: F401
 from moefold.cli.main import main
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moefold.cli.inspect import print_balance
 from moefold.cli.inspect_picture import save_picture
-from moefold.cli.inspect_table import print_balance
 from moefold.cli.main import main
-from moefold.metrics.expert_balance import read_balance
-from moefold.metrics.expert_counts import ExpertCountsWriter
+from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
 
 
 def _run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.noise_options import parse_stragglers
+from moefold.cli.plan_options import parse_stragglers
 from moefold.cli.simulate import run
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.errors import ConfigError

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from moefold.comm.collectives import ring_pass, ring_reduce_scatter
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.ring import ring_pass, ring_reduce_scatter
 from moefold.topology.layout import fold
 
 pytestmark = pytest.mark.parity

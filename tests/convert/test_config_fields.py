@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moefold.config.load import config_from_dict
+from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.config.schema import ModelConfig
 from moefold.convert.config_fields import RopeParameters, SparseLayers, shorten_pattern
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
-from moefold.config.schema import ModelConfig
-from moefold.convert.export_config import max_positions
+from moefold.config.model import ModelConfig
+from moefold.convert.export_folder import max_positions
 from moefold.convert.hf_shards import MANIFEST_FILE
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 

@@ -12,13 +12,13 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.init_from import load_initial_weights
+from moefold.convert.init_from import UpcycledSource, load_initial_weights
+from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason
 from moefold.convert.tensor_mapping import full_region
-from moefold.convert.upcycle import UpcycledSource
-from moefold.convert.upcycle_check import export_message, preserves_outputs, upcycle_unsupported_reason
 from moefold.convert.weights import HfSource, load_shards
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS

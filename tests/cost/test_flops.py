@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.model.transformer import build_model
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.overlap_memory import (
     EMPTY,

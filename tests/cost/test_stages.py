@@ -3,7 +3,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory

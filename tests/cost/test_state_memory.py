@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.state_memory import StateMemory, optimizer_offload_memory, rank_state_bytes
 from moefold.errors import ConfigError

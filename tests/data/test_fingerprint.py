@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data.data_files import file_differences
 from moefold.data.fingerprint import BLOCK_BYTES, file_sizes, fingerprint, size_differences
+from moefold.data.input_paths import file_differences
 
 
 @pytest.fixture

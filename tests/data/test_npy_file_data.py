@@ -16,7 +16,7 @@ from moefold.data.file_formats import map_npy
 from moefold.data.routing_trace import FORMAT, MANIFEST, RoutingTrace
 from moefold.data.token_file import open_document_ends
 from moefold.errors import ConfigError
-from moefold.inference.token_dataset import open_ids
+from moefold.inference.text import open_ids
 
 
 class Runs:

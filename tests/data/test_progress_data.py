@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from moefold.data import progress
-from moefold.data.progress import ReadProgress
+from moefold.data import worker_pool
+from moefold.data.worker_pool import ReadProgress
 
 
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):
@@ -14,7 +14,7 @@ def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):
 
 
 def test_long_work_prints_plain_lines_into_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "_FIRST_UPDATE_S", 0.0)
+    monkeypatch.setattr(worker_pool, "_FIRST_UPDATE_S", 0.0)
     with ReadProgress("Reading", 3_000_000) as shown:
         shown.advance(1_000_000)
         shown.advance(1_000_000)
@@ -22,14 +22,14 @@ def test_long_work_prints_plain_lines_into_a_file(capsys: pytest.CaptureFixture[
 
 
 def test_hidden_work_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "_FIRST_UPDATE_S", 0.0)
+    monkeypatch.setattr(worker_pool, "_FIRST_UPDATE_S", 0.0)
     with ReadProgress("Reading", 100, is_shown=False) as shown:
         shown.advance(50)
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "_FIRST_UPDATE_S", 0.0)
+    monkeypatch.setattr(worker_pool, "_FIRST_UPDATE_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     with ReadProgress("Reading", 3_000_000) as shown:

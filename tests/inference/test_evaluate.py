@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
-from moefold.inference.token_dataset import TokenDataset
+from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
+from moefold.inference.text import TokenDataset
 from tests.inference.example import opened, recipe, row_of_ids, theirs
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")

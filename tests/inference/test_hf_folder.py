@@ -8,11 +8,11 @@ import torch
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError
-from moefold.inference.evaluate import evaluate
 from moefold.inference.generate import generate
 from moefold.inference.sampling import SamplingParams
+from moefold.inference.scoring import evaluate
 from moefold.inference.source import find_source
-from moefold.inference.token_dataset import TokenDataset
+from moefold.inference.text import TokenDataset
 from tests.inference.example import opened, row_of_ids
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")

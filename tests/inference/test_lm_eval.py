@@ -15,8 +15,7 @@ from lm_eval.api.instance import Instance
 
 from moefold.data.tokenizer import NumberTokenizer
 from moefold.errors import ConfigError
-from moefold.inference.lm_eval_model import MoefoldLM
-from moefold.inference.lm_eval_worker import _was_raised_in_moefold
+from moefold.inference.lm_eval_model import MoefoldLM, _was_raised_in_moefold
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, ServedModel
 from tests.convert.hf_models import make_model, save_model

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
-from moefold.inference.next_token import TokenSampler, apply_top_k_top_p, sample_inverse_cdf
+from moefold.inference.generate import TokenSampler, apply_top_k_top_p, sample_inverse_cdf
 from moefold.inference.sampling import SamplingParams
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)

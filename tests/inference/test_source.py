@@ -6,7 +6,7 @@ import pytest
 
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint, locate_folder
 from moefold.cli.main import main
-from moefold.convert.init_from_check import read_model
+from moefold.convert.preflight import read_model
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from moefold.launch import malloc
-from moefold.launch.malloc import keeps_freed_blocks
+from moefold.launch import runtime_env
+from moefold.launch.runtime_env import keeps_freed_blocks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 
 GAPS = """
 import sys, torch
 from pathlib import Path
-from moefold.launch.malloc import return_large_blocks
+from moefold.launch.runtime_env import return_large_blocks
 if sys.argv[1] == "yes":
     return_large_blocks()
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -30,7 +30,7 @@ print(resident() - before)
 """
 STEPS = """
 import resource, sys, torch
-from moefold.launch.malloc import keep_freed_blocks
+from moefold.launch.runtime_env import keep_freed_blocks
 if sys.argv[1] == "yes":
     keep_freed_blocks("cpu")
 def step():
@@ -63,7 +63,7 @@ def test_freed_blocks_are_not_resident():
 SMALL = """
 import ctypes, sys
 from pathlib import Path
-from moefold.launch.malloc import keep_freed_blocks, return_large_blocks
+from moefold.launch.runtime_env import keep_freed_blocks, return_large_blocks
 keep_freed_blocks("cpu")
 if sys.argv[1] == "yes":
     return_large_blocks()
@@ -97,8 +97,8 @@ def test_an_older_glibc_takes_a_smaller_size_or_is_left_alone(monkeypatch):
             taken.append((name, value))
             return 1
 
-        monkeypatch.setattr(malloc, "_mallopt", lambda mallopt=mallopt: mallopt)
-        malloc.keep_freed_blocks("cpu", {})
+        monkeypatch.setattr(runtime_env, "_mallopt", lambda mallopt=mallopt: mallopt)
+        runtime_env.keep_freed_blocks("cpu", {})
         assert taken == expected
 
 

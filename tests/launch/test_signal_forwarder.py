@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from moefold.launch.signal_forwarder import SignalForwarder
+from moefold.launch.local_job import SignalForwarder
 
 
 def _wait(ignores_interrupts: bool, ready: object) -> None:

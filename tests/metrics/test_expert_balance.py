@@ -7,8 +7,7 @@ import pytest
 
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
-from moefold.metrics.expert_balance import read_balance, split_into_bins
-from moefold.metrics.expert_counts import ExpertCountsWriter
+from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance, split_into_bins
 
 E = 4
 LAYERS = (1, 3)

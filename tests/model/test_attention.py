@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.attention import CausalAttention, _has_long_documents
-from moefold.model.attention_mask import AttentionMaskSpec
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, _has_long_documents
 from moefold.ops.block_attention import BlockedWindow
 from tests.model.attention_reference import (
     random_attention,

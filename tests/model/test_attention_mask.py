@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.attention_mask import AttentionMaskSpec
+from moefold.model.attention import AttentionMaskSpec
 
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]]).t()
 

@@ -7,7 +7,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from moefold.comm.collectives import all_gather, all_reduce_max, all_reduce_sum
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
 from moefold.model.transformer import build_model, loss_chunk
 from moefold.parallel.tensor_parallel import TPVocabParallel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.load import config_from_dict
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.model.rope import attention_factor, build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
 

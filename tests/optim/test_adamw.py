@@ -3,8 +3,7 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.optim.adamw import OffloadableAdamW
-from moefold.optim.build import build_optimizer, named_moments, set_step_count
+from moefold.optim.adamw import OffloadableAdamW, build_optimizer, named_moments, set_step_count
 from moefold.optim.state_offload import StateStore
 from moefold.verify.distributed_run import run_distributed
 from tests.verify.recipes import tiny

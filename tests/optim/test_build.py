@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from moefold.config.schema import TrainConfig
-from moefold.optim.build import build_optimizer, named_moments, set_learning_rate, set_step_count
+from moefold.optim.adamw import build_optimizer, named_moments, set_learning_rate, set_step_count
 
 CFG = TrainConfig(lr=0.1, weight_decay=0.5)
 

@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import Config, ModelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, TrainConfig
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.optim.build import named_moments, set_learning_rate
+from moefold.optim.adamw import named_moments, set_learning_rate
 from moefold.optim.muon import build_muon, logical_matrices, newton_schulz, uses_muon
 from moefold.testing.pool import make_group
 from moefold.verify.oracle_optimizer import MUON_GROUP_PATTERNS, matrix_indices

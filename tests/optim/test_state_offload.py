@@ -8,7 +8,7 @@ from torch import nn
 from moefold.config.schema import Config, TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
-from moefold.optim.build import build_optimizer, named_moments
+from moefold.optim.adamw import build_optimizer, named_moments
 from moefold.optim.muon import build_muon
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.testing.pool import make_group

@@ -7,9 +7,8 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import Attention
 from moefold.model.mlp import SwiGLU
-from moefold.parallel.async_tp import AsyncTensorParallel
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.tensor_parallel import SequenceParallelTokens
+from moefold.parallel.tensor_parallel import AsyncTensorParallel, SequenceParallelTokens
 from moefold.topology.layout import fold
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny

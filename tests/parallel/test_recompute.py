@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, RunConfig, TrainConfig
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.model.activation_checkpoint import checkpoint_without_output, no_checkpoint

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.step_metrics import ReplicaMetrics
-from moefold.optim.build import named_moments
+from moefold.optim.adamw import named_moments
 from moefold.parallel.fsdp import install_comm_hooks
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck, TensorHasher

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from moefold.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 
 SMALL = ModelConfig(
     num_layers=3,

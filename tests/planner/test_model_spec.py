@@ -9,11 +9,16 @@ from moefold.config.presets import preset_names
 from moefold.config.schema import ParallelConfig
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.errors import ConfigError
-from moefold.planner.model_lookup import find_model_name, load_model_spec
-from moefold.planner.model_spec import all_parameters, model_spec_from_config, train_flops
+from moefold.planner.model_spec import (
+    all_parameters,
+    find_model_name,
+    load_model_spec,
+    model_spec_from_config,
+    train_flops,
+    unsupported_model_names,
+)
 from moefold.planner.planner import read_model
 from moefold.planner.stages import split_stages
-from moefold.planner.unsupported_models import unsupported_model_names
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 

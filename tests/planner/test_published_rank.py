@@ -19,7 +19,7 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
-from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
 from moefold.planner.search.pipeline_search import MicroBatchChoice, build_mapping
 from moefold.planner.search.search import Search

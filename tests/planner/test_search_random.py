@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from moefold.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.hardware import Device, load_device
 from moefold.errors import ConfigError
 from moefold.planner.memory.budget import OVERHEAD_GIB

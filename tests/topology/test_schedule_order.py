@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.parallel.pipeline_schedule import training_schedule
 from moefold.topology.schedule_tables import build_schedule_table, stage_ranks
-from moefold.validate.pipeline import validate_micro_batch_count
+from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]

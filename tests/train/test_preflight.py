@@ -8,7 +8,7 @@ from moefold.config.schema import Config
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.preflight import (
+from moefold.train.start import (
     check_data_source,
     check_packages,
     check_replay,

@@ -2,7 +2,7 @@ import pytest
 
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.preflight import check_machine
+from moefold.train.start import check_machine
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS, check_offload_device
 

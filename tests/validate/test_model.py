@@ -1,6 +1,7 @@
 import pytest
 
-from moefold.config.schema import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
+from moefold.config.schema import has_dense_layers, has_moe_layers
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

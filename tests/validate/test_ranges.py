@@ -7,8 +7,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.validate.config import check_config
-from moefold.validate.ranges import RANGES
+from moefold.validate.config import RANGES, check_config
 
 CASES = [
     ("run.dir=''", "run.dir='' must name a folder"),

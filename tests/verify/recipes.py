@@ -3,16 +3,8 @@
 from dataclasses import replace
 from itertools import product
 
-from moefold.config.schema import (
-    Config,
-    DataConfig,
-    FaultsConfig,
-    ModelConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, DataConfig, FaultsConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefold.bench.roofline import PeakRates
 from moefold.bench.shape import BenchPart
+from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.init import init_weights
@@ -17,7 +17,7 @@ from moefold.model.moe.permute import permute, plan_permutation, unpermute
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.optim.build import build_optimizer
+from moefold.optim.adamw import build_optimizer
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
 from moefold.parallel.parallelize import apply_kernels
 from moefold.parallel.select_ops import select_kernels

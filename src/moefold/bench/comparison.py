@@ -9,9 +9,22 @@ from torch import Tensor
 
 from moefold.bench.breakdown import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
 from moefold.bench.implementations import EXPERTS_IMPLEMENTATIONS, OURS, Competitors, build_competitors
-from moefold.bench.roofline import COPY, ONEDNN, TORCH_MM, PeakRates, describe_device, peak_rates, roofline_kernels
 from moefold.bench.shape import BenchPart, BenchRouting, step_flops
-from moefold.bench.timing import CLOCKS, StepTimes, StorageMeter, median_ratio, synchronized, time_interleaved
+from moefold.bench.timing import (
+    CLOCKS,
+    COPY,
+    ONEDNN,
+    TORCH_MM,
+    PeakRates,
+    StepTimes,
+    StorageMeter,
+    describe_device,
+    median_ratio,
+    peak_rates,
+    roofline_kernels,
+    synchronized,
+    time_interleaved,
+)
 from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress

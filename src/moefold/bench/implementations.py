@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.bench.dispatch import balanced_states, steer_embedding
 from moefold.bench.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
-from moefold.bench.routing import balanced_states, steer_embedding
 from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.bench.torch_baseline import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
 from moefold.comm.groups import ParallelGroups
@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.model.init import init_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
-from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import Batch
 from moefold.parallel.parallelize import apply_kernels, parallelize
 from moefold.parallel.select_ops import select_kernels
 from moefold.topology.layout import fold

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.topology.layout import fold
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.bench.shape import BenchPart
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.model.moe.layer import MoELayer
 
 Dtype = torch.dtype

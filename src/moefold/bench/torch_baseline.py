@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.model.moe.layer import MoELayer
 from moefold.model.rope import rope_frequencies
 from moefold.model.transformer import Transformer

@@ -9,7 +9,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.model.moe.layer import MoELayer
 
 

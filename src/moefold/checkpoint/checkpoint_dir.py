@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
-from moefold.config.layer_pattern import layer_windows
-from moefold.config.schema import Config, ModelConfig
-from moefold.data.data_files import check_data_file_names, file_differences, separate_dropped_files
+from moefold.config.model import ModelConfig, layer_windows
+from moefold.config.schema import Config
+from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
 
 if TYPE_CHECKING:

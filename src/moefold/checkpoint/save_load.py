@@ -42,8 +42,7 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_met
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
-from moefold.optim.adamw import MOMENTS
-from moefold.optim.build import MOMENTUM, named_moments, set_step_count
+from moefold.optim.adamw import MOMENTS, MOMENTUM, named_moments, set_step_count
 
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""

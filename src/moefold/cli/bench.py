@@ -43,7 +43,7 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
 
     from moefold.bench.comparison import compare_implementations
     from moefold.bench.other_frameworks import num_weight_copies
-    from moefold.bench.roofline import free_memory_bytes
+    from moefold.bench.timing import free_memory_bytes
     from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)

@@ -38,7 +38,7 @@ def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> i
     import torch
 
     from moefold.bench.dispatch import measure_mappings
-    from moefold.bench.roofline import describe_device
+    from moefold.bench.timing import describe_device
     from moefold.launch.ranks import init_distributed
     from moefold.model.transformer import TORCH_DTYPES
 

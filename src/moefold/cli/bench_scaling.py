@@ -29,8 +29,8 @@ def run(argv: list[str]) -> int:
 def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, device_name: str) -> int:
     import torch
 
-    from moefold.bench.roofline import describe_device
     from moefold.bench.scaling import ScalingSweep, sweep_experts, sweep_tokens
+    from moefold.bench.timing import describe_device
     from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)

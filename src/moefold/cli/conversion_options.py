@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from moefold.errors import format_list
 from moefold.host.rank_env import read_rank_env
-from moefold.launch.malloc import return_large_blocks
 from moefold.terminal import MULTILINE_CHARS, printable
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
     from moefold.launch.exit import hard_exit
     from moefold.launch.failure import RankErrorHandler
     from moefold.launch.ranks import init_distributed
+    from moefold.launch.runtime_env import return_large_blocks
 
     with ExitStack() as stack:
         if rank_env is not None and rank_env.world_size > 1:

@@ -8,8 +8,8 @@ from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
-from moefold.convert.early_check import check_export
 from moefold.convert.families import FAMILIES
+from moefold.convert.preflight import check_export
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
 from moefold.terminal import print_escaped

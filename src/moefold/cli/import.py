@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
-from moefold.convert.early_check import check_import
+from moefold.convert.preflight import check_import
 from moefold.host.rank_env import read_rank_env
 from moefold.terminal import print_escaped
 

@@ -1,15 +1,23 @@
-"""`moefold inspect`: show the load balance of a run's experts in the terminal, as JSON or as a picture."""
+"""`moefold inspect`: show a run's load balance as text, JSON or a picture."""
 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
-from moefold.terminal import print_escaped
+from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
+from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
 loads in RUN/metrics.jsonl, which do not identify the experts; works while the run goes on
@@ -56,7 +64,6 @@ def run(argv: list[str]) -> int:
         }
         print(json.dumps(record))
     else:
-        from moefold.cli.inspect_table import print_balance
         from moefold.console import PrintableConsole
 
         print_balance(PrintableConsole(highlight=False), balance, arguments.layer)
@@ -76,3 +83,138 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw all layers into FILE (.png, .svg or .pdf)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = ".:-=+*#@"
+"""The same eight levels for terminals without Unicode."""
+MAX_COLUMNS = 72
+MAX_EXPERTS = 48
+MIN_ROW_COLUMNS = 24
+"""Blocks are widened until a row has about this many columns."""
+COLD = "blue"
+EVEN = "green"
+WARM = "yellow"
+HOT = "red"
+
+
+def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -> None:
+    """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
+
+    Args:
+        console: output.
+        balance: load balance of the run.
+        layer: layer whose experts to print; None selects the least even layer at the end of the run.
+    """
+    summaries = balance.summaries()
+    steps = f"steps {balance.steps[0]} to {balance.steps[-1]}, {len(balance.steps)} recorded in {balance.source}"
+    experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
+    layers = f"{len(balance.layers)} MoE layer{'s' if len(balance.layers) > 1 else ''}{experts}"
+    console.print(Text(printable(f"{balance.run_dir}: {layers}"), style="bold"))
+    console.print(Text(steps, style="dim"))
+    if balance.cut_short:
+        console.print(Text(f"{printable(balance.cut_short)}: the end is the end of the counts", style=WARM))
+    console.print()
+    console.print(_numbers(summaries))
+    columns = max(8, min(MAX_COLUMNS, console.width - 16))
+    blocks = BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
+    _print_layers(console, balance, columns, blocks)
+    if balance.counts is None:
+        console.print(Text("which experts: not recorded; set metrics.expert_counts_every=1", style="dim"))
+        return
+    worst = max(range(len(summaries)), key=lambda i: summaries[i].load_end)
+    _print_experts(console, balance, worst if layer is None else balance.layers.index(layer), columns, blocks)
+
+
+def _numbers(summaries: Sequence[LayerSummary]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
+    for name in ("layer", "load start", "end", "worst", "at step", "cv", "dead", "dropped", "entropy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for summary in summaries:
+        dead = None if summary.dead_experts is None else len(summary.dead_experts)
+        table.add_row(
+            str(summary.layer),
+            f"{summary.load_start:.2f}",
+            Text(f"{summary.load_end:.2f}", style=_load_color(summary.load_end)),
+            f"{summary.load_worst:.2f}",
+            str(summary.worst_step),
+            _format_optional(summary.load_cv, "{:.3f}"),
+            Text("-" if dead is None else str(dead), style=HOT if dead else ""),
+            _format_optional(summary.dropped_fraction, "{:.1%}"),
+            _format_optional(summary.router_entropy, "{:.3f}"),
+        )
+    return table
+
+
+def _format_optional(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _print_layers(console: Console, balance: ExpertBalance, columns: int, blocks: str) -> None:
+    edges = split_into_bins(len(balance.steps), columns)
+    rows = np.stack([balance.load[a:b].mean(0) for a, b in edges])
+    console.print()
+    console.print(Text("load of the busiest expert over time", style="bold"))
+    console.print(_legend(edges, blocks, "even", "3x the mean or more"))
+    for i, number in enumerate(balance.layers):
+        console.print(_heat_row(f"layer {number}", rows[:, i], blocks, lambda load: (load - 1) / 2))
+
+
+def _print_experts(console: Console, balance: ExpertBalance, index: int, columns: int, blocks: str) -> None:
+    shares = balance.shares(columns)[:, index]
+    edges = split_into_bins(len(balance.steps), columns)
+    console.print()
+    title = f"experts of layer {balance.layers[index]} over time"
+    console.print(Text(title, style="bold"))
+    console.print(_legend(edges, blocks, "few", "2x the mean or more, x none"))
+    shown, left_out = _extremes(shares[-1])
+    for expert in shown:
+        console.print(
+            _heat_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True)
+        )
+    if left_out:
+        console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
+
+
+def _extremes(last_E: Array) -> tuple[list[int], int]:
+    """Return the experts to show, ascending, and the number left out: all, or the busiest and the idlest."""
+    if len(last_E) <= MAX_EXPERTS:
+        return list(range(len(last_E))), 0
+    order = np.argsort(last_E, kind="stable").tolist()
+    half = MAX_EXPERTS // 2
+    return sorted(order[:half] + order[-half:]), len(order) - MAX_EXPERTS
+
+
+def _heat_row(
+    label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False
+) -> Text:
+    """Return a line with one block per bin, widened if there are few; `height` maps a value to [0, 1]."""
+    text = Text(f"{label:>12}  ", no_wrap=True, overflow="crop")
+    width = max(1, MIN_ROW_COLUMNS // len(values))
+    for value in values.tolist():
+        if np.isnan(value):
+            text.append("?" * width, style="dim")
+        elif marks_zero and value == 0:
+            text.append("x" * width, style=f"bold {HOT}")
+        else:
+            level = min(len(blocks) - 1, max(0, int(height(value) * len(blocks))))
+            text.append(blocks[level] * width, style=_share_color(value) if marks_zero else _load_color(value))
+    return text
+
+
+def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) -> Text:
+    width = max(b - a for a, b in edges)
+    every = f"each {width} recorded step{'s' if width > 1 else ''}"
+    return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {every}", style="dim")
+
+
+def _load_color(load: float) -> str:
+    """Return the colour of a max/mean load."""
+    return EVEN if load < 1.5 else WARM if load < 2.5 else HOT
+
+
+def _share_color(share: float) -> str:
+    """Return the colour of an expert's tokens over the mean."""
+    return COLD if share < 0.5 else EVEN if share < 1.5 else WARM if share < 2.5 else HOT

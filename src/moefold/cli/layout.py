@@ -9,7 +9,8 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.config.limits import MAX_RANKS, parse_count
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
@@ -17,10 +18,8 @@ from moefold.host.output_file import check_writable, reject_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout, fold
-from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
-from moefold.topology.stages import StagePlan
-from moefold.validate.parallel import DEGREE_RULES
-from moefold.validate.pipeline import validate_pipeline_layout, validate_schedule
+from moefold.topology.pipeline_layout import LayoutSyntaxError, StagePlan, expand_layout
+from moefold.validate.parallel import DEGREE_RULES, validate_pipeline_layout, validate_schedule
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
 FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")

@@ -12,8 +12,7 @@ from moefold.config.schema import Config
 from moefold.cost.stage_partition import stage_cost
 from moefold.planner.svg_chart import DrawnView, build_drawn_views
 from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
-from moefold.topology.pipeline_layout import StageParts
-from moefold.topology.stages import StagePlan
+from moefold.topology.pipeline_layout import StageParts, StagePlan
 
 PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
 MAX_NODES = 16

@@ -48,7 +48,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("the package lm-eval is not installed; pip install -e '.[eval]'")
     if argv[0] in ("ls", "validate") or {"-h", "--help"} & set(argv):
-        from moefold.inference.lm_eval_worker import run_harness
+        from moefold.inference.lm_eval_model import run_harness
 
         return run_harness(argv, None)
     names = {word.partition("=")[0] for word in argv}
@@ -86,7 +86,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         check_file_sizes(source.path)
 
     # torch and lm-eval take seconds to import: every error above is reported without them.
-    from moefold.inference.lm_eval_worker import lm_eval_worker
+    from moefold.inference.lm_eval_model import lm_eval_worker
     from moefold.launch.ranks import run_ranks
 
     # lm-eval's default batch size is 1. The user's arguments come later and override ours.

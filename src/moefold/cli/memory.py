@@ -24,7 +24,7 @@ from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
-from moefold.train.preflight import check_data_source, check_offload_folder
+from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_offload_device
 from moefold.validate.moe import check_dispatch_device

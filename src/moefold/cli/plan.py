@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.noise_options import add_noise_options
+from moefold.cli.plan_options import add_noise_options, planner_from_args, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_query import planner_from_args, request_from_args
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS

@@ -29,7 +29,7 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is incompatible, a length is wrong, or nothing fits.
     """
-    from moefold.cli.plan_query import planner_from_args
+    from moefold.cli.plan_options import planner_from_args
 
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]

@@ -11,8 +11,8 @@ from moefold.cli.plan_table import parse_axes
 from moefold.errors import ConfigError
 from moefold.planner.planner import PlanRequest, format_mapping
 from moefold.planner.search.constraints import Restriction
-from moefold.planner.search.infeasibility import explain_illegal
 from moefold.planner.search.search import PlannedMapping
+from moefold.planner.search.space import explain_illegal
 from moefold.terminal import print_escaped
 
 EXIT_NOT_FEASIBLE = 1
@@ -32,7 +32,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     given = parse_axes(args.explain, "--explain")
     _check_options(request, given, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan_query import planner_from_args
+    from moefold.cli.plan_options import planner_from_args
     from moefold.planner.query import plan_as_dict
 
     planner = planner_from_args(request, args)
@@ -78,7 +78,7 @@ def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
 
 def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
     """Return the rank of the mapping among the best mappings of all folds."""
-    from moefold.cli.plan_query import planner_from_args
+    from moefold.cli.plan_options import planner_from_args
 
     everything = planner_from_args(replace(request, restriction=Restriction({}, args.method)), args)
     best = everything.top_plans(1)[0]

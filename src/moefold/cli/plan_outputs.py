@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moefold.cli.noise_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -20,8 +20,7 @@ from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
-from moefold.planner.simulator.simulate import Noise
-from moefold.planner.simulator.stage_cost import simulate_mapping
+from moefold.planner.simulator.simulate import Noise, simulate_mapping
 from moefold.terminal import print_escaped, printable
 from moefold.topology.dispatchers import DISPATCHERS
 

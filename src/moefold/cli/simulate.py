@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.noise_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
@@ -21,8 +21,7 @@ from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.query import check_imbalance
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
-from moefold.planner.simulator.simulate import Noise
-from moefold.planner.simulator.stage_cost import chunks_from_config, simulate_mapping
+from moefold.planner.simulator.simulate import Noise, chunks_from_config, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped

@@ -8,13 +8,15 @@ from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import report_skipped_for
 from moefold.config.load import config_from_dict
-from moefold.config.schema import Config, ModelConfig
-from moefold.convert.early_check import check_out
-from moefold.convert.init_from_check import read_model, resolve_weights_folder
-from moefold.convert.upcycle_check import (
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
+from moefold.convert.preflight import (
     MOE_KEYS,
+    check_out,
     dense_unsupported_reason,
     preserves_outputs,
+    read_model,
+    resolve_weights_folder,
     upcycle_unsupported_reason,
 )
 from moefold.errors import ConfigError
@@ -37,7 +39,7 @@ def run(argv: list[str]) -> int:
         if world.is_rank0:
             report_skipped_for(dense, resolve_weights_folder(dense))
         # torch takes seconds to import: a wrong argument is reported without it.
-        from moefold.convert.upcycle_folder import upcycle_folder
+        from moefold.convert.init_from import upcycle_folder
 
         conversion = upcycle_folder(dense, out, model, args.seed, world, on_bytes=advance)
         if world.is_rank0:

@@ -1,18 +1,22 @@
-"""Process groups and device meshes of a layout, created here only, and the world of a process outside training."""
+"""Process groups and device meshes of a layout, created here only; also of a fake world, on the meta device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder, group_timeout
 from moefold.comm.resumable import BackwardOverlap
-from moefold.topology.layout import Layout, View
+from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group
+from moefold.config.schema import Config
+from moefold.topology.layout import Layout, View, fold
 
 
 @dataclass(frozen=True)
@@ -261,3 +265,38 @@ class World:
 def current_world() -> World:
     """Return the world of the default process group, or a world of one rank if there is none."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+@contextmanager
+def fake_rank(cfg: Config, rank: int) -> Iterator[ParallelGroups]:
+    """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
+
+    Collectives return at once and transfer nothing.
+    """
+    p = cfg.parallel
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    dist.init_process_group("fake", rank=rank, world_size=p.world_size, store=FakeStore())
+    try:
+        # Device meshes do not support the meta device, but tensors sharded along them may be on it.
+        yield replace(ParallelGroups.create(layout, torch.device("cpu")), device=torch.device("meta"))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_bytes(stages: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return the bytes of the padded FSDP shards, and of all gathered weights in their compute types."""
+    weights = gathered = 0
+    for stage in stages:
+        for module in stage.modules():
+            group = fsdp_param_group(module)
+            if group is None:
+                continue
+            for param in group.fsdp_params:
+                param.init_dtype_attrs(group.mp_policy)
+                padded = param.padded_sharded_param_size.numel()
+                degree = fsdp_group_size(group)
+                weights += padded * param.sharded_param.element_size()
+                gathered += padded * degree * (param.param_dtype or param.orig_dtype).itemsize
+    return weights, gathered

@@ -6,7 +6,7 @@ Each bound is far above what any machine runs. Keys without an entry have the de
 from math import inf
 from typing import Any, get_args
 
-from moefold.config.layer_pattern import MAX_LAYERS
+from moefold.config.model import MAX_LAYERS
 from moefold.errors import ConfigError
 
 MAX_RANKS = 2**30

@@ -6,7 +6,7 @@ The docstring under each field is the help of its recipe key. Torch-free, so tha
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moefold.config.model import ModelConfig as ModelConfig
+from moefold.config.model import ModelConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:

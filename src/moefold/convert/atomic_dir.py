@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moefold.comm.groups import World
-from moefold.convert.new_folder import new_folder_unsupported_reason
+from moefold.convert.preflight import new_folder_unsupported_reason
 from moefold.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, MAX_LAYERS, expand_layer_pattern
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, MAX_LAYERS, ModelConfig, expand_layer_pattern
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]

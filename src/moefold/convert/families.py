@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,

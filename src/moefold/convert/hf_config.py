@@ -8,7 +8,7 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.mtp import drop_absent_mtp, tensor_names

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.convert.families import Family
 from moefold.convert.hf_config import find_family, parse_model_config, read_hf_config
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp

@@ -13,7 +13,8 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder
 from moefold.checkpoint.save_load import translate_io_errors
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.mtp import (
@@ -26,7 +27,7 @@ from moefold.convert.mtp import (
 )
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation, read_blocks
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.verify_weights import group_by_parameters
+from moefold.convert.weights import group_by_parameters
 from moefold.errors import ConfigError
 
 MANIFEST_FILE = "moefold-manifest.json"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 SIDECAR_DIR = "hf"
 """Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""

@@ -15,9 +15,9 @@ from moefold.checkpoint.streaming_io import (
     write_manifest_in_parallel,
 )
 from moefold.comm.groups import World
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.early_check import NO_TOKENIZER_HINT
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_shards import (
@@ -31,9 +31,9 @@ from moefold.convert.hf_shards import (
     write_manifest,
 )
 from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
+from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
-from moefold.convert.verify_weights import verify_against_folder
-from moefold.convert.weights import HfSource, WeightSource
+from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
 from moefold.errors import ConfigError, format_list
 from moefold.validate.moe import validate_router_gradient
 from moefold.validate.unused import check_unused_keys

@@ -1,19 +1,37 @@
-"""Initial weights that are loaded, not drawn at random: imported, of another run, or upcycled."""
+"""Initial weights that are loaded, not drawn at random: imported, from another run, or upcycled from a dense model.
 
+Upcycling makes experts as scaled copies or slices of a dense model's feed-forward layers, with unchanged outputs. With
+granularity G = dense width / expert width, expert e holds slice e mod G of the dense feed-forward layer, and the G
+experts from e - e mod G on are a virtual group: together they are one copy of the layer (arXiv:2410.07524 sec. 3). A
+router whose rows are equal within each group sends a token to whole groups. Each chosen copy counts with its routing
+weight, so w_up and w_down are scaled until the weights of the copies of a slice sum to 1: the model computes what the
+dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import check_integrity, skipped_checkpoints
-from moefold.checkpoint.streaming_io import CheckpointSource
-from moefold.comm.groups import current_world
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
+from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.comm.groups import World, current_world
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.hf_shards import save_sidecar_files
-from moefold.convert.init_from_check import resolve_weights_folder
-from moefold.convert.tokenizer_export import tokenizer_mismatch_message
-from moefold.convert.upcycle import UpcycledSource
-from moefold.convert.upcycle_check import export_message
-from moefold.convert.weights import HfSource, WeightSource, load_shards
+from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.preflight import export_message, granularity, resolve_weights_folder, upcycle_scale
+from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
+from moefold.convert.weights import HfSource, WeightSource, load_shards, parameter_shapes
+from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallelize import ParallelModel
 
 
@@ -59,3 +77,124 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         notes.append(export_message(cfg.model))
     summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
     return "; note: ".join([summary, *filter(None, notes)])
+
+
+EXPERTS = ".ffn.experts.w_"
+ROUTER = ".ffn.router.weight"
+SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
+"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it adds nothing at first."""
+
+
+class UpcycledSource:
+    """Initial weights of a model with experts, computed from those of a dense model.
+
+    Args:
+        dense: the weights of the dense model.
+        model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
+        seed: of the router, the noise and the shared expert; each tensor has its own generator.
+    """
+
+    def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
+        self._dense = dense
+        self._model = model
+        self._seed = seed
+        self.shapes: Mapping[str, Shape] = parameter_shapes(model)
+        some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
+        self._granularity = granularity(some_width, model)
+        # Both w_up and w_down get the square root, because their product is what must be scaled.
+        self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if model.upcycle_scaling else 1.0
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dense dtype, or float32 where scaling or noise would be rounded."""
+        if name.endswith(".expert_bias"):
+            return torch.float32
+        if EXPERTS in name and (self._model.upcycle_noise or math.frexp(self._factor)[0] != 0.5):
+            return torch.float32
+        return self._dense.dtype(name if name in self._dense.shapes else "embedding.weight")
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return the values of a region; reads whole experts of the dense model."""
+        if EXPERTS in name:
+            experts = [self._expert(name, e)[region[1:]] for e in range(region[0].start, region[0].stop)]
+            return torch.stack(experts).to(self.dtype(name))
+        if name in self._dense.shapes:
+            return self._dense.read(name, region)
+        return self._new_tensor(name)[region].to(self.dtype(name))
+
+    def clear_cache(self) -> None:
+        """Free the cache of the dense source."""
+        self._dense.clear_cache()
+
+    def _new_tensor(self, name: str) -> Tensor:
+        """Return a whole tensor that the dense model lacks."""
+        shape = self.shapes[name]
+        model = self._model
+        if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and model.upcycle_router == "zero"):
+            return torch.zeros(shape)
+        if name.endswith(ROUTER) and model.upcycle_router == "group":
+            groups = initial_values(f"{name}.groups", (shape[0] // self._granularity, shape[1]), model, self._seed)
+            return groups.repeat_interleave(self._granularity, 0)
+        return initial_values(name, shape, model, self._seed)
+
+    def _expert(self, name: str, e: int) -> Tensor:
+        """Return one expert, [H, F], or [F, H] for w_down, in float32."""
+        model = self._model
+        dense_name = name.replace(".experts.", ".")
+        part = e % self._granularity
+        inner = slice(part * model.moe_ffn_hidden_size, (part + 1) * model.moe_ffn_hidden_size)
+        outer = slice(0, model.hidden_size)
+        is_down = name.endswith("w_down")
+        values = self._dense.read(dense_name, (outer, inner) if is_down else (inner, outer)).float().t()
+        if not name.endswith("w_gate"):
+            values = values * self._factor
+        if model.upcycle_noise:
+            generator = torch.Generator().manual_seed(seed_for(self._seed, f"{name}.{e}.noise"))
+            noise = torch.empty(values.shape).normal_(0.0, 1.0, generator=generator)
+            values = values + model.upcycle_noise * values.std() * noise
+        return values
+
+
+def upcycle_folder(
+    dense: Path, out: Path, model: ModelConfig, seed: int, world: World, *, on_bytes: OnBytes
+) -> Conversion:
+    """Write the checkpoint of an upcycled model. Collective over `world`.
+
+    Args:
+        dense: a Hugging Face folder, a checkpoint, or a run, which means its newest checkpoint.
+        out: the checkpoint; must not exist.
+        model: the model with experts, with `upcycle_from` set.
+        seed: of the router, the noise and the shared expert.
+        world: the processes that share the work.
+        on_bytes: called with the progress of this process.
+
+    Raises:
+        ConfigError: `dense` or `out` cannot be used; nothing remains written.
+    """
+    dense = world.all_gather_object(resolve_weights_folder(dense))[0]
+    if not is_hf_folder(dense):
+        check_integrity(dense, world)
+    source = UpcycledSource(open_weights(dense), model, seed)
+    sidecar_dir, tokenizer = (dense, "") if is_hf_folder(dense) else (find_sidecar_dir(dense), _tokenizer_of(dense))
+    copied: tuple[str, ...] = ()
+    excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir).excluded
+    with atomic_directory(out, world) as tmp_dir:
+        write_weights(source, tmp_dir, world, on_bytes)
+        if world.is_rank0:
+            if sidecar_dir is not None:
+                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
+            final = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
+            finish_checkpoint(tmp_dir, out, final, f"upcycle of {dense}", tokenizer)
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(tmp_dir, world)
+    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
+    reason = ""
+    if sidecar_dir is not None and not tokenizer:
+        reason = tokenizer_unsupported_reason(sidecar_dir, "set data.tokenizer, or train on token ids")
+    notes = [note for note in (reason and f"recipe.toml names no tokenizer: {reason}", export_message(model)) if note]
+    return Conversion(len(source.shapes), size, copied, messages=tuple(notes))
+
+
+def _tokenizer_of(checkpoint: Path) -> str:
+    """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
+    found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""

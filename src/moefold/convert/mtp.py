@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.bounded_read import MAX_INDEX_BYTES, open_regular, parse_json, read_json
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

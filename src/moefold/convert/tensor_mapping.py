@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]

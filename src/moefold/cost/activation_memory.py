@@ -14,8 +14,8 @@ from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.pipeline_layout import Stage
 from moefold.topology.schedule_tables import SCHEDULES
-from moefold.topology.stages import Stage
 
 CHUNK_LOGITS = 1 << 24
 """Logits per chunk with train.loss_chunk = -1."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import RECOMPUTE_PARTS, Config
 from moefold.cost.flops import train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason

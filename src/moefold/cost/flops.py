@@ -20,7 +20,7 @@ Conventions:
 import re
 from dataclasses import dataclass, replace
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 TRAIN_TO_FORWARD = 3
 """FLOPs of a training step over those of its forward pass."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
-from moefold.topology.stages import Stage
+from moefold.topology.pipeline_layout import Stage
 
 if TYPE_CHECKING:
     import numpy as np

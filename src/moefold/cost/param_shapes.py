@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 ModelPart = Literal[
     "embedding", "head", "attention", "dense_mlp", "router", "experts", "shared_experts", "norms", "mtp"

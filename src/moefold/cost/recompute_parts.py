@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from moefold.config.schema import RECOMPUTE_PARTS, ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
+from moefold.config.schema import RECOMPUTE_PARTS, has_dense_layers, has_moe_layers
 
 AUTO = "auto"
 

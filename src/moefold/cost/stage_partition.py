@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.topology.pipeline_layout import StageParts
 

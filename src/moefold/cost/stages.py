@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from moefold.config.schema import Config
 from moefold.cost.stage_partition import balanced_stages
-from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
+from moefold.topology.pipeline_layout import Stage, StageParts, StagePlan, even_stages, parse_layout
 from moefold.topology.schedule_tables import stage_ranks
-from moefold.topology.stages import Stage, StagePlan
 
 
 def plan_stages(cfg: Config) -> StagePlan:

@@ -24,7 +24,7 @@ from moefold.cost.unit_memory import (
     unit_names,
     unit_weights,
 )
-from moefold.topology.stages import Stage
+from moefold.topology.pipeline_layout import Stage
 
 
 def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from moefold.config.schema import Config
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_shapes import WeightShape, embedding_weight, head_weights, layer_weights, mtp_layer_weights
-from moefold.topology.stages import Stage
+from moefold.topology.pipeline_layout import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import _is_untrusted_dir, cache_folders
-from moefold.data.progress import ReadProgress
 from moefold.data.text_source import TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer
+from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1

@@ -1,13 +1,16 @@
-"""Open the data of a recipe: training samples, validation samples and the tokenizer."""
+"""Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
 from moefold.data.huggingface import text_tables
-from moefold.data.index_shuffle import hash_ints
+from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.mixture import Mixture
 from moefold.data.sample import EodAnnotatedSamples, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
@@ -15,7 +18,6 @@ from moefold.data.sft import open_conversations, pack_conversations
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
 from moefold.data.streaming import StreamingSampler
-from moefold.data.synthetic import SyntheticSamples
 from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
 from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
@@ -223,3 +225,50 @@ def _corpus(data: DataConfig, skipped: Set[Path]) -> Corpus:
         return text_corpus(data.path, skipped)
     check_no_data_path(data)
     return python_docs_corpus()
+
+
+NUM_SAMPLES = 2**40
+JUMP_PROBABILITY = 0.1
+_NUM_STRIDES = 4
+
+
+class SyntheticSamples:
+    """Samples that count upwards by a stride, with random jumps; computed on demand.
+
+    The seed chooses four strides; each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
+    probability 0.1, any token. A model first learns the four successors of each token, and then, with attention, which
+    stride the current sample uses.
+    """
+
+    def __init__(self, *, seed: int, vocab_size: int, seq_len: int) -> None:
+        """Choose the strides of a seed.
+
+        Args:
+            seed: run.seed.
+            vocab_size: V; ids are in [0, V).
+            seq_len: S; a sample has S + 1 tokens.
+        """
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self._seed = seed
+        strides = draw_bits(hash_ints(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))
+        self._strides = strides.astype(np.int64) + 1
+
+    def __len__(self) -> int:
+        """Return more samples than any run takes."""
+        return NUM_SAMPLES
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Return the tokens of one sample, int64 [seq_len + 1]."""
+        if not 0 <= number < NUM_SAMPLES:
+            raise IndexError(f"sample {number} is outside [0, {NUM_SAMPLES})")
+        length = self.seq_len + 1
+        key = hash_ints(self._seed, number)
+        bits = draw_bits(key, 2 * length)
+        position = np.arange(length, dtype=np.int64)
+        jumps = bits[:length] < np.uint64(int(JUMP_PROBABILITY * 2**64))
+        last_jump = np.maximum.accumulate(np.where(jumps, position, 0))
+        landed = (bits[length:] % np.uint64(self.vocab_size)).astype(np.int64)[last_jump]
+        stride = self._strides[hash_ints(key, length) % _NUM_STRIDES]
+        tokens: NDArray[np.int64] = (landed + stride * (position - last_jump)) % self.vocab_size
+        return tokens

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moefold.bounded_read import open_regular
 from moefold.config.schema import DataConfig
-from moefold.data.data_files import SKIPPED
 from moefold.data.index_shuffle import hash_ints
+from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.source_listing import named_sources, settings_files
 from moefold.errors import ConfigError

@@ -22,11 +22,11 @@ from moefold.data.chat import ChatTemplate, load_chat_template, parse_conversati
 from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.data.progress import ReadProgress
 from moefold.data.sample import Sample
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
+from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1

@@ -17,8 +17,8 @@ from pathlib import Path
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.cache_dir import cache_folders
 from moefold.config.schema import DataConfig
-from moefold.data.data_files import ENDS_SUFFIX
 from moefold.data.file_formats import jsonl_records
+from moefold.data.input_paths import ENDS_SUFFIX
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
 from moefold.data.text_source import TextFile, check_decodable

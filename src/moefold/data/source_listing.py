@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from moefold.config.schema import DataConfig
-from moefold.data.data_files import ENDS_SUFFIX
 from moefold.data.file_formats import is_jsonl
-from moefold.data.input_paths import existing_path, files_below
+from moefold.data.input_paths import ENDS_SUFFIX, existing_path, files_below
 from moefold.data.text_source import python_docs_corpus
 
 TOKEN_SUFFIXES = (".bin", ".npy")

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.schema import DataConfig
-from moefold.data.data_files import ENDS_SUFFIX, is_below
 from moefold.data.file_formats import map_npy
-from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
+from moefold.data.input_paths import ENDS_SUFFIX, check_no_duplicates, data_paths, files_below, is_below
 from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, ShardReader, TokenArraySpec
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
 from moefold.errors import ConfigError, format_list

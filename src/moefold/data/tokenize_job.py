@@ -37,11 +37,10 @@ from moefold.data.file_formats import (
     unknown_column_message,
 )
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.progress import ReadProgress
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
-from moefold.data.worker_pool import run_tasks
+from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 
 InputFormat = Literal["text", "jsonl", "parquet"]

@@ -28,16 +28,18 @@ from moefold.inference.settings import (
 )
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (
+    TokenDataset,
+    check_dataset,
     encode_messages,
     encode_prompts,
     encode_text,
     end_of_turn_marker,
     open_chat_template,
+    open_ids,
     open_tokenizer,
     read_text,
     stop_token_ids,
 )
-from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
 from moefold.launch.fitting import check_inference, choose_checked_device
 
 MAX_DEFAULT_SEQ_LEN = 2048

@@ -1,14 +1,25 @@
-"""Log-likelihood scoring of token sequences, and a model that rank 0 serves to a single-process program."""
+"""Log-likelihood scoring and evaluation of token sequences, under any mapping, and a model served to one process."""
 
+import math
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from moefold.comm.collectives import broadcast_object
+from moefold.comm.collectives import all_reduce_sum, broadcast_object
 from moefold.inference.generate import Completion, generate
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
+from moefold.inference.text import TokenDataset
+from moefold.parallel.context_parallel import sequence_positions
+from moefold.terminal import print_escaped
 
 
 @dataclass(frozen=True)
@@ -128,3 +139,117 @@ class ServedModel:
             eos_ids=request.eos_ids,
             is_complete=is_complete,
         )
+
+
+PROGRESS_INTERVAL_S = 10.0
+"""Interval of the progress lines of long evaluations."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    loss: float
+    """Mean cross-entropy of the predicted tokens, in nats."""
+    tokens: int
+    """Number of predicted tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity, exp(loss); infinity on overflow."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+
+
+def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | None" = None) -> Evaluation:
+    """Evaluate every sequence of a dataset once. Collective over all ranks.
+
+    Args:
+        loaded: the model; each data-parallel rank runs micro_batch_size sequences at once.
+        dataset: the sequences, equal on every rank.
+        logits: file for the logits of all sequences, written by the first rank of the last stage.
+    """
+    model = loaded.model
+    cfg = loaded.cfg
+    groups = loaded.groups
+    width = cfg.train.seq_len
+    count = cfg.train.micro_batch_size
+    total = torch.zeros(1, dtype=torch.float64, device=groups.device)
+    next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+    for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
+        mine = dataset.batch(first + groups.attn.dp.rank * count, count, width)
+        tokens, labels, is_target = (torch.from_numpy(x).to(groups.device)[:, model.positions] for x in mine)
+        y = model.forward(tokens)
+        if y is not None:
+            losses = model.stage.head.vocab_parallel.cross_entropy(y, labels.t())
+            if groups.attn.tp.rank == 0:
+                total += losses.double().mul(is_target.t()).sum()
+            if logits is not None:
+                logits.write(first, model.gather_to_first(y.float().cpu().transpose(0, 1)))
+        if groups.rank == 0 and time.monotonic() >= next_line_s:
+            next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+            print_escaped(f"{first} of {dataset.num_sequences} sequences", file=sys.stderr, flush=True)
+    model.wait_send()
+    loss = float(all_reduce_sum(total, groups.world)) / dataset.num_predicted
+    return Evaluation(loss, dataset.num_predicted)
+
+
+class LogitsFile:
+    """Context manager: float32 logits [sequences, S, V] in a memory-mapped .npy file, written batch by batch.
+
+    The file has a temporary name until it is complete. Only the first rank of the last stage opens and writes it.
+    """
+
+    def __init__(self, path: Path, loaded: LoadedModel, dataset: TokenDataset) -> None:
+        groups = loaded.groups
+        self._path = path
+        self._tmp_path = path.with_name(f".{path.name}.partial")
+        self._dataset = dataset
+        self._cfg = loaded.cfg
+        self._is_writer = loaded.model.stage.is_last and groups.attn.stage.rank == 0
+        layout = groups.layout
+        self._rank_coordinates = [
+            tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
+            for rank in groups.attn.stage.ranks
+        ]
+        context = loaded.cfg.parallel.context
+        seq_len = loaded.cfg.train.seq_len
+        self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
+        self._file: np.ndarray | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_writer:
+            shape = (self._dataset.num_sequences, self._dataset.seq_len, self._cfg.model.vocab_size)
+            self._file = np.lib.format.open_memmap(self._tmp_path, mode="w+", dtype=np.float32, shape=shape)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        if isinstance(self._file, np.memmap):
+            self._file.flush()
+        self._file = None
+        if error is None:
+            self._tmp_path.replace(self._path)
+        else:
+            self._tmp_path.unlink(missing_ok=True)
+
+    def write(self, first: int, parts: Tensor | None) -> None:
+        """Write the logits of the sequences from index `first` on.
+
+        Args:
+            first: first sequence of the first data-parallel rank.
+            parts: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+        """
+        if parts is None or self._file is None:
+            return
+        for (dp_rank, cp_rank, tp_rank), part in zip(self._rank_coordinates, parts.numpy(), strict=True):
+            batch_size, _, num_columns = part.shape
+            start = first + dp_rank * batch_size
+            stop = min(start + batch_size, len(self._file))
+            positions = self._positions[cp_rank]
+            is_real = positions < self._dataset.seq_len
+            columns = slice(tp_rank * num_columns, (tp_rank + 1) * num_columns)
+            for i in range(start, stop):
+                self._file[i, positions[is_real], columns] = part[i - start, is_real]

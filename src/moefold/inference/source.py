@@ -15,7 +15,8 @@ from moefold.checkpoint.checkpoint_dir import (
     skipped_checkpoints,
 )
 from moefold.config.load import config_from_dict
-from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
 from moefold.convert.hf_sidecar_files import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
 from moefold.data.input_paths import existing_path

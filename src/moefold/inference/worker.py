@@ -15,13 +15,12 @@ import torch
 
 from moefold.data.tokenizer import Tokenizer
 from moefold.host.rank_env import RankEnv
-from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
 from moefold.inference.generate import Completion, TokenCallback, generate
 from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import load_model
+from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
 from moefold.inference.settings import EVAL_OOM_HINT, GENERATE_OOM_HINT, explain_oom
-from moefold.inference.text import StopStringFilter, TextStream, open_tokenizer
-from moefold.inference.token_dataset import TokenDataset, open_ids
+from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, open_ids, open_tokenizer
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.terminal import MULTILINE_CHARS, printable

@@ -1,10 +1,11 @@
 """Local job: start one process per rank on this machine, wait for them, and end them together. Torch-free.
 
-Also the job's temporary files: flight-record files of the ranks, and removal of temporary folders that killed
-processes left.
+The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. The job's temporary files are the
+flight-record files of the ranks; folders that killed processes left are removed.
 """
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -20,10 +21,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from moefold.errors import RunError
-from moefold.host.processes import STOP_SIGNALS, block_signals, signal_on_parent_death
+from moefold.host.processes import STOP_SIGNALS, block_signals, handle_stop_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
+from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.failure import RankErrorHandler
 from moefold.terminal import escape_log_lines
 
@@ -214,3 +218,54 @@ def record_files(world_size: int) -> Iterator[tuple[str, ...]]:
         for path in paths:
             path.touch()
         yield tuple(map(str, paths))
+
+
+class SignalForwarder:
+    """Context manager that forwards stop signals to the child processes; a second Ctrl-C kills them.
+
+    A terminal sends Ctrl-C to the ranks too, `kill` only to this process: ranks must tolerate a repeated signal.
+
+    Attributes:
+        received: received signals, in order.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._pid = os.getpid()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._previous_handlers = handle_stop_signals(self._forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def explains(self, exitcode: int) -> bool:
+        """Return whether the forwarded signals explain a child's exit code (negative: ended by a signal)."""
+        expected = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
+        if self.got_second_interrupt:
+            expected.add(-signal.SIGKILL)
+        return exitcode in expected
+
+    @property
+    def got_second_interrupt(self) -> bool:
+        """True after a second Ctrl-C."""
+        return self.received.count(signal.SIGINT) > 1
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child inherits this handler until it installs its own.
+            os._exit(SIGNAL_STATUS + number)
+        self.received.append(number)
+        children = multiprocessing.active_children()
+        if not children:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(SIGNAL_STATUS + number)
+        for child in children:
+            if self.got_second_interrupt:
+                child.kill()
+            elif child.pid is not None:
+                os.kill(child.pid, number)

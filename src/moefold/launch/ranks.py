@@ -17,11 +17,9 @@ from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
 from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit
 from moefold.launch.hang_diagnosis import describe_activity
-from moefold.launch.local_job import JobResult, RankMain, record_files, run_processes
-from moefold.launch.malloc import keep_freed_blocks
+from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.rendezvous import HOST, is_loopback, join_rendezvous, loopback_store, restrict_to_loopback
-from moefold.launch.runtime_env import choose_threads
-from moefold.launch.signal_forwarder import SignalForwarder
+from moefold.launch.runtime_env import choose_threads, keep_freed_blocks
 from moefold.launch.single_reporter import has_report
 from moefold.terminal import print_escaped
 

@@ -1,6 +1,8 @@
 """Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -76,3 +78,68 @@ def available_backends() -> list[str]:
         return []
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     return [name for name, is_available in checks.items() if is_available()]
+
+
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+"""Parameter of mallopt, from glibc's malloc.h, like `M_TRIM_THRESHOLD`."""
+TRIM_DISABLED = -1
+DEFAULT_TRIM_BYTES = 1 << 17
+TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+PRELOAD_VARIABLE = "LD_PRELOAD"
+
+MMAP_THRESHOLD_BYTES = 1 << 20
+
+
+MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
+"""Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
+
+
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+"""Environment variables by which a user configures glibc's malloc."""
+
+
+def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `keep_freed_blocks` has an effect: on a CPU with glibc's malloc, not configured by the user."""
+    is_configured = any(name in environment for name in MALLOC_VARIABLES) or "glibc.malloc" in environment.get(
+        TUNABLES_VARIABLE, ""
+    )
+    # The library names of jemalloc, tcmalloc and mimalloc all contain "malloc".
+    is_replaced = "malloc" in environment.get(PRELOAD_VARIABLE, "")
+    return device_type == "cpu" and not (is_configured or is_replaced) and _mallopt() is not None
+
+
+def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the malloc setting as text for the log; "" where `keep_freed_blocks` has no effect."""
+    return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
+
+
+def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Make glibc's malloc keep freed blocks below 1 GiB (32 MiB in older versions) instead of returning them.
+
+    A step frees its activations and gradients, and the next step allocates the same sizes. By default glibc returns the
+    top of its heap, and each block of 32 MiB or more, to the system, which then zeroes every page again: up to a
+    quarter of a step of a large layer (docs/log.md). In exchange the process stays at its peak size, with
+    fragmentation. Affects the whole process; other C libraries are left unchanged.
+    """
+    mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
+    # A rejected size changes nothing. An accepted one also disables glibc's dynamic threshold, so it is set first.
+    if mallopt is not None and any(mallopt(M_MMAP_THRESHOLD, size) for size in MAX_MMAP_THRESHOLD_BYTES):
+        mallopt(M_TRIM_THRESHOLD, TRIM_DISABLED)
+
+
+def return_large_blocks() -> None:
+    """Make glibc's malloc mmap each block of 1 MiB or more, unmap it when freed, and trim its heap.
+
+    By default glibc raises this threshold to the largest freed block, up to 32 MiB. The buffers of a conversion then
+    fragment the heap, which grew by a tenth of the model (docs/log.md). Affects the whole process; other C libraries
+    are left unchanged.
+    """
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_BYTES)
+
+
+def _mallopt() -> "ctypes._NamedFuncPointer | None":
+    return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

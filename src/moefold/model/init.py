@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")

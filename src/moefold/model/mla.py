@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import CausalAttention, CoreAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.ops.rope import Rope, RopeKernel
 
 

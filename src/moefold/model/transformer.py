@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 
 class SwiGLUKernel(Protocol):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import Group
-from moefold.config.schema import Config, ModelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, TrainConfig
 from moefold.model.local_param import local_tensor
-from moefold.optim.build import MOMENTUM, build_optimizer
+from moefold.optim.adamw import MOMENTUM, build_optimizer
 from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
 from moefold.optim.state_offload import StateStore
 

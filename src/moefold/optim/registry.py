@@ -7,7 +7,7 @@ from torch import nn
 
 from moefold.comm.groups import Group
 from moefold.config.schema import Config
-from moefold.optim.build import build_optimizer
+from moefold.optim.adamw import build_optimizer
 from moefold.optim.muon import build_muon
 from moefold.optim.state_offload import StateStore
 

@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.comm.collectives import all_gather, reduce_scatter, shard_dim_all_to_all
+from moefold.comm.collectives import (
+    SUM_TAG,
+    all_gather,
+    reduce_scatter,
+    ring_pass,
+    send_recv,
+    shard_dim_all_to_all,
+    wait_all,
+)
 from moefold.comm.groups import Group
-from moefold.comm.ring import SUM_TAG, ring_pass, send_recv, wait_all
-from moefold.model.attention import CausalAttention, CoreAttention
-from moefold.model.attention_mask import AttentionMaskSpec
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention
 from moefold.ops.block_attention import (
     BlockMask,
     accumulation_dtype,

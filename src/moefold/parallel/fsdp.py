@@ -27,7 +27,8 @@ from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision

@@ -23,7 +23,7 @@ from moefold.comm.pipelining_compat import (
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
 from moefold.model.transformer import Transformer, num_loss_terms
 from moefold.parallel.fsdp import UnshardedParams
-from moefold.parallel.grad_accumulation import Accumulation, Batch
+from moefold.parallel.gradients import Accumulation, Batch
 from moefold.parallel.pipeline_schedule import StageLossFn
 from moefold.topology.schedule_tables import ForwardBackward, ScheduleItem, ScheduleItemRow
 

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.attention import Attention, CausalAttention
 from moefold.model.init import init_weights
@@ -23,18 +25,16 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.transformer import Embedding, Head, MTPBlock, Transformer
 from moefold.offload.activations import ActivationOffload
-from moefold.parallel.async_tp import AsyncTensorParallel
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
-from moefold.parallel.grad_accumulation import Accumulation, Batch
-from moefold.parallel.gradients import sum_replicated_gradients
+from moefold.parallel.gradients import Accumulation, Batch, sum_replicated_gradients
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
-from moefold.parallel.phase_hooks import install_phase_hooks
 from moefold.parallel.pipeline import PipelineRunner, allreduce_tied_embedding_grad
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
 from moefold.parallel.select_ops import SelectedKernels, select_kernels
 from moefold.parallel.tensor_parallel import (
+    AsyncTensorParallel,
     SequenceParallelTokens,
     TPSumOfSquares,
     TPVocabParallel,
@@ -42,7 +42,38 @@ from moefold.parallel.tensor_parallel import (
     local_positions,
 )
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.stages import StagePlan
+from moefold.topology.pipeline_layout import StagePlan
+
+
+def install_phase_hooks(stage: nn.Module, recorder: FlightRecorder) -> None:
+    """Record when a micro-batch enters the stage, and when its gradient does."""
+    counter = _MicroBatchCounter(recorder)
+    stage.register_forward_pre_hook(counter.before_forward)
+    stage.register_forward_hook(counter.after_forward)
+
+
+class _MicroBatchCounter:
+    """Counts the micro-batches of a step, in order of execution."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        self._step = -1
+        self._count = 0
+
+    def before_forward(self, stage: nn.Module, args: Any) -> None:
+        if not stage.training:
+            self._recorder.set_phase("evaluation")
+            return
+        if self._step != self._recorder.step:
+            self._step = self._recorder.step
+            self._count = 0
+        self._recorder.set_phase(f"forward of micro-batch {self._count}")
+        self._count += 1
+
+    def after_forward(self, stage: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            phase = f"backward of micro-batch {self._count - 1}"
+            output.register_hook(lambda grad: self._recorder.set_phase(phase))
 
 
 class StepRunner(Protocol):

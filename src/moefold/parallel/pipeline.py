@@ -19,12 +19,12 @@ from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWitho
 from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, num_loss_terms
 from moefold.parallel.fsdp import UnshardedParams
-from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import Batch
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
 from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedule_tables import SCHEDULES, overlapped_rows
-from moefold.topology.stages import StagePlan
 
 
 class PipelineRunner:

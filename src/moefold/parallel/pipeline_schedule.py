@@ -12,9 +12,9 @@ from torch.distributed.pipelining.schedules import (
 
 from moefold.comm.pipelining_compat import PipelineAction, PipelineStageBase, RowSchedule
 from moefold.config.schema import Config
+from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedule_tables import SCHEDULES
-from moefold.topology.stages import StagePlan
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 StageLossFn = Callable[[Tensor, Tensor], Tensor]

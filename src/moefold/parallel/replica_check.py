@@ -19,7 +19,7 @@ from moefold.comm.groups import Group, current_world
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import FSDPCommHooks
-from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import Batch
 from moefold.parallel.parallelize import ParallelModel
 
 CHUNK_WORDS = 1 << 18

@@ -1,13 +1,23 @@
 """Model spec: sizes of a model's distinct layers and their order, as the cost model needs them. Torch-free.
 
-It also counts FLOPs and parameters of a `ModelSpec`, in the conventions of `cost/flops.py`.
+It also counts FLOPs and parameters, in the conventions of `cost/flops.py`, and finds a model by its name: a preset, a
+config.json, or one of the models without a preset (dense, or not trainable as published). Their sizes are those of each
+config.json; where a source prints its FLOPs for a token, they agree with it (tests/planner/test_model_spec.py).
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
-from moefold.config.schema import ModelConfig
+from moefold.bounded_read import check_regular_file
+from moefold.config.model import ModelConfig
+from moefold.config.presets import preset_names
+from moefold.config.suggestions import closest_match, download_advice
+from moefold.convert.hf_config import read_model_config
 from moefold.cost.flops import TRAIN_TO_FORWARD
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
 
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
@@ -260,3 +270,274 @@ def all_parameters(model_spec: ModelSpec) -> int:
         sum(layer_parameters(model_spec, model_spec.mtp_layer_kind)) + 2 * model_spec.hidden_size**2
     )
     return total + ends + further
+
+
+def unsupported_model_names() -> tuple[str, ...]:
+    """Return all names."""
+    return tuple(sorted((*_HYBRIDS, *_CONFIGS)))
+
+
+def unsupported_model_spec(name: str) -> ModelSpec:
+    """Return the spec of one of `unsupported_model_names`."""
+    if name in _HYBRIDS:
+        return _HYBRIDS[name]()
+    return replace(model_spec_from_config(_CONFIGS[name]), name=name)
+
+
+def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        ffn_hidden_size=ffn,
+        vocab_size=128256,
+        layer_pattern="D",
+    )
+
+
+def _qwen3_next() -> ModelSpec:
+    """Build Qwen/Qwen3-Next-80B-A3B.
+
+    It has three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention.
+    """
+    hidden = 2048
+    keys = 16 * 128
+    values = 32 * 128
+    width = 2 * keys + 2 * values + 2 * 32
+    linear = TokenMixer(
+        kind="linear",
+        num_params=hidden * (width + values),
+        sharded_width=width,
+        output_width=values,
+        state_flops=8 * 32 * 128 * 128,
+    )
+    full = gqa_mixer(hidden, 16, 2, 256)
+    # The query projection also outputs a gate of the same width.
+    full = replace(full, num_params=full.num_params + hidden * 4096, sharded_width=full.sharded_width + 4096)
+    moe = FeedForward(kind="moe", width=512, num_experts=512, top_k=10, shared_width=512)
+    kinds = (LayerKind(mixer=linear, feed_forward=moe), LayerKind(mixer=full, feed_forward=moe))
+    return ModelSpec(
+        name="qwen3-next-80b-a3b", hidden_size=hidden, vocab_size=151936, kinds=kinds, layers=(0, 0, 0, 1) * 12
+    )
+
+
+def _mamba(hidden: int, heads: int) -> TokenMixer:
+    """Build a Mamba-2 mixer with heads of 64, a state of 128 and 8 groups; FLOPs of the state as in Megatron-Bridge."""
+    inner = heads * 64
+    width = 2 * inner + 2 * 8 * 128 + heads
+    return TokenMixer(
+        kind="mamba",
+        num_params=hidden * (width + inner),
+        sharded_width=width,
+        output_width=inner,
+        state_flops=46 * inner * 128,
+    )
+
+
+def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, moe: FeedForward) -> ModelSpec:
+    """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone."""
+    mamba, attention, experts = counts
+    kinds = (
+        LayerKind(mixer=_mamba(hidden, heads), feed_forward=None),
+        LayerKind(mixer=gqa_mixer(hidden, 32, 2, 128), feed_forward=None),
+        LayerKind(mixer=None, feed_forward=moe),
+        LayerKind(mixer=gqa_mixer(hidden, 32, 2, 128), feed_forward=moe),
+    )
+    # The order matters only for pipelines: attention is spread evenly over pairs of a mixer and experts.
+    pairs = [(0, 2)] * min(mamba, experts)
+    step = len(pairs) // attention
+    layers: list[int] = []
+    for i, pair in enumerate(pairs):
+        layers += pair
+        if i % step == step - 1 and layers.count(1) < attention:
+            layers.append(1)
+    return ModelSpec(name=name, hidden_size=hidden, vocab_size=131072, kinds=kinds, layers=tuple(layers))
+
+
+def _nemotron_nano() -> ModelSpec:
+    """Build nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 23 Mamba-2, 6 attention and 23 MoE layers."""
+    moe = FeedForward(kind="moe", width=1856, num_experts=128, top_k=6, shared_width=3712, num_matrices=2)
+    return _nemotron("nemotron-3-nano", 2688, (23, 6, 23), 64, moe)
+
+
+def _nemotron_super() -> ModelSpec:
+    """Build nvidia/NVIDIA-Nemotron-3-Super-120B-A12B: 40 Mamba-2, 8 attention and 40 MoE layers with latent experts."""
+    moe = FeedForward(
+        kind="moe", width=2688, num_experts=512, top_k=22, shared_width=5376, num_matrices=2, expert_hidden_size=1024
+    )
+    return replace(_nemotron("nemotron-3-super", 4096, (40, 8, 40), 128, moe), mtp_layers=1, mtp_kind_override=3)
+
+
+_HYBRIDS = {
+    "qwen3-next-80b-a3b": _qwen3_next,
+    "nemotron-3-nano": _nemotron_nano,
+    "nemotron-3-super": _nemotron_super,
+}
+_CONFIGS = {
+    "llama3-8b": _dense_config(32, 4096, 32, 14336),
+    "llama3-70b": _dense_config(80, 8192, 64, 28672),
+    "llama3-405b": _dense_config(126, 16384, 128, 53248),
+    # Its RoPE scaling has equal bounds, which the runtime rejects; times and sizes do not depend on it.
+    "kimi-k2": ModelConfig(
+        num_layers=61,
+        hidden_size=7168,
+        num_attention_heads=64,
+        attention="mla",
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        ffn_hidden_size=18432,
+        vocab_size=163840,
+        layer_pattern="DM60",
+        num_experts=384,
+        top_k=8,
+        moe_ffn_hidden_size=2048,
+        router_score="sigmoid",
+        expert_bias=True,
+        shared_expert_ffn_hidden_size=2048,
+    ),
+    # moonshotai/Moonlight-16B-A3B.
+    "moonlight-16b": ModelConfig(
+        num_layers=27,
+        hidden_size=2048,
+        num_attention_heads=16,
+        attention="mla",
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        ffn_hidden_size=11264,
+        vocab_size=163840,
+        layer_pattern="DM26",
+        num_experts=64,
+        top_k=6,
+        moe_ffn_hidden_size=1408,
+        router_score="sigmoid",
+        expert_bias=True,
+        shared_expert_ffn_hidden_size=2816,
+    ),
+    # Every other one of the 48 layers of Llama-4-Maverick has experts.
+    "llama4-maverick": ModelConfig(
+        num_layers=48,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_query_groups=8,
+        ffn_hidden_size=16384,
+        vocab_size=202048,
+        layer_pattern="DM",
+        num_experts=128,
+        top_k=1,
+        router_score="sigmoid",
+        router_normalize=False,
+        moe_ffn_hidden_size=8192,
+        shared_expert_ffn_hidden_size=8192,
+    ),
+    "llama4-scout": ModelConfig(
+        num_layers=48,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_query_groups=8,
+        vocab_size=202048,
+        layer_pattern="M",
+        num_experts=16,
+        top_k=1,
+        router_score="sigmoid",
+        router_normalize=False,
+        moe_ffn_hidden_size=8192,
+        shared_expert_ffn_hidden_size=8192,
+    ),
+}
+
+
+_PARENTHESES = re.compile(r"\(.*?\)")
+_SYNONYMS = {
+    "nemotron3nano30ba3b": "nemotron-3-nano",
+    "nemotron3super120b": "nemotron-3-super",
+    "nemotron3super120ba12b": "nemotron-3-super",
+    "llama4scoutllm": "llama4-scout",
+    "llama318b": "llama3-8b",
+    "llama3170b": "llama3-70b",
+    "llama31405b": "llama3-405b",
+    "llama38b": "llama3-8b",
+    "llama370b": "llama3-70b",
+    "kimik2base": "kimi-k2",
+    "kimik21t": "kimi-k2",
+    "qwen3next80b": "qwen3-next-80b-a3b",
+    "qwen330b": "qwen3-30b-a3b",
+    "qwen3235b": "qwen3-235b-a22b",
+    "mixtral8x22bg8t8": "mixtral-8x22b-g8t8",
+    "qwen257b": "qwen2-57b-a14b",
+    "gptoss": "gpt-oss-120b",
+    "deepseekv3671b": "deepseek-v3",
+    "deepseekv3base": "deepseek-v3",
+    "qwen3moe30b": "qwen3-30b-a3b",
+    "qwen3moe235b": "qwen3-235b-a22b",
+    "qwen2moe57b": "qwen2-57b-a14b",
+    "nemotron3nano30b": "nemotron-3-nano",
+    "nemotron3nanov330ba3b": "nemotron-3-nano",
+    "llama4scout17b16e": "llama4-scout",
+    "llama4maverick17b128e": "llama4-maverick",
+    "llama4maverickllm": "llama4-maverick",
+    "moonlight16ba3b": "moonlight-16b",
+    "olmoe": "olmoe-1b-7b",
+}
+
+
+@lru_cache(maxsize=64)
+def load_model_spec(name: str) -> ModelSpec:
+    """Load the spec of a preset, a recipe, a Hugging Face config.json (or its folder), or another known model.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        return model_spec_from_config(load_config(path).model)
+    if path.name == "config.json" or path.is_dir():
+        return model_spec_from_config(read_model_config(path.parent if path.name == "config.json" else path))
+    known = find_model_name(name)
+    if known is None and path.exists():
+        try:
+            check_regular_file(path)
+        except OSError as error:
+            raise ConfigError(f"model {name!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"model {name!r} is a file and neither a recipe ending in .toml nor a config.json; give it one of these "
+            "names if it is one, or name a preset"
+        )
+    if known is None:
+        names = plannable_model_names()
+        guess = closest_match(name.lower(), names, cutoff=0.5)
+        hint = f"did you mean {guess!r}? The" if guess else "the"
+        if advice := download_advice(name):
+            namesake = find_model_name(name.rpartition("/")[2])
+            hint = f"{f'{namesake!r} is known by its name; or, as ' if namesake else ''}{advice}; the"
+        raise ConfigError(
+            f"model {name!r} is unknown; {hint} models are {', '.join(sorted(names))}; "
+            "or name a recipe.toml, or a folder with a config.json"
+        )
+    if known in unsupported_model_names():
+        return unsupported_model_spec(known)
+    return replace(model_spec_from_config(load_config(None, [f"model.preset={known}"]).model), name=known)
+
+
+def plannable_model_names() -> tuple[str, ...]:
+    """Return the names of models that the runtime can train; others are priced by `moefold plan-accuracy` alone."""
+    return (
+        *preset_names(),
+        *(name for name in unsupported_model_names() if unsupported_model_spec(name).config is not None),
+    )
+
+
+def find_model_name(name: str) -> str | None:
+    """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
+    plain = _normalise_name(_PARENTHESES.sub("", name))
+    names = {_normalise_name(known): known for known in (*preset_names(), *unsupported_model_names())}
+    return names.get(plain) or _SYNONYMS.get(plain)
+
+
+def _normalise_name(name: str) -> str:
+    return "".join(char for char in name.lower() if char.isalnum())

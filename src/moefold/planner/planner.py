@@ -17,12 +17,10 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
-from moefold.planner.model_lookup import load_model_spec
-from moefold.planner.model_spec import ModelSpec, model_spec_from_config
+from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
-from moefold.planner.search.infeasibility import explain_illegal
 from moefold.planner.search.search import PlannedMapping, Search
-from moefold.planner.search.space import MappingSpace
+from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.config.limits import MAX_BY_KEY, check_at_most
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import resolve_precision

@@ -24,8 +24,7 @@ from moefold.planner.mapping import (
 )
 from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.model_spec import ModelSpec
-from moefold.planner.simulator.simulate import Noise
-from moefold.planner.simulator.stage_cost import simulate_mapping
+from moefold.planner.simulator.simulate import Noise, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.svg_chart import (
     MEMORY_COLOURS,

@@ -23,8 +23,7 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import NATURAL_IMBALANCE, BytesPerParam, CudaGraphs, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
-from moefold.planner.model_lookup import find_model_name, load_model_spec
-from moefold.planner.model_spec import ModelSpec, train_flops
+from moefold.planner.model_spec import ModelSpec, find_model_name, load_model_spec, train_flops
 from moefold.planner.search.space import NON_LAYER_STAGE_PARTS
 from moefold.topology.layout import divisors
 

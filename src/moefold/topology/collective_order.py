@@ -13,8 +13,8 @@ from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_action import Action
+from moefold.topology.pipeline_layout import Stage
 from moefold.topology.schedule_tables import ForwardBackward, ScheduleItemRow
-from moefold.topology.stages import Stage
 
 RECOMPUTED_WITH_COMM = ("moe", "layer")
 """Parts of `train.recompute` whose collectives are repeated in the backward pass."""

@@ -14,14 +14,14 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config, DataConfig
 from moefold.data import Sampler, open_dataset
-from moefold.data.data_files import SKIPPED
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
+from moefold.data.input_paths import SKIPPED
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
-from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import Batch
 from moefold.train.batch import BatchSharder, WeightedSamples
 
 T = TypeVar("T")

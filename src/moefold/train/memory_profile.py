@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.fake_process_group import fake_rank, sharded_bytes
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.unit_memory import StateBytes
 from moefold.data import open_dataset
@@ -20,7 +19,7 @@ from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.registry import make_optimizer
-from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress

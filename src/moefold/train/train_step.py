@@ -11,17 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
-from moefold.metrics.memory_breakdown import PARTS, MemoryByPart
+from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
-from moefold.metrics.rss import peak_memory_gib
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.optim.build import named_moments, set_learning_rate
+from moefold.optim.adamw import named_moments, set_learning_rate
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.registry import make_optimizer
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
-from moefold.parallel.grad_accumulation import Batch
-from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
+from moefold.parallel.gradients import Batch, clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallelize import ParallelModel

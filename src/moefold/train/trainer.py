@@ -15,9 +15,8 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
-from moefold.train.callbacks.metrics import MetricsLogging
+from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
-from moefold.train.callbacks.router_replay import RoutingTraceSaving
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader

@@ -1,20 +1,137 @@
 """Validation of a config before any rank starts, without torch.
 
-`check_config` uses the settings only; `train/preflight.py` checks the machine that will run them. Each rule is a
-function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
-`ranges.py`, rules between keys in `model.py`, `moe.py`, `parallel.py`, `pipeline.py`, `train.py` and `memory.py`,
-settings without effect in `unused.py`, and the memory of a step in `memory_need.py`.
+`check_config` uses the settings only; `train/start.py` checks the machine that will run them. Each rule is a function
+that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are here, rules
+between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`, settings without effect in `unused.py`,
+and the memory of a step in `memory_need.py`.
 """
 
-from moefold.config.schema import Config, ModelConfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.errors import raise_all
 from moefold.topology.layout import Layout, fold
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
-from moefold.validate.ranges import validate_ranges
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
+
+
+@dataclass(frozen=True)
+class RangeRule:
+    """Rule on the value of each of some keys of one section."""
+
+    rule: str
+    is_legal: Callable[[Any], bool]
+    section: str
+    keys: str
+
+
+def _at_least(low: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"must be at least {low}", lambda value: value >= low
+
+
+POSITIVE: tuple[str, Callable[[Any], bool]] = ("must be greater than 0", lambda value: value > 0)
+FRACTION: tuple[str, Callable[[Any], bool]] = (
+    "must lie in [0, 1): at least 0 and below 1",
+    lambda value: 0 <= value < 1,
+)
+
+RANGES = (
+    RangeRule("must name a folder", bool, "run", "dir"),
+    RangeRule("must be at least 0 and below 2**63", lambda seed: 0 <= seed < 2**63, "run", "seed"),
+    RangeRule(*_at_least(1), "run", "steps"),
+    RangeRule(*_at_least(1), "model", "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"),
+    RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
+    RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
+    RangeRule("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
+    RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
+    RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
+    RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
+    RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
+    RangeRule(
+        "must be at least 0 (0: not given)",
+        lambda factor: factor >= 0,
+        "model",
+        "rope_attention_factor rope_mscale rope_mscale_all_dim",
+    ),
+    RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
+    RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
+    RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
+    RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages"),
+    RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
+    RangeRule(
+        "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",
+        lambda factor: factor >= 0 or factor == -1,
+        "moe",
+        "eval_capacity_factor",
+    ),
+    RangeRule("must be at least 0 (0: off)", lambda weight: weight >= 0, "moe", "aux_loss z_loss"),
+    RangeRule("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1, "moe", "input_jitter"),
+    RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "moe", "skew"),
+    RangeRule(*_at_least(1), "moe", "sinkhorn_iterations"),
+    RangeRule("must be at least 0 (0: the bias stays)", lambda rate: rate >= 0, "moe", "bias_update_rate"),
+    RangeRule(*POSITIVE, "model", "router_scaling_factor"),
+    RangeRule("must be at least 0 (0: none)", lambda noise: noise >= 0, "model", "upcycle_noise"),
+    RangeRule(*_at_least(1), "model", "num_groups top_groups"),
+    RangeRule(*_at_least(1), "moe", "llep_threshold llep_capacity llep_min_tokens"),
+    RangeRule(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
+    RangeRule("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
+    RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
+    RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
+    RangeRule(*_at_least(1), "train", "muon_ns_steps"),
+    RangeRule("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
+    RangeRule("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1, "train", "loss_chunk"),
+    RangeRule("must be at least 0 (0: all)", lambda size: size >= 0, "train", "offload_min_kib"),
+    RangeRule("must be at least 0 (0: no limit)", lambda size: size >= 0, "train", "offload_limit_gib"),
+    RangeRule("must be at least 0 (0: the device's)", lambda size: size >= 0, "train", "memory_budget_gib"),
+    RangeRule(*FRACTION, "data", "validation_fraction"),
+    RangeRule(
+        "must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"
+    ),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
+    RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
+    RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every memory_every"),
+    RangeRule(*_at_least(1), "faults", "timeout_s"),
+    RangeRule(*POSITIVE, "faults", "spike_factor"),
+    RangeRule("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0, "faults", "straggler_factor"),
+    RangeRule(*_at_least(3), "faults", "spike_window"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "faults", "replica_check_every"),
+    RangeRule(*_at_least(1), "faults", "max_skips max_rollbacks"),
+    RangeRule(
+        "must have at most 128 characters, and none of / \\ # ? % :",
+        lambda name: len(name) <= 128 and not set(name) & set("/\\#?%:"),
+        "metrics",
+        "wandb_project",
+    ),
+    RangeRule(
+        "must be a list of tags of 1 to 64 characters",
+        lambda tags: all(1 <= len(tag) <= 64 for tag in tags),
+        "metrics",
+        "wandb_tags",
+    ),
+    RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
+)
+
+
+def validate_ranges(cfg: Config) -> Iterator[str]:
+    """Yield one message for each key whose value is out of its range."""
+    for entry in RANGES:
+        for key in entry.keys.split():
+            value = getattr(getattr(cfg, entry.section), key)
+            if not entry.is_legal(value):
+                yield f"{entry.section}.{key}={value!r} {entry.rule}"
+
 
 RULES = (
     *MODEL_RULES,

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import RECOMPUTE_PARTS, Config, TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.recompute_parts import AUTO, containing_part, missing_reason
 from moefold.cost.saved_tensors import KERNEL_PROFILES

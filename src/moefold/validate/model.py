@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
 

@@ -7,7 +7,8 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 
-from moefold.config.schema import Config, ModelConfig, MoEConfig, has_moe_layers
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, MoEConfig, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of

@@ -4,7 +4,8 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from moefold.config.schema import MUON_GROUPS, Config, ModelConfig, RunConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moefold.config.schema import ModelConfig
+from moefold.config.model import ModelConfig
 
 
 def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.optim.lr_schedule import learning_rate
 
 MUON_GROUP_PATTERNS = {

@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import product
 from math import lcm, prod
 
-from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors

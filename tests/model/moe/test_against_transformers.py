@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from tests.model.moe.reference import make_weights
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from tests.model.moe.reference import make_weights, moe_reference, swiglu

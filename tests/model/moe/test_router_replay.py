@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.router_replay import ReplayedRouting
+from moefold.model.moe.router import ReplayedRouting
 from tests.model.moe.reference import make_weights
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.model.moe.token_group import LocalMicroBatch
-from moefold.model.moe.topk_routing import (
+from moefold.model.moe.router import (
     assign_round_robin,
     assign_skewed,
     mask_to_top_groups,
@@ -13,6 +12,7 @@ from moefold.model.moe.topk_routing import (
     sinkhorn_offsets,
     topk_experts,
 )
+from moefold.model.moe.token_group import LocalMicroBatch
 
 
 def test_of_equal_values_the_lower_expert_wins():

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.ops import gemm
 

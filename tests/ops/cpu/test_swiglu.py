@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.experts import Experts
 from moefold.ops.cpu import build

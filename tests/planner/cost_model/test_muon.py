@@ -6,11 +6,11 @@ import pytest
 
 from moefold.cost.hardware import load_device
 from moefold.cost.optimizers import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM, MUON
-from moefold.planner.cost_model.muon import MuonCost
+from moefold.planner.cost_model.data_parallel import MuonCost
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import OptimizerUpdate, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import load_model_spec
 
 WORK = TrainingWorkload(seq_len=4096, global_batch_size=256)
 SHAPE, H100 = load_model_spec("mixtral-8x7b"), load_device("h100")

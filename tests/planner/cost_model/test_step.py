@@ -8,7 +8,7 @@ from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload, bubble_s
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import load_model_spec
 from tests.clock import processor_s
 
 FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)

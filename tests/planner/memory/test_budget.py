@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
@@ -15,8 +16,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.export_recipe import config_with_mapping
 from moefold.planner.mapping import ParallelMapping, mapping_from_config
 from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryEstimate, MemoryModel
-from moefold.planner.model_lookup import load_model_spec
-from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config

@@ -10,7 +10,7 @@ from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.planner.cost_model.workload import bubble_s
 from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate, slot_rows
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
-from moefold.validate.pipeline import validate_micro_batch_count
+from moefold.validate.parallel import validate_micro_batch_count
 from tests.planner import naive_pipeline
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]

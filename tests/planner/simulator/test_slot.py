@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 from moefold.parallel.pipeline_schedule import training_schedule
 from moefold.planner.simulator.simulate import slot_rows
 from moefold.topology.schedule_tables import stage_ranks
-from moefold.validate.pipeline import validate_micro_batch_count
+from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]

@@ -9,7 +9,7 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.simulator.stage_cost import chunks_from_config, simulate_mapping, stage_segments
+from moefold.planner.simulator.simulate import chunks_from_config, simulate_mapping, stage_segments
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, intersection_s, merge_spans
 from moefold.recipe import load_config
 

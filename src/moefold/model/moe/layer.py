@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, DispatchMetadata, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher

@@ -1,9 +1,12 @@
 """Top-k router: chooses the experts of a token and their routing probabilities.
 
-Also the fused router kernel with its gradient, and counter-based jitter noise: equal under every parallel mapping and
-when recomputed, because it depends on the token and not on the rank.
+The choice itself is not differentiable. A choice that depends on other tokens considers the whole micro-batch, so that
+no choice depends on the parallel mapping. Also here: recorded and replayed choices, the fused router kernel with its
+gradient, and counter-based jitter noise, equal under every mapping and when recomputed, because it depends on the token
+and not on the rank.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,19 +15,140 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.model.local_param import local_param
-from moefold.model.moe.router_replay import RouterOverride
-from moefold.model.moe.token_group import TokenPositions
-from moefold.model.moe.topk_routing import (
-    assign_round_robin,
-    assign_skewed,
-    mask_to_top_groups,
-    quantile_thresholds,
-    sinkhorn_offsets,
-    topk_experts,
-)
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
+
+
+def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
+    """Return the experts of the K largest values of each token, descending; ties go to the lower expert. int64 [T, K].
+
+    torch.topk leaves the order of equal values open, which would make routing depend on the shape of the shard; argmax
+    returns the first one, and K passes are faster than a stable sort.
+    """
+    # The clamp distinguishes a value of -inf, which may still be chosen, from an expert chosen already.
+    candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
+    chosen = []
+    for _ in range(top_k):
+        best_T1 = candidates_TE.argmax(1, keepdim=True)
+        candidates_TE.scatter_(1, best_T1, float("-inf"))
+        chosen.append(best_T1)
+    return torch.cat(chosen, 1)
+
+
+def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, sums_top2: bool) -> Tensor:
+    """Mask all experts but those of a token's best groups (group-limited routing).
+
+    Args:
+        values_TE: values by which experts are chosen.
+        num_groups: groups of E/num_groups neighbouring experts each.
+        top_groups: groups that stay unmasked.
+        sums_top2: the value of a group is the sum of its two best experts, as in the code that DeepSeek-V3 was released
+            with and in transformers (arXiv:2412.19437 sec. 2.1.2 sums the K/top_groups best: two for V3, with 8 experts
+            of 4 nodes); else its best one (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
+
+    Returns:
+        values_TE with -inf in masked groups.
+    """
+    values_TGX = values_TE.unflatten(1, (num_groups, -1))
+    group_TG = values_TGX.topk(2, -1).values.sum(-1) if sums_top2 else values_TGX.amax(-1)
+    masked_TG = torch.ones_like(group_TG, dtype=torch.bool)
+    masked_TG.scatter_(1, topk_experts(group_TG, top_groups), False)
+    return values_TGX.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def sinkhorn_offsets(logits_TE: Tensor, iterations: int, group: MicroBatchGroup) -> Tensor:
+    """Compute the Sinkhorn offsets of each expert's logits that balance the load.
+
+    Runs the iterations of Sinkhorn and Knopp on the matrix exp(logits) of the micro-batch, in logarithms: rows first,
+    then columns. The scale of a row does not change its token's choice, so only the offsets of the columns are needed.
+    All-gathers the logits of the micro-batch.
+
+    Returns:
+        [E].
+    """
+    whole_TE = group.gather(logits_TE)
+    offsets_E = torch.zeros_like(whole_TE[0])
+    for _ in range(iterations):
+        rows_T1 = (whole_TE + offsets_E).logsumexp(1, keepdim=True)
+        offsets_E = -(whole_TE - rows_T1).logsumexp(0)
+    return offsets_E
+
+
+def quantile_thresholds(scores_TE: Tensor, top_k: int, group: MicroBatchGroup) -> Tensor:
+    """Compute the (1 - K/E) quantile of each expert's scores: a share K/E of the micro-batch's tokens exceeds it.
+
+    Interpolates linearly between neighbouring scores. All-gathers the scores of the micro-batch.
+
+    Returns:
+        [E].
+    """
+    sorted_TE = group.gather(scores_TE).sort(0).values
+    num_tokens, num_experts = sorted_TE.shape
+    position = (1 - top_k / num_experts) * (num_tokens - 1)
+    below = math.floor(position)
+    above = min(below + 1, num_tokens - 1)
+    return sorted_TE[below].lerp(sorted_TE[above], position - below)
+
+
+def assign_round_robin(index_T: Tensor, top_k: int, num_experts: int, *, first: int = 0) -> Tensor:
+    """Assign the experts from `first` on to the tokens in turn: perfectly even load. int64 [T, K]."""
+    counter_TK = index_T.unsqueeze(1) * top_k + torch.arange(top_k, device=index_T.device)
+    return first + counter_TK % (num_experts - first)
+
+
+def assign_skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) -> Tensor:
+    """Assign expert 0 to an evenly spread share `skew` of the tokens, and the other experts round-robin.
+
+    Returns:
+        int64 [T, K].
+    """
+    ids_TK = assign_round_robin(index_T, top_k, num_experts, first=1)
+    index_T = index_T.double()
+    ids_TK[:, 0].masked_fill_(((index_T + 1) * skew).floor() > (index_T * skew).floor(), 0)
+    return ids_TK
+
+
+class RouterOverride(Protocol):
+    """Override of the router's expert choices in training."""
+
+    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
+        """Return the experts to use, int64 [T, K].
+
+        Args:
+            ids_TK: choices of the router, int64 [T, K]; token s*B + b is position s of sample b.
+            sample_ids_B: index of each sample of the micro-batch in the global batch, int64 [B].
+        """
+        ...
+
+
+@dataclass
+class ReplayedRouting:
+    """Expert choices of one layer in one step for this rank's tokens: replayed, recorded, or both.
+
+    Both are stored by sample, so the order of micro-batches does not matter, and a recomputed forward pass reads and
+    writes the same choices again.
+    """
+
+    first_sample: int
+    """Index of this rank's first sample in the global batch."""
+    replayed_NSK: Tensor | None = None
+    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None: no replay."""
+    recorded_NSK: Tensor | None = None
+    """Buffer for the choices in use, in the same layout; None: no recording."""
+
+    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
+        """Replace the choices, then record them."""
+        rows_B = sample_ids_B - self.first_sample
+        if self.replayed_NSK is not None:
+            ids_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
+        if self.recorded_NSK is not None:
+            ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
+            self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
+        return ids_TK
+
 
 SCORE_SUM_EPS = 1e-20
 """Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.cost.optimizers import ADAMW, OptimizerSpec, optimizer_of
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace

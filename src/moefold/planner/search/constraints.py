@@ -16,7 +16,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import fold
-from moefold.validate.config import RULES
+from moefold.validate.config import RULES, validate_ranges
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES, validate_dispatch_kernels, validate_routing
 from moefold.validate.parallel import (
@@ -26,10 +26,11 @@ from moefold.validate.parallel import (
     validate_dispatcher,
     validate_expert_overlap,
     validate_least_loaded,
+    validate_micro_batch_count,
+    validate_pipeline_layout,
+    validate_schedule,
     validate_sequence_length,
 )
-from moefold.validate.pipeline import validate_micro_batch_count, validate_pipeline_layout, validate_schedule
-from moefold.validate.ranges import validate_ranges
 from moefold.validate.train import validate_loss_chunk
 
 Rule = Callable[[Config], Iterator[str]]

@@ -12,7 +12,7 @@ from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
-from moefold.optim.build import set_step_count
+from moefold.optim.adamw import set_step_count
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data

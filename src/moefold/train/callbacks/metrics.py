@@ -1,4 +1,4 @@
-"""Callback that writes the metrics of each step to the run log."""
+"""Callbacks that write the metrics of each step, and the routing of traced steps."""
 
 import torch
 
@@ -59,3 +59,13 @@ class MetricsLogging(Callback):
 
 def _device_peak_tflops(device: torch.device) -> float | None:
     return peak_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+class RoutingTraceSaving(Callback):
+    """Callback that gathers the recorded routing and writes it on rank 0 (moe.trace_every)."""
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Save the routing of the step if it was traced; collective."""
+        buffer = run.training.router_replay
+        if buffer is not None and buffer.is_due(step.number):
+            buffer.save(step.number, None if run.log is None else run.log.trace_writer)

@@ -13,7 +13,7 @@ from moefold.checkpoint.save_load import Resume
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.expert_balance import ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
 from moefold.metrics.rank_times import describe_straggler

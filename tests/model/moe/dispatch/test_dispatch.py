@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
-from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch, make_dispatcher
 from moefold.model.moe.layer import MoELayer

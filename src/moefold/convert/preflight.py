@@ -1,13 +1,41 @@
-"""Rules of upcycling: legal pairs of dense and expert model, equal initial outputs, and exportability. Torch-free."""
+"""Checks of a conversion and of a run's initial weights, before torch is imported. Torch-free.
+
+They include the rules of upcycling: legal pairs of dense and expert model, equal initial outputs, and exportability.
+"""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
-from moefold.config.schema import ModelConfig
+from moefold.checkpoint.checkpoint_dir import (
+    check_file_sizes,
+    locate_checkpoint,
+    model_differences,
+    model_sizes,
+    read_meta,
+)
+from moefold.config.load import config_from_dict
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
+from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import families_for, family_unsupported_reason
+from moefold.convert.hf_config import families_for, family_unsupported_reason, is_hf_folder, read_model_config
+from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv
+from moefold.validate.config import check_model
+
+
+def new_folder_unsupported_reason(final: Path) -> str:
+    """Return why a new folder cannot have this path, or ""."""
+    try:
+        if final.exists() or final.is_symlink():
+            return f"{str(final)!r} exists; name another folder, or remove it"
+    except (OSError, ValueError) as error:
+        return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
+    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
+
 
 MOE_KEYS = (
     "layer_pattern",
@@ -116,3 +144,90 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
 
 def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+DERIVED_MODEL_KEYS = ("preset", "layer_kinds")
+
+
+def resolve_weights_folder(path: Path) -> Path:
+    """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: the path is none of these.
+    """
+    if is_hf_folder(path):
+        return path
+    if not path.exists() and (advice := download_advice(str(path))):
+        raise ConfigError(f"{str(path)!r} does not exist; {advice}")
+    return locate_checkpoint(path)
+
+
+def read_model(path: Path) -> ModelConfig:
+    """Return the section [model] of the weights at a user's path.
+
+    Raises:
+        ConfigError: there are no weights, or their kind or version is unknown.
+    """
+    path = resolve_weights_folder(path)
+    if is_hf_folder(path):
+        return read_model_config(path)
+    keys = {key: value for key, value in read_meta(path).model.items() if key not in DERIVED_MODEL_KEYS}
+    try:
+        model = config_from_dict({"model": keys}).model
+        check_model(model)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
+    return model
+
+
+def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
+    """Return why a recipe cannot start with the weights of a folder; empty if it can.
+
+    Raises:
+        ConfigError: the folder holds no weights that moefold knows.
+    """
+    if not path.is_dir():
+        advice = download_advice(str(path)) if not path.exists() else ""
+        return "it does not exist or is no folder" + (f"; {advice}" if advice else "")
+    weights_model = read_model(path)
+    if cfg.model.upcycle_from:
+        return upcycle_unsupported_reason(weights_model, cfg.model)
+    different = model_differences(model_sizes(weights_model), cfg.model)
+    return f"it is of another model: {different}; give the recipe its sizes" if different else ""
+
+
+def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
+    """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be created.
+
+    Raises:
+        ConfigError: on the first error.
+    """
+    read_model_config(folder)
+    if needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
+        raise ConfigError(reason)
+    check_out(out, rank_env)
+
+
+def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
+    """Check the metadata of a checkpoint and the sizes of its files, and that the folder can be created.
+
+    Raises:
+        ConfigError: on the first error.
+    """
+    found = locate_checkpoint(checkpoint)
+    check_file_sizes(found)
+    read_model(found)
+    check_out(out, rank_env)
+
+
+def check_out(out: Path, rank_env: RankEnv | None) -> None:
+    """Check on rank 0 that the output path is free.
+
+    Raises:
+        ConfigError: the path exists already, or cannot be created.
+    """
+    if (rank_env is None or rank_env.rank == 0) and (reason := new_folder_unsupported_reason(out)):
+        raise ConfigError(reason)
+
+
+NO_TOKENIZER_HINT = "add --no-tokenizer to train on token ids"
