@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.api import build_model, train_model
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.state_memory import rank_state_bytes
+from moefold.errors import ConfigError
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.parallel.parallelize import parallelize
 from moefold.testing.pool import WorkerPool
 from moefold.topology.schedule_csv import read_schedule
-from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import DistributedRecord, create_groups, gather_full_tensors, run_distributed
 from tests.verify.recipes import tiny
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -83,6 +89,59 @@ def test_example_of_an_optimizer_equals_torch_and_one_rank(pool: WorkerPool) -> 
     two = replace(one, parallel=ParallelConfig(world_size=2, ep=2, zero=1))
     record, _ = pool.run(2, _run_with_optimizer, two, 2)[0]
     _assert_close(record.weights, alone.weights)
+
+
+def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train two steps; return the loss terms, and the weights of this rank's stage if it is the first of the stage."""
+    _register("A loss and its data")
+    extension = sys.modules["extension"]
+    groups = create_groups(cfg)
+    model = parallelize(cfg, groups, extension.PolicyGradientLoss())
+    batches = BatchSharder(extension.Rollouts(), cfg, groups, model.positions)
+    training = TrainingStep(model, cfg)
+    steps = [training.run(batches.batch(4 * i), i + 1) for i in range(2)]
+    return [step.loss_terms for step in steps], gather_full_tensors(model)
+
+
+def _expected_terms(cfg: Config) -> dict[str, float]:
+    """Compute the loss terms of the first batch with torch alone."""
+    _register("A loss and its data")
+    batch = sys.modules["extension"].Rollouts().batch(0, 4)
+    logits = build_model(cfg)(torch.from_numpy(batch.inputs)).transpose(0, 1)
+    log_probs = logits.log_softmax(-1).gather(-1, torch.from_numpy(batch.labels).unsqueeze(-1)).squeeze(-1)
+    policy = -log_probs * torch.from_numpy(batch.token_columns["advantages"])
+    weights = torch.from_numpy(batch.weights / batch.weights.sum())
+    z = 1e-2 * logits.logsumexp(-1).square()
+    return {"policy": float((policy * weights).sum()), "z": float((z * weights).sum())}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: dict[str, int]) -> None:
+    """Compare the loss terms of two steps, and the weights after them."""
+    one = tiny()
+    [(expected, weights)] = pool.run(1, _run_with_loss, one)
+    assert expected[0] == pytest.approx(pool.run(1, _expected_terms, one)[0], rel=1e-12)
+    ranks = pool.run(2, _run_with_loss, replace(one, parallel=ParallelConfig(world_size=2, **mapping)))
+    found: dict[str, torch.Tensor] = {}
+    for terms, stage_weights in ranks:
+        for step, reference in zip(terms, expected, strict=True):
+            assert step == pytest.approx(reference, rel=1e-12)
+        found |= stage_weights
+    _assert_close(found, weights)
+
+
+def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
+    """Run the program of the page on one rank; the metrics have the terms by name."""
+    _register("A loss and its data")
+    cfg = sys.modules["extension"].train(str(tmp_path / "run"))
+    records = [record for _, record in read_records(tmp_path / "run" / METRICS_FILE) if record is not None]
+    assert len(records) == cfg.run.steps
+    for record in records:
+        assert set(record["loss_terms"]) == {"policy", "z"}
+        assert record["loss"] == pytest.approx(sum(record["loss_terms"].values()))
+    with pytest.raises(ConfigError, match="data=..."):
+        train_model(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "other"))))
 
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ class _ModelSteps:
             )
         training = TrainingStep(model, self._cfg)
         weights = torch.full(self._tokens.shape, 1.0 / self._tokens.numel(), device=self._device)
-        batch = Batch(self._tokens, self._labels, weights, torch.arange(len(self._tokens), device=self._device))
+        sample_ids = torch.arange(len(self._tokens), device=self._device)
+        batch = Batch(self._tokens, {"labels": self._labels, "weights": weights, "sample_ids": sample_ids})
         self._result = training.run(batch, 1)
 
         def step() -> None:

@@ -182,7 +182,9 @@ class StepMetrics:
     step: int
     """Optimizer step, 1-based."""
     loss: float
-    """Mean language-model cross-entropy per token of the global batch, in nats."""
+    """Mean language-model cross-entropy per token of the global batch, in nats; or the sum of `loss_terms`."""
+    loss_terms: dict[str, float] | None = None
+    """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
     aux_loss: float
     """Load-balancing loss: the sum over layers, times its coefficient."""
     z_loss: float
@@ -274,6 +276,8 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
     if isinstance(value, MemoryByPart):
         return asdict(value)
     if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimeMetrics | OffloadMetrics):

@@ -1,27 +1,27 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
-from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.head import Head, ModelOutput
 from moefold.model.init import seed_for
 from moefold.model.linear import LinearBackend, linear
 from moefold.model.local_param import local_param
+from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_sum
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import build_rope
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
-from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.rope import Rope, RopeKernel
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -29,8 +29,6 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 CHUNK_LOGITS = 1 << 24
 """Default size of a loss chunk, in logits: 64 MiB in float32."""
 MIN_CHUNK_TOKENS = 256
-CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU where all logits are saved for backward: it bounds the temporaries (docs/log.md)."""
 
 
 class Block(nn.Module):
@@ -135,60 +133,11 @@ class Embedding(nn.Module):
         return self.sequence_parallel.scatter(vectors.to(self.dtype))
 
 
-class Head(nn.Module):
-    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied."""
-
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
-        self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.vocab_parallel: VocabParallel = NoVocabParallel()
-        self.gemm: Gemm = TORCH_GEMM
-
-    def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
-        return self.logits(self.norm(x), tied_weight)
-
-    def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
-        return linear(
-            self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
-        )
-
-    def losses(self, x: Tensor, tied_weight: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
-        """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
-
-        Args:
-            x: normalised hidden states, [S/(cp*tp), B, H].
-            tied_weight: the embedding weight, if embeddings are tied.
-            labels: next tokens.
-            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
-        """
-        is_single_chunk = not 0 < chunk < labels.numel()
-        # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
-        if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
-            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
-        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
-        x_all = self.sequence_parallel.gather(x)
-        weight_shard = self._weight_shard(x, tied_weight)
-        return self.vocab_parallel.chunked_cross_entropy(
-            x_all, weight_shard, labels, chunk, saves_exponentials=is_single_chunk, gemm=self.gemm
-        )
-
-    def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
-        weight = tied_weight if self.weight is None else self.weight
-        assert weight is not None
-        return local_param(weight, x.dtype)
-
-
 class Transformer(nn.Module):
     """Consecutive layers of the model, with the embedding on the first pipeline stage and the head on the last.
 
     Layers are named by their number in the whole model, so parameter names do not depend on the pipeline. The layers of
-    multi-token prediction (MTP) follow all others, on the last stage.
+    multi-token prediction (MTP) follow all others, on the last stage. `loss` is computed there.
     """
 
     def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
@@ -198,6 +147,7 @@ class Transformer(nn.Module):
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
         self.is_first = is_first
         self.is_last = is_last
+        self.loss: LossFunction = NextTokenLoss()
         self._loss_chunk = loss_chunk(cfg)
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
@@ -215,37 +165,23 @@ class Transformer(nn.Module):
         self.positions = positions
         self.rope = build_rope(self.cfg.model, positions, self.dtype, self.rope_kernel)
 
-    def forward(self, x: Tensor, *targets: Tensor | None, **named: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
         """Run `forward_resumable` to its end."""
-        return run_to_end(self.forward_resumable(x, *targets, **named))
+        return run_to_end(self.forward_resumable(x, **columns))
 
-    def forward_resumable(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-        sample_ids: Tensor | None = None,
-        mtp_labels: Tensor | None = None,
-        mtp_weights: Tensor | None = None,
-        document_starts: Tensor | None = None,
-    ) -> Resumable[Tensor]:
+    def forward_resumable(self, x: Tensor, **columns: Tensor) -> Resumable[Tensor]:
         """Run the layers of this stage; yields where its blocks yield.
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
-            labels: next tokens, int64 [B, S/cp]; used by the last stage.
-            weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
-            sample_ids: index of each sample in the global batch, int64 [B].
-            mtp_labels: targets of multi-token prediction, int64 [B, mtp_layers, S/cp].
-            mtp_weights: share of each MTP target in the loss of its depth, [B, mtp_layers, S/cp]; 0 after the sample's
-                end.
-            document_starts: position at which the document of each token begins, int64 [B, S], of whole samples:
-                attention stays within a document, and its positions count from there. None: a sample is one document.
+            columns: the columns of the micro-batch; see `Batch`.
 
         Returns:
-            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
-            losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
+            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
+            labels, the logits [S/cp, B, V/tp].
         """
+        sample_ids = columns.get("sample_ids")
+        document_starts = columns.get("document_starts")
         rope = self._rope_for(document_starts)
         starts_SB = None if document_starts is None else document_starts.t()
         if self.is_first:
@@ -256,24 +192,19 @@ class Transformer(nn.Module):
         if not self.is_last:
             # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
             return x if self.is_first or len(self.layers) else x.view_as(x)
-        tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
-        if labels is None:
-            return self.head(x, tied)
+        if "labels" not in columns:
+            return self.head(x, self._tied_weight)
         normed = self.head.norm(x)
-        loss = self._loss(normed, tied, labels, weights)
-        if self.cfg.model.mtp_layers == 0:
-            return loss
-        if not self.training:
-            return torch.cat((loss, torch.zeros_like(loss)))
-        assert mtp_labels is not None, "multi-token prediction needs mtp_labels"
-        mtp_loss = loss.new_zeros(1)
-        inputs = labels
-        for i in range(self.cfg.model.mtp_layers):
-            block = self.layers[str(self.cfg.model.num_layers + i)]
-            normed = yield from self._run_block(block, normed, rope, sample_ids, starts_SB, self.embedding(inputs))
-            inputs = mtp_labels[:, i]
-            mtp_loss = mtp_loss + self._loss(normed, tied, inputs, None if mtp_weights is None else mtp_weights[:, i])
-        return torch.cat((loss, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+        terms = [self.loss(self._output(normed), columns)]
+        if self.cfg.model.mtp_layers:
+            mtp_loss = terms[0].new_zeros(1)
+            for depth in range(self.cfg.model.mtp_layers if self.training else 0):
+                block = self.layers[str(self.cfg.model.num_layers + depth)]
+                embedded = self.embedding(mtp_tokens(columns, depth))
+                normed = yield from self._run_block(block, normed, rope, sample_ids, starts_SB, embedded)
+                mtp_loss = mtp_loss + self._mtp_loss(normed, columns, depth)
+            terms.append(mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers))
+        return torch.cat(terms)
 
     def _run_block(self, block: nn.Module, *args: Any) -> Resumable[Tensor]:
         assert isinstance(block, Block)
@@ -282,12 +213,23 @@ class Transformer(nn.Module):
         y: Tensor = block(*args)
         return y
 
-    def _loss(self, normed: Tensor, tied_weight: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the weighted cross-entropies of labels [B, S/cp]; [1]."""
-        losses = self.head.losses(normed, tied_weight, labels.t(), self._loss_chunk)
-        if weights is not None:
-            losses = losses * weights.t()
-        return losses.flatten().sum(0, keepdim=True)
+    def _output(self, normed: Tensor) -> ModelOutput:
+        return ModelOutput(normed, self.head, self._tied_weight, self._loss_chunk)
+
+    def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
+        """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""
+        weights = columns.get("mtp_weights")
+        losses = self._output(normed).cross_entropy(columns["mtp_labels"][:, depth])
+        return weighted_sum(losses, None if weights is None else weights[:, depth])
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the terms that the last stage returns: those of the loss, then of multi-token prediction, if any."""
+        return (*self.loss.terms, "mtp") if self.cfg.model.mtp_layers else tuple(self.loss.terms)
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        return self.embedding.weight if self.cfg.model.tie_embeddings else None
 
     def _rope_for(self, document_starts: Tensor | None) -> Rope:
         assert self.positions is not None, "set_positions() must be called before forward()"
@@ -310,9 +252,9 @@ class Transformer(nn.Module):
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
 
-def num_loss_terms(model: ModelConfig) -> int:
-    """Return the number of loss terms of the last stage: next token, and multi-token prediction (MTP) if any."""
-    return 2 if model.mtp_layers else 1
+def mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
+    """Return the tokens that an MTP layer embeds, int64 [B, S/cp]: the targets of the layer before it."""
+    return columns["labels"] if depth == 0 else columns["mtp_labels"][:, depth - 1]
 
 
 def loss_chunk(cfg: Config) -> int:

@@ -13,13 +13,14 @@ from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_b
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import Attention
+from moefold.model.head import Head
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
-from moefold.model.transformer import Block, Embedding, Head, Transformer
+from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
 from moefold.parallel.parallelize import ParallelModel
 from moefold.parallel.wgrad_store import WeightGradStore

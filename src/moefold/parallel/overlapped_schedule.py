@@ -21,7 +21,7 @@ from moefold.comm.pipelining_compat import (
     wait_p2p,
 )
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
-from moefold.model.transformer import Transformer, num_loss_terms
+from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Accumulation, Batch
 from moefold.parallel.pipeline_schedule import StageLossFn
@@ -40,11 +40,11 @@ class OverlappedAccumulation(Accumulation):
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """See base class."""
-        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
+        total = self._zero_terms(batch)
         loss: Tensor | None = None
         with self._unsharded_params.step():
-            for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
-                task = ResumableTask(self._model.forward_resumable(tokens, **targets))
+            for i, (tokens, columns) in enumerate(batch.micro_batches(self._num_micro_batches)):
+                task = ResumableTask(self._model.forward_resumable(tokens, **columns))
                 if loss is None:
                     self._recorder.set_phase("forward of micro-batch 0")
                 else:
@@ -77,25 +77,25 @@ class ResumableStage(nn.Module):
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
         super().__init__()
         stage.enable_comm_yields()
-        self._forward_resumable = lambda *args, **targets: stage.forward_resumable(*args, **targets)
+        self._forward_resumable = lambda *args, **columns: stage.forward_resumable(*args, **columns)
         self._is_training = lambda: stage.training
         self._recorder = recorder
         self._forward_task: ResumableTask[Tensor] | None = None
 
-    def begin_forward(self, x: Tensor, **targets: Tensor) -> ResumableTask[Tensor]:
+    def begin_forward(self, x: Tensor, **columns: Tensor) -> ResumableTask[Tensor]:
         """Start a forward pass that the next call of `forward` finishes."""
         assert self._forward_task is None, "one forward pass of a stage at a time"
-        self._forward_task = ResumableTask(self._forward_resumable(x, **targets))
+        self._forward_task = ResumableTask(self._forward_resumable(x, **columns))
         return self._forward_task
 
-    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
         """Finish the started forward pass, or run a whole one."""
         task = self._forward_task
         self._forward_task = None
         if task is not None:
             return task.run_to_end()
         self._recorder.set_phase("forward of a micro-batch" if self._is_training() else "evaluation")
-        return run_to_end(self._forward_resumable(x, **targets))
+        return run_to_end(self._forward_resumable(x, **columns))
 
 
 class OverlappedSchedule(RowSchedule):

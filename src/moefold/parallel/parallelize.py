@@ -13,7 +13,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.attention import Attention, CausalAttention
+from moefold.model.head import Head
 from moefold.model.init import init_weights
+from moefold.model.loss_function import LossFunction
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch import Dispatcher, ShardedMicroBatch, make_dispatcher
@@ -23,7 +25,7 @@ from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
-from moefold.model.transformer import Embedding, Head, MTPBlock, Transformer
+from moefold.model.transformer import Embedding, MTPBlock, Transformer
 from moefold.offload.activations import ActivationOffload
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
@@ -158,14 +160,20 @@ class ShardedStages:
     offload: ActivationOffload | None
 
 
-def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
+def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
     """Build this rank's stages, shard them along every axis, and initialise the weights.
 
     Collective: FSDP may communicate. No rank holds full parameters at any time.
+
+    Args:
+        cfg: the recipe.
+        groups: the process groups of its mapping.
+        loss: the loss of the last stage; None: next-token prediction.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
+        stage.loss = loss or stage.loss
         init_weights(stage, cfg.model, cfg.run.seed)
         install_phase_hooks(stage, groups.recorder)
     runner: StepRunner

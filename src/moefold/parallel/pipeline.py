@@ -17,7 +17,7 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWithoutSelfSends
 from moefold.config.schema import Config
-from moefold.model.transformer import Transformer, num_loss_terms
+from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Batch
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
@@ -41,7 +41,7 @@ class PipelineRunner:
         self._is_last = stages[-1].is_last
         self._is_first = stages[0].is_first
         self._stages = stages
-        self._num_loss_terms = num_loss_terms(cfg.model)
+        self._num_loss_terms = len(stages[0].loss_terms)
         self._loss_terms: list[Tensor] = []
         zero = cfg.parallel.zero
         schedule = cfg.parallel.schedule
@@ -109,7 +109,7 @@ class PipelineRunner:
         # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
             self._train_schedule.step(
-                *self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets()
+                *self._inputs(batch), target=batch.columns["labels"], return_outputs=False, **_keywords(batch)
             )
         for module in self._stages:
             for submodule in module.modules():
@@ -123,7 +123,7 @@ class PipelineRunner:
         self._loss_terms.clear()
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
-            self._eval_schedule.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
+            self._eval_schedule.eval(*self._inputs(batch), target=batch.columns["labels"], **_keywords(batch))
         return self._sum_loss_terms(batch)
 
     def _stage_module(self, module: Transformer, zero: int, recorder: FlightRecorder) -> nn.Module:
@@ -137,7 +137,7 @@ class PipelineRunner:
 
     def _sum_loss_terms(self, batch: Batch) -> Tensor:
         if not self._is_last:
-            return batch.weights.new_zeros(self._num_loss_terms)
+            return batch.columns["weights"].new_zeros(self._num_loss_terms)
         return torch.stack(self._loss_terms).sum(0)
 
     def _loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
@@ -230,8 +230,13 @@ class _HideFSDP(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
-        return self.stage(x, **targets)
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+        return self.stage(x, **columns)
+
+
+def _keywords(batch: Batch) -> dict[str, Any]:
+    """Return the columns as keyword arguments, which a schedule splits into micro-batches."""
+    return dict(batch.columns)
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

@@ -80,6 +80,7 @@ class TPVocabParallel:
     """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
+        self._tp = tp
         self._vocab_per_rank = vocab_size // tp.size
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
@@ -90,6 +91,10 @@ class TPVocabParallel:
         row = tokens - self._vocab_range.start
         is_mine = (row >= 0) & (row < self._vocab_per_rank)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
+        return _GatherVocab.apply(logits, self._tp)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
@@ -109,6 +114,18 @@ class TPVocabParallel:
         return chunked_cross_entropy(
             x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm
         )
+
+
+class _GatherVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tp.size, -1)[ctx.tp.rank], None
 
 
 def kv_rows(cfg: ModelConfig, tp: Group) -> slice:

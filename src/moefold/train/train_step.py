@@ -38,7 +38,9 @@ class StepResult:
     """Metrics of one step over the whole global batch; equal on all ranks."""
 
     loss: float
-    """Language-model loss."""
+    """Sum of the terms of the loss function: the language-model loss by default."""
+    loss_terms: dict[str, float]
+    """The terms by name."""
     aux_loss: float
     """Summed over layers, multiplied by its coefficient; `z_loss` likewise."""
     z_loss: float
@@ -75,8 +77,10 @@ class StepResult:
 class ReducedMetrics:
     """Result of the one all-reduce of a step, on the host; the same on every rank."""
 
-    losses: Tensor
-    """Language-model loss, then the MTP losses."""
+    loss_terms: dict[str, float]
+    """The terms of the loss function by name."""
+    mtp_loss: float | None
+    """None without multi-token prediction (MTP)."""
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     grad_norm: float
@@ -95,12 +99,17 @@ class ReducedMetrics:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
 
+    @property
+    def loss(self) -> float:
+        """The sum of the loss terms."""
+        return sum(self.loss_terms.values())
+
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
         aux, z = self.layer_scalars[:, :2].sum(0).tolist()
-        losses = {"loss": float(self.losses[0]), "balance loss": aux, "z loss": z}
-        if len(self.losses) > 1:
-            losses["MTP loss"] = float(self.losses[1:].sum())
+        losses = {"loss": self.loss, "balance loss": aux, "z loss": z}
+        if self.mtp_loss is not None:
+            losses["MTP loss"] = self.mtp_loss
         return {**losses, "gradient norm": self.grad_norm}
 
 
@@ -133,6 +142,7 @@ class TrainingStep:
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
+        self._loss_terms = model.stages[0].loss.terms
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -173,7 +183,9 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
-        metrics = None if replica_check is None else replica_check.metrics(self._tp_dedup(loss.detach())[0])
+        metrics = (
+            None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach())))
+        )
         decision = self.guard.decide(totals.guarded_metrics())
         recorder.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
@@ -251,7 +263,7 @@ class TrainingStep:
             self.router_replay.begin_step(step)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the weighted sum of the cross-entropies of validation tokens, in nats; collective."""
+        """Return the sum of the loss terms over the validation batches; collective."""
         loss, _ = self.evaluate_or_stop(batches, None)
         assert loss is not None
         return loss
@@ -276,7 +288,7 @@ class TrainingStep:
                 raised = self._count_flags(flags())
             if any(raised):
                 break
-            losses.append(self.model.runner.evaluate(batch)[:1])
+            losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
         self.model.train(True)
         if any(raised):
             return None, raised
@@ -288,6 +300,10 @@ class TrainingStep:
         groups = self.model.groups
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
+
+    def _sum_terms(self, losses: Tensor) -> Tensor:
+        """Sum the terms of the loss function, without the MTP loss; 0-dim."""
+        return losses[: len(self._loss_terms)].sum()
 
     def _tp_dedup(self, loss: Tensor) -> Tensor:
         """Return the loss on TP rank 0 and zero elsewhere: all TP ranks compute the same token losses."""
@@ -329,11 +345,13 @@ class TrainingStep:
         )
         total = all_reduce_sum(torch.cat(parts), world)
         norm = total[len(rank_losses)].sqrt()
+        num_terms = len(self._loss_terms)
         on_host = total.cpu().split([part.numel() for part in parts])
         num_experts = self._cfg.model.num_experts
         scalars, counts, thresholds, biases = on_host[4].view_as(router_stats).split([5, *[num_experts] * 3], 1)
         return ReducedMetrics(
-            losses=on_host[0],
+            loss_terms=dict(zip(self._loss_terms, on_host[0].tolist(), strict=False)),
+            mtp_loss=float(on_host[0][num_terms]) if len(rank_losses) > num_terms else None,
             device_grad_norm=norm,
             grad_norm=float(on_host[1].sqrt()),
             flags=tuple(int(count) for count in on_host[2].tolist()),
@@ -355,10 +373,11 @@ class TrainingStep:
             totals.layer_scalars.tolist(), totals.expert_counts.tolist(), totals.biases.tolist()
         )
         return StepResult(
-            loss=float(totals.losses[0]),
+            loss=totals.loss,
+            loss_terms=totals.loss_terms,
             aux_loss=aux,
             z_loss=z,
-            mtp_loss=float(totals.losses[1:].sum()),
+            mtp_loss=totals.mtp_loss or 0.0,
             grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),

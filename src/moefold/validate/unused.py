@@ -249,13 +249,19 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.path",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
         "data.kind reads no files",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
     UnusedKeyRule(
+        "data.validation_fraction data.document_end data.shuffle",
+        lambda cfg: cfg.data.kind == "program",
+        "a program passes the samples, in order and with their documents",
+        "choose another data.kind",
+    ),
+    UnusedKeyRule(
         "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
         "data.kind has no paths",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
