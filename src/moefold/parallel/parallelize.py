@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -30,6 +29,7 @@ from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shar
 from moefold.parallel.gradients import Accumulation, Batch, sum_replicated_gradients
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
+from moefold.parallel.phases import record_phases
 from moefold.parallel.pipeline import PipelineRunner, allreduce_tied_embedding_grad
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
 from moefold.parallel.select_ops import SelectedKernels, select_kernels
@@ -43,37 +43,6 @@ from moefold.parallel.tensor_parallel import (
 )
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.pipeline_layout import StagePlan
-
-
-def install_phase_hooks(stage: nn.Module, recorder: FlightRecorder) -> None:
-    """Record when a micro-batch enters the stage, and when its gradient does."""
-    counter = _MicroBatchCounter(recorder)
-    stage.register_forward_pre_hook(counter.before_forward)
-    stage.register_forward_hook(counter.after_forward)
-
-
-class _MicroBatchCounter:
-    """Counts the micro-batches of a step, in order of execution."""
-
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
-        self._step = -1
-        self._count = 0
-
-    def before_forward(self, stage: nn.Module, args: Any) -> None:
-        if not stage.training:
-            self._recorder.set_phase("evaluation")
-            return
-        if self._step != self._recorder.step:
-            self._step = self._recorder.step
-            self._count = 0
-        self._recorder.set_phase(f"forward of micro-batch {self._count}")
-        self._count += 1
-
-    def after_forward(self, stage: nn.Module, args: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            phase = f"backward of micro-batch {self._count - 1}"
-            output.register_hook(lambda grad: self._recorder.set_phase(phase))
 
 
 class StepRunner(Protocol):
@@ -167,7 +136,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
         init_weights(stage, cfg.model, cfg.run.seed)
-        install_phase_hooks(stage, groups.recorder)
+        record_phases(stage, groups.recorder)
     runner: StepRunner
     if groups.layout.pp == 1 and cfg.parallel.overlap_experts:
         runner = OverlappedAccumulation(sharded.stages[0], cfg.num_micro_batches, cfg.parallel.zero, groups)
