@@ -15,6 +15,8 @@ from functools import wraps
 from inspect import isgeneratorfunction
 from typing import Any
 
+from torch import nn
+
 from moefold.comm.resumable import Resumable, ResumableTask
 
 Function = Callable[..., Any]
@@ -90,3 +92,10 @@ def wrap_method(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None
             setattr(owner, name, before)
 
     return undo
+
+
+def set_on_modules(root: nn.Module, name: str, value: object) -> None:
+    """Set an attribute on every module below `root` that has it."""
+    for module in root.modules():
+        if hasattr(module, name):
+            setattr(module, name, value)

@@ -22,7 +22,7 @@ from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Head, Transformer
 from moefold.optim.state_offload import states_on_device
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.schedule_tables import SCHEDULES
 

@@ -7,9 +7,13 @@ import torch
 
 from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
-from moefold.model.attention import CausalKernel
+from moefold.model.attention import Attention, CausalAttention, CausalKernel
 from moefold.model.linear import LinearBackend, UnquantizedLinear
+from moefold.model.mla import LatentAttention
+from moefold.model.mlp import SwiGLU
 from moefold.model.moe.router import RoutingKernel
+from moefold.model.norm import RMSNorm
+from moefold.model.transformer import MTPBlock, Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
@@ -86,6 +90,30 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         rope=apply_rope,
         message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
+
+
+def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
+    """Set the selected kernels on the layers; call it before `set_positions`.
+
+    The embedding, the head and the routers compute in higher precision than the layers.
+    """
+    for layer in stage.moe_layers().values():
+        layer.experts.kernels = kernels.expert_ops
+        layer.experts.activation = kernels.expert_activation or layer.experts.activation
+        layer.experts.gemm = kernels.gemm
+        layer.router.kernel = kernels.router
+    for module in stage.modules():
+        if isinstance(module, Attention | LatentAttention | SwiGLU | MTPBlock):
+            module.linear_backend = kernels.linear_backend
+        if isinstance(module, RMSNorm):
+            module.kernel = kernels.norm
+        if isinstance(module, SwiGLU):
+            module.swiglu_kernel = kernels.swiglu
+        if isinstance(module, Attention | LatentAttention) and isinstance(module.core_attention, CausalAttention):
+            module.core_attention.kernel = kernels.attention
+    stage.rope_kernel = kernels.rope
+    if stage.is_last:
+        stage.head.gemm = kernels.gemm
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
