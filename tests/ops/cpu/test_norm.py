@@ -210,7 +210,7 @@ def test_every_norm_of_a_model_gets_it():
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     # Two of a layer, two of its heads, and the last.
     assert len(norms) == 4 * cfg.model.num_layers + 1
-    assert all(norm.kernel is chosen.norm for norm in norms)
+    assert all(norm.kernels.norm is chosen.norm for norm in norms)
 
 
 def test_without_a_compiler_it_is_plain(no_compiler):
