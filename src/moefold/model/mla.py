@@ -47,8 +47,8 @@ class LatentAttention(nn.Module):
 
     `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
     `wgrad_store` (backward pass split in two), `kernels` and `up_proj_checkpoint` (recompute heads from the latents
-    instead of saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
-    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    instead of saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no
+    heads are computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
