@@ -27,7 +27,8 @@ from moefold.config.schema import Config, DataConfig, ParallelConfig, RunConfig,
 from moefold.data import open_dataset
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block
-from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
 from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep

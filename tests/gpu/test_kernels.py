@@ -44,7 +44,7 @@ def test_a_dropless_layer_waits_for_nothing():
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     kernels = select_kernels(replace(cfg, run=replace(cfg.run, deterministic=True)), device)
-    layer.experts.kernels, layer.router.kernel = kernels.expert_ops, kernels.router
+    layer.experts.kernels, layer.router.kernels = kernels.expert_ops, kernels
     x = torch.randn(64, 2, SIZES["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
     samples = torch.arange(2, device=device)
     grad = torch.randn_like(x)

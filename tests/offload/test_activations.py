@@ -145,7 +145,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
         yield
         return x.exp()
 
-    stage = offload.wrap_stage(offload.wrap_resumable(part), tuple)
+    stage = offload.wrap_stage(offload.wrap(part), tuple)
     first, second, third = (_vector(value / 10).requires_grad_() for value in (1, 2, 3))
     offload.begin_step()
     a = ResumableTask(stage(first))

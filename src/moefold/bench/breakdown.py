@@ -19,8 +19,7 @@ from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.adamw import build_optimizer
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
-from moefold.parallel.parallelize import apply_kernels
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
 ADAMW_BYTES_PER_WEIGHT = 28

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.resumable import Resumable
 from moefold.comm.torch_compat import innermost_saved_tensor_hooks
+from moefold.model.module_wrapper import CallContext, wrap_calls
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -77,21 +78,13 @@ def checkpoint_resumable(
         on_yield: called at each yield of the recomputation.
     """
 
-    def run(*args: Any) -> Resumable[Tensor]:
+    def begin(*args: Any) -> CallContext | None:
         if not torch.is_grad_enabled():
-            return (yield from function(*args))
+            return None
         resumable_checkpoint = _ResumableCheckpoint(function, args, on_yield)
-        steps = function(*args)
-        while True:
-            with saved_tensors_hooks(resumable_checkpoint.pack, _unpack_resumable):
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    result: Tensor = end.value
-                    return result
-            yield
+        return CallContext(lambda: saved_tensors_hooks(resumable_checkpoint.pack, _unpack_resumable))
 
-    return run
+    return wrap_calls(function, begin)
 
 
 class _ResumableCheckpoint:
@@ -124,8 +117,8 @@ class _ResumableCheckpoint:
 
     def _recompute(self) -> None:
         args = list(self._non_tensor_args)
-        saved_inputs = self._saved_inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
-        for i, tensor, requires_grad in zip(self._tensor_indices, saved_inputs, self._requires_grad, strict=True):
+        node: Any = self._saved_inputs.grad_fn
+        for i, tensor, requires_grad in zip(self._tensor_indices, node.saved_tensors, self._requires_grad, strict=True):
             args[i] = tensor.detach().requires_grad_(requires_grad)
         recomputed: dict[int, Tensor] = {}
 

@@ -10,7 +10,8 @@ from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import CausalAttention, CoreAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import LinearBackend, linear
+from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
@@ -45,9 +46,9 @@ class LatentAttention(nn.Module):
     (or `wq`) and `wkv_up`.
 
     `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two) and `up_proj_checkpoint` (recompute heads from the latents instead of
-    saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
-    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    `wgrad_store` (backward pass split in two), `kernels` and `up_proj_checkpoint` (recompute heads from the latents
+    instead of saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no
+    heads are computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
@@ -72,7 +73,7 @@ class LatentAttention(nn.Module):
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
+        self.kernels: Kernels = TORCH_KERNELS
         self.window = window
         self.core_attention: CoreAttention = CausalAttention(window)
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
@@ -110,7 +111,7 @@ class LatentAttention(nn.Module):
             attended = self._absorbed_attention(nope, rope(rotated), *cached)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.linear_backend
+            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
 
     def _expanded_attention(
@@ -125,11 +126,11 @@ class LatentAttention(nn.Module):
         wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(source, weights[0], wgrad_store=wgrad_store, linear_backend=self.linear_backend).unflatten(
-                -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
-            )
+            query = linear(
+                source, weights[0], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
+            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
             key_value = linear(
-                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.linear_backend
+                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
             ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             return self._expand_heads(query, key_value, shared_key, rope)
 
@@ -195,7 +196,9 @@ class LatentAttention(nn.Module):
         return self.sequence_parallel.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.linear_backend)
+        return linear(
+            x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.kernels.linear_backend
+        )
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
         """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""

@@ -13,7 +13,8 @@ from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
 from moefold.model.init import seed_for
-from moefold.model.linear import LinearBackend, linear
+from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_sum
 from moefold.model.mla import LatentAttention
@@ -22,7 +23,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import build_rope
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
-from moefold.ops.rope import Rope, RopeKernel
+from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -90,7 +91,7 @@ class MTPBlock(Block):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
+        self.kernels: Kernels = TORCH_KERNELS
         self.output_norm = RMSNorm(hidden, eps)
 
     def forward_resumable(
@@ -112,7 +113,7 @@ class MTPBlock(Block):
             both,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
-            linear_backend=self.linear_backend,
+            linear_backend=self.kernels.linear_backend,
         )
         return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
 
@@ -158,12 +159,12 @@ class Transformer(nn.Module):
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
-        self.rope_kernel: RopeKernel | None = None
+        self.kernels: Kernels = TORCH_KERNELS
 
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
-        self.rope = build_rope(self.cfg.model, positions, self.dtype, self.rope_kernel)
+        self.rope = build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope)
 
     def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
         """Run `forward_resumable` to its end."""
@@ -239,7 +240,7 @@ class Transformer(nn.Module):
         # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
         # its place in the sample bit by bit, in low precision too.
         positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
-        return build_rope(self.cfg.model, positions_SB, self.dtype, self.rope_kernel)
+        return build_rope(self.cfg.model, positions_SB, self.dtype, self.kernels.rope)
 
     def enable_comm_yields(self) -> None:
         """Make `forward_resumable` yield at each MoE all-to-all from now on."""

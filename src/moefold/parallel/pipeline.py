@@ -17,12 +17,13 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWithoutSelfSends
 from moefold.config.schema import Config
+from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Batch
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
-from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedule_tables import SCHEDULES, overlapped_rows
 
@@ -63,7 +64,7 @@ class PipelineRunner:
                 wgrad_stores[i] = wgrad_store = WeightGradStore(
                     module, reduces_each_micro_batch=zero >= 2, has_hooks=self._unsharded_params is None
                 )
-                install_wgrad_store(module, wgrad_store)
+                set_on_modules(module, "wgrad_store", wgrad_store)
 
         def build() -> list[PipelineStageBase]:
             return [

@@ -20,7 +20,7 @@ from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import FSDPCommHooks
 from moefold.parallel.gradients import Batch
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 
 CHUNK_WORDS = 1 << 18
 """Number of integers that are multiplied at a time."""

@@ -29,11 +29,35 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.groups import Group
 from moefold.config.model import ModelConfig
+from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol, should_delay
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
 from moefold.model.loss import VocabRange, chunked_cross_entropy, cross_entropy
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.norm import FullWidthQKNorm
 from moefold.model.tp_interface import SequenceParallel
+from moefold.model.transformer import Transformer
 from moefold.ops.gemm import TORCH_GEMM, Gemm
+
+
+def apply_tensor_parallel(stage: Transformer, tp: Group) -> None:
+    """Shard tokens and vocabulary over the tp ranks; `shard_model_parallel` shards the weights."""
+    if tp.size == 1:
+        return
+    sequence_parallel = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
+    set_on_modules(stage, "sequence_parallel", sequence_parallel)
+    set_on_modules(stage, "vocab_parallel", TPVocabParallel(tp, stage.cfg.model.vocab_size))
+    for module in stage.modules():
+        if isinstance(module, Attention):
+            module.kv_rows = kv_rows(stage.cfg.model, tp)
+            _apply_tp_qk_norm(module, stage.cfg.model, tp)
+
+
+def _apply_tp_qk_norm(attention: Attention, cfg: ModelConfig, tp: Group) -> None:
+    heads = ((attention.query_norm, cfg.num_attention_heads), (attention.key_norm, cfg.num_query_groups))
+    for norm, num_heads in heads:
+        if isinstance(norm, FullWidthQKNorm):
+            norm.sum_of_squares = TPSumOfSquares(tp, num_heads)
 
 
 class SequenceParallelTokens(SequenceParallel):

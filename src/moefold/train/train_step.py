@@ -22,7 +22,7 @@ from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import Batch, clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
