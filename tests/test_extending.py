@@ -3,23 +3,31 @@
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moefold.api import build_model, train_model
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.stage_memory import max_in_flight
 from moefold.cost.state_memory import rank_state_bytes
 from moefold.errors import ConfigError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
+from moefold.planner.cost_model.bubble import bubble_s
+from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
+from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.schedule_csv import read_schedule
+from moefold.topology.schedule_tables import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, create_groups, gather_full_tensors, run_distributed
 from tests.verify.recipes import tiny
 
@@ -48,6 +56,28 @@ def _run_with_dispatcher(cfg: Config, other: Config) -> tuple[DistributedRecord,
 def _run_with_optimizer(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
     _register("An optimizer")
     return run_distributed(cfg, steps), rank_state_bytes(cfg, 0).optimizer
+
+
+def _run_with_schedule(cfg: Config) -> DistributedRecord:
+    _register("A pipeline schedule")
+    check_config(cfg)
+    assert find_deadlock(runtime_slots(cfg)) is None
+    return run_distributed(cfg, 2)
+
+
+def _price_with_schedule(cfg: Config) -> tuple[list[int], list[float]]:
+    """Return the micro-batches in flight on each rank, and the idle seconds: priced, many at once, and simulated."""
+    _register("A pipeline schedule")
+    p = cfg.parallel
+    count = cfg.num_micro_batches
+    bubble = partial(bubble_s, pp=p.pp, num_micro_batches=count, schedule=p.schedule)
+    array = np.array([[1.0]])
+    work = StageSegments(
+        forward=(Segment("work", 1.0),), backward=(Segment("work", 2.0),), input_gradient=(), weight_gradient=()
+    )
+    timeline = simulate(slot_rows(p.schedule, p.pp, 1, count), [work] * p.pp)
+    priced = bubble(1.0, 2.0, 1.0, vpp=1), float(bubble(array, 2 * array, array, vpp=np.array([[1]]))[0, 0])
+    return max_in_flight(cfg, p.pp), [*priced, timeline.span_s - 3.0 * count]
 
 
 def _with(cfg: Config, section: str, **keys: Any) -> Config:
@@ -142,6 +172,27 @@ def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
         assert record["loss"] == pytest.approx(sum(record["loss_terms"].values()))
     with pytest.raises(ConfigError, match="data=..."):
         train_model(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "other"))))
+
+
+@pytest.mark.parity
+def test_example_of_a_schedule_equals_one_rank(pool: WorkerPool) -> None:
+    """Train two steps on two pipeline ranks and on one."""
+    one = tiny(train={"global_batch_size": 8, "lr": LR})
+    [alone] = pool.run(1, run_distributed, one, 2)
+    two = _with(one, "parallel", world_size=2, pp=2, schedule="eager")
+    first, last = pool.run(2, _run_with_schedule, two)
+    assert [step.loss for step in first.steps] == pytest.approx([step.loss for step in alone.steps], rel=1e-12)
+    torch.testing.assert_close(first.gradients | last.gradients, alone.gradients, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first.weights | last.weights, alone.weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parity
+def test_example_of_a_schedule_is_priced(pool: WorkerPool) -> None:
+    """Compare memory in flight and idle time with those of 1F1B, to which warm-up adds a micro-batch and no time."""
+    base = tiny(world_size=4, pp=4, model={"num_layers": 4}, train={"global_batch_size": 16})
+    [(in_flight, idle)] = pool.run(1, _price_with_schedule, _with(base, "parallel", schedule="eager"))
+    assert in_flight == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]
+    assert idle == [bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b")] * 3
 
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:

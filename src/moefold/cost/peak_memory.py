@@ -16,10 +16,7 @@ from moefold.cost.stages import plan_stages
 from moefold.cost.state_memory import StateMemory, optimizer_offload_memory
 from moefold.cost.unit_memory import StateBytes
 from moefold.topology.pipeline_action import Slot, SlotRow
-from moefold.topology.schedule_tables import SCHEDULES, schedule_slots
-
-BLOCKING_SENDS = ("gpipe", "1f1b")
-"""Schedules of torch that free what they have sent before the step ends."""
+from moefold.topology.schedule_tables import schedule_of, schedule_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +91,14 @@ def activation_peaks(activation_memory: ActivationMemory, cfg: Config) -> tuple[
     plan = plan_stages(cfg)
     p = cfg.parallel
     # Without a pipeline there is no schedule.
-    splits = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
+    splits = p.pp > 1 and schedule_of(cfg).splits_backward
     overlapped = OverlappedPassMemory(activation_memory, splits_backward=splits)
     overlaps = cfg.parallel.overlap_experts
     passes = []
     for stage in plan.stages:
         delayed = activation_memory.delayed_wgrad(stage) if splits else BytesByPart()
-        # All schedules except BLOCKING_SENDS keep what they send, outputs and gradients, until the step ends.
         num_neighbours = (stage.number > 0) + (stage.number + 1 < len(plan.stages))
-        frees_sent = cfg.parallel.schedule in BLOCKING_SENDS and not overlaps
+        frees_sent = schedule_of(cfg).frees_sent_messages and not overlaps
         num_sent = 0 if frees_sent or cfg.parallel.pp == 1 else num_neighbours
         sent = BytesByPart(pipeline=num_sent * activation_memory.hidden_bytes)
         peaks = activation_memory.forward_peak(stage), activation_memory.backward_peak(stage, splits_backward=splits)

@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-)
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
@@ -25,7 +21,7 @@ from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Accumulation, Batch
 from moefold.parallel.pipeline_schedule import StageLossFn
-from moefold.topology.schedule_tables import ForwardBackward, ScheduleItem, ScheduleItemRow
+from moefold.topology.pipeline_action import SlotRow
 
 
 class OverlappedAccumulation(Accumulation):
@@ -105,7 +101,7 @@ class OverlappedSchedule(RowSchedule):
         stages: the stages of this rank, whose modules are `ResumableStage`s.
         num_micro_batches: micro-batches of a step.
         loss_fn: loss of the last stage.
-        rows: the actions of each pipeline rank.
+        rows: the slots of each pipeline rank.
         backward_overlap: resumes the forward pass during a backward pass.
         recorder: flight recorder for the phases.
     """
@@ -115,7 +111,7 @@ class OverlappedSchedule(RowSchedule):
         stages: list[PipelineStageBase],
         num_micro_batches: int,
         loss_fn: StageLossFn,
-        rows: Sequence[ScheduleItemRow],
+        rows: Sequence[SlotRow],
         *,
         backward_overlap: BackwardOverlap,
         recorder: FlightRecorder,
@@ -124,7 +120,7 @@ class OverlappedSchedule(RowSchedule):
         self._backward_overlap = backward_overlap
         self._recorder = recorder
         self._local_stages = {stage.stage_index: stage for stage in stages}
-        self.set_rows({rank: [_to_torch_action(work) for work in row] for rank, row in enumerate(rows)})
+        self.set_rows(rows)
         self.register_custom_function(OVERLAP_F_B, self._run_forward_backward)
 
     def _run_forward_backward(self, action: PipelineAction, ctx: Any) -> None:
@@ -162,12 +158,3 @@ class OverlappedSchedule(RowSchedule):
             wait_p2p(receiving.pop((stage.stage_index, micro_batch), []))
             found.append((stage, micro_batch))
         return found
-
-
-def _to_torch_action(work: ScheduleItem) -> PipelineAction:
-    if not isinstance(work, ForwardBackward):
-        return PipelineAction.from_str(str(work))
-    passes = ((work.forward, FORWARD), (work.backward, FULL_BACKWARD))
-    return PipelineAction(
-        -1, OVERLAP_F_B, None, tuple(PipelineAction(a.stage, kind, a.micro_batch) for a, kind in passes)
-    )

@@ -25,7 +25,7 @@ from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableSt
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedule_tables import SCHEDULES, overlapped_rows
+from moefold.topology.schedule_tables import runtime_slots, schedule_of
 
 
 class PipelineRunner:
@@ -45,7 +45,6 @@ class PipelineRunner:
         self._num_loss_terms = len(stages[0].loss_terms)
         self._loss_terms: list[Tensor] = []
         zero = cfg.parallel.zero
-        schedule = cfg.parallel.schedule
         self._comm_timer = groups.pp.comm_timer
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
@@ -60,7 +59,7 @@ class PipelineRunner:
             if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay gathered until the end of the step.
                 module.set_reshard_after_backward(False)
-            if SCHEDULES[schedule].splits_backward:
+            if schedule_of(cfg).splits_backward:
                 wgrad_stores[i] = wgrad_store = WeightGradStore(
                     module, reduces_each_micro_batch=zero >= 2, has_hooks=self._unsharded_params is None
                 )
@@ -93,9 +92,8 @@ class PipelineRunner:
         if self._unsharded_params is None:
             self._train_schedule = training_schedule(cfg, build(), self._loss_fn)
         else:
-            p = cfg.parallel
             count = cfg.num_micro_batches
-            rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, count)
+            rows = runtime_slots(cfg)
             backward_overlap = groups.backward_overlap
             recorder = groups.recorder
             self._train_schedule = OverlappedSchedule(

@@ -12,6 +12,7 @@ from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.schedule_tables import schedule_of
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.train import has_validation_split
 
@@ -219,7 +220,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "parallel.schedule_csv",
-        lambda cfg: cfg.parallel.schedule != "csv",
+        lambda cfg: not schedule_of(cfg).reads_file,
         "only parallel.schedule='csv' reads it",
         "choose parallel.schedule='csv'",
     ),

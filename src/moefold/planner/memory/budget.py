@@ -27,6 +27,7 @@ from moefold.planner.memory.snapshots import MemorySnapshots, ScheduleSpec, find
 from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import ModelChunk, StageSplitter, chunks_of_rank, make_stage_splitter
+from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""
@@ -210,7 +211,7 @@ class MemoryModel:
         return cache[schedule_spec]
 
     def _schedule_spec(self, mapping: ParallelMapping) -> ScheduleSpec:
-        schedule = mapping.schedule if mapping.pp > 1 else "1f1b"
+        schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         return ScheduleSpec(
             schedule,
             mapping.pp,

@@ -21,11 +21,10 @@ from moefold.cost.overlap_memory import (
     visit_backward,
     visit_forward,
 )
-from moefold.cost.peak_memory import BLOCKING_SENDS
 from moefold.planner.memory.columns import Counts, MemoryColumns, drop_dominated
 from moefold.planner.stages import ModelChunk
-from moefold.topology.pipeline_action import SlotRow, one_per_slot
-from moefold.topology.schedule_tables import SCHEDULES, overlapped_row, rank_row, to_slot_row
+from moefold.topology.pipeline_action import SlotRow, split_pairs
+from moefold.topology.schedule_tables import SCHEDULES, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats; see `ScheduleSpec.shortest_equivalent`."""
@@ -75,11 +74,12 @@ class ScheduleSpec:
         """
         n = self.num_micro_batches
         limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
-        if n <= limit or self.schedule == "gpipe" and self.pp > 1:
+        spec = SCHEDULES[self.schedule]
+        if n <= limit or not spec.repeats_steady_phase and self.pp > 1:
             return self
         # Rounds that are not pp long change with the number of micro-batches.
         per_round = n // max(1, n // self.pp)
-        repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
+        repeats = per_round == self.pp or not spec.runs_equal_rounds and self.vpp < 3
         return replace(self, num_micro_batches=limit) if repeats else self
 
 
@@ -100,7 +100,7 @@ def find_snapshots(
     walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
     found = []
     for rank, stages in enumerate(stages_by_rank):
-        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
+        rows = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages)
         found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
@@ -129,7 +129,7 @@ def find_peak_candidates(
     held = []
     found = []
     for rank in (0, len(stages_by_rank) - 1):
-        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
+        rows = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages_by_rank[rank])
         # Most layers in flight; among these the most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)
         others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
@@ -140,15 +140,11 @@ def find_peak_candidates(
 
 
 @lru_cache(maxsize=16384)
-def schedule_row(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
-    """Return the slots of a pipeline rank."""
-    count = schedule_spec.num_micro_batches
-    if schedule_spec.overlap:
-        return to_slot_row(overlapped_row(schedule_spec.schedule, rank, schedule_spec.pp, schedule_spec.vpp, count))
-    if schedule_spec.pp == 1:
-        return one_per_slot(rank_row("1f1b", 0, 1, 1, count))
-    name = "interleaved" if schedule_spec.schedule == "1f1b" and schedule_spec.vpp > 1 else schedule_spec.schedule
-    return one_per_slot(rank_row(name, rank, schedule_spec.pp, schedule_spec.vpp, count))
+def _slots_of_rank(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
+    """Return the slots of a pipeline rank; only with overlap are two micro-batches in one slot."""
+    s = schedule_spec
+    row = schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
+    return row if s.overlap else split_pairs(row)
 
 
 def _make_rank_walker(
@@ -353,7 +349,7 @@ class _RankWalker:
 
     def _keeps_sent_messages(self) -> bool:
         order = self.schedule_spec
-        frees_sent = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        frees_sent = SCHEDULES[order.schedule].frees_sent_messages and order.vpp == 1 and not order.overlap
         return order.keeps_sent_messages and order.pp > 1 and not frees_sent
 
     def _num_recv_buffers(self, stages: Iterable[int]) -> int:
