@@ -12,8 +12,7 @@ from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import MemoryTracker
-from moefold.model.attention import Attention
-from moefold.model.mla import LatentAttention
+from moefold.model.attention import SelfAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
@@ -28,8 +27,7 @@ from moefold.topology.schedule_tables import SCHEDULES
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
-    (Attention, "forward", "attention"),
-    (LatentAttention, "forward", "attention"),
+    (SelfAttention, "forward", "attention"),
     (SwiGLU, "forward", "dense MLP"),
     (Router, "forward", "router"),
     (Experts, "forward", "experts"),
@@ -104,7 +102,7 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
             for kind, part in TRACKED_RESUMABLES:
                 if isinstance(module, kind):
                     label(module, "forward_resumable", part, tracker.scoped_resumable)
-            if isinstance(module, Attention | LatentAttention):
+            if isinstance(module, SelfAttention):
                 label(module, "core_attention", "core attention")
             if isinstance(module, MoELayer):
                 dispatchers[id(module.dispatcher)] = module.dispatcher

@@ -12,9 +12,8 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
-from moefold.model.attention import Attention, CausalAttention
+from moefold.model.attention import Attention, CausalAttention, SelfAttention
 from moefold.model.init import init_weights
-from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch import Dispatcher, ShardedMicroBatch, make_dispatcher
 from moefold.model.moe.dispatch.deepep import open_buffer
@@ -23,7 +22,7 @@ from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
-from moefold.model.transformer import Embedding, Head, MTPBlock, Transformer
+from moefold.model.transformer import Embedding, Head, Transformer
 from moefold.offload.activations import ActivationOffload
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
@@ -240,13 +239,13 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         layer.experts.gemm = kernels.gemm
         layer.router.kernel = kernels.router
     for module in stage.modules():
-        if isinstance(module, Attention | LatentAttention | SwiGLU | MTPBlock):
-            module.linear_backend = kernels.linear_backend
+        if hasattr(module, "linear_backend"):
+            module.linear_backend = kernels.linear_backend  # type: ignore[assignment]
         if isinstance(module, RMSNorm):
             module.kernel = kernels.norm
         if isinstance(module, SwiGLU):
             module.swiglu_kernel = kernels.swiglu
-        if isinstance(module, Attention | LatentAttention) and isinstance(module.core_attention, CausalAttention):
+        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
             module.core_attention.kernel = kernels.attention
     stage.rope_kernel = kernels.rope
     if stage.is_last:
@@ -260,8 +259,8 @@ def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     vocab_parallel = TPVocabParallel(tp, stage.cfg.model.vocab_size)
     sequence_parallel = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
     for module in stage.modules():
-        if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
-            module.sequence_parallel = sequence_parallel
+        if hasattr(module, "sequence_parallel"):
+            module.sequence_parallel = sequence_parallel  # type: ignore[assignment]
         if isinstance(module, Embedding | Head):
             module.vocab_parallel = vocab_parallel
         if isinstance(module, Attention):
@@ -303,5 +302,5 @@ def _apply_expert_parallel(
 
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
     for module in stage.modules():
-        if isinstance(module, Attention | LatentAttention):
+        if isinstance(module, SelfAttention):
             module.core_attention = context_parallel_attention(cfg.parallel.context, groups.attn.cp, module.window)
