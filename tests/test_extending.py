@@ -14,6 +14,7 @@ import torch
 
 from moefold.api import build_model, train_model
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
 from moefold.cost.state_memory import rank_state_bytes
 from moefold.errors import ConfigError
@@ -80,15 +81,20 @@ def _price_with_schedule(cfg: Config) -> tuple[list[int], list[float]]:
     return max_in_flight(cfg, p.pp), [*priced, timeline.span_s - 3.0 * count]
 
 
+def _run_with_block(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
+    _register("A block")
+    return run_distributed(cfg, steps), count_parameters(cfg.model).total
+
+
 def _with(cfg: Config, section: str, **keys: Any) -> Config:
     return replace(cfg, **{section: replace(getattr(cfg, section), **keys)})
 
 
-def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-9) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], tensor, rtol=rtol, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -99,6 +105,21 @@ def test_example_of_a_dispatcher_equals_the_builtin(pool: WorkerPool) -> None:
     for mine, theirs in pool.run(2, _run_with_dispatcher, _with(builtin, "parallel", dispatcher="gathering"), builtin):
         _assert_close(mine.gradients, theirs.gradients)
         _assert_close(mine.weights, theirs.weights)
+
+
+@pytest.mark.parity
+def test_example_of_a_block_equals_one_rank(pool: WorkerPool) -> None:
+    """Train two steps on two ranks with tp=2 and on one, with AdamW and with Muon."""
+    gated = {"attention": "gated", "num_query_groups": 4}
+    for optimizer in ("adamw", "muon"):
+        one = tiny(model=gated, train={"optimizer": optimizer})
+        [(alone, num_parameters)] = pool.run(1, _run_with_block, one, 2)
+        assert sum(weight.numel() for weight in alone.weights.values()) == num_parameters
+        assert alone.gradients["layers.0.attention.wg"].abs().max() > 0
+        two = replace(one, parallel=ParallelConfig(world_size=2, tp=2, ep=2))
+        record, _ = pool.run(2, _run_with_block, two, 2)[0]
+        _assert_close(record.gradients, alone.gradients, rtol=1e-12)
+        _assert_close(record.weights, alone.weights, rtol=1e-12)
 
 
 @pytest.mark.parity

@@ -1,5 +1,6 @@
 """Causal self-attention with grouped queries (GQA, arXiv:2305.13245), within documents and sliding windows."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -85,12 +86,43 @@ class AttentionMaskSpec:
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
-class Attention(nn.Module):
-    """Attention layer: QKV projections, RoPE, core attention, output projection. Head counts follow the local weights.
+class SelfAttention(nn.Module, ABC):
+    """Base class of the attention of a layer; head counts follow the local weights.
 
     `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two), `kernels` and `kv_rows` (the rows of wk and wv for this rank's query
-    heads, where tp exceeds the number of query groups).
+    `wgrad_store` (backward pass split in two) and `kernels`.
+
+    Args:
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.kernels: Kernels = TORCH_KERNELS
+        self.window = window
+        self.core_attention: CoreAttention = CausalAttention(window)
+
+    @abstractmethod
+    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+        """Compute self-attention over the whole sequence.
+
+        Args:
+            x: [S/(cp*tp), B, H].
+            rope: of the positions of this rank's context shard, S/cp tokens.
+            document_starts: see `CoreAttention`, int64 [S, B].
+
+        Returns:
+            [S/(cp*tp), B, H].
+        """
+
+
+class Attention(SelfAttention):
+    """Grouped-query attention: QKV projections, RoPE, core attention, output projection.
+
+    `parallelize` also sets `kv_rows`, the rows of wk and wv for this rank's query heads, where tp exceeds the number of
+    query groups.
 
     Args:
         cfg: sizes, norms, biases and sinks.
@@ -98,7 +130,7 @@ class Attention(nn.Module):
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__()
+        super().__init__(window)
         head = cfg.head_size
         hidden = cfg.hidden_size
         query = cfg.num_attention_heads * head
@@ -115,24 +147,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.kernels: Kernels = TORCH_KERNELS
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
         self.kv_rows = slice(None)
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Compute self-attention over the whole sequence.
-
-        Args:
-            x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens.
-            document_starts: see `CoreAttention`, int64 [S, B].
-
-        Returns:
-            [S/(cp*tp), B, H].
-        """
+        """Compute grouped-query attention, as `SelfAttention.forward`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
             self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),

@@ -8,14 +8,11 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import CausalAttention, CoreAttention
-from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.attention import SelfAttention
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
-from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.rope import Rope
 
 LATENT_NORM_EPS = 1e-6
@@ -38,17 +35,16 @@ class LatentCacheProtocol(Protocol):
         ...
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SelfAttention):
     """Multi-head latent attention: down and up projections, partial RoPE, and core attention.
 
     The latents are low-dimensional: each rank computes those of its own tokens, with weights replicated over tp, and
     the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of `wq_up`
     (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two), `kernels` and `up_proj_checkpoint` (recompute heads from the latents
-    instead of saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no
-    heads are computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
+    decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
+    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
@@ -56,7 +52,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__()
+        super().__init__(window)
         heads = cfg.num_attention_heads
         hidden = cfg.hidden_size
         self.qk_rope_head_dim = cfg.qk_rope_head_dim
@@ -71,11 +67,6 @@ class LatentAttention(nn.Module):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.kernels: Kernels = TORCH_KERNELS
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
@@ -84,16 +75,7 @@ class LatentAttention(nn.Module):
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Compute latent attention over the whole sequence.
-
-        Args:
-            x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens.
-            document_starts: see `CoreAttention`, int64 [S, B].
-
-        Returns:
-            [S/(cp*tp), B, H].
-        """
+        """Compute latent attention, as `SelfAttention.forward`."""
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None

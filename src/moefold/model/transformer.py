@@ -9,18 +9,15 @@ from torch import Tensor, nn
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
-from moefold.model.init import seed_for
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_sum
-from moefold.model.mla import LatentAttention
-from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
+from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.rope import Rope
@@ -43,12 +40,10 @@ class Block(nn.Module):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
-        is_moe = model.all_layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        window = model.all_layer_windows[number]
-        self.attention = LatentAttention(model, window) if model.attention == "mla" else Attention(model, window)
+        self.attention = ATTENTION_BUILDERS[model.attention](model, model.all_layer_windows[number])
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.ffn = _build_moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
+        self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
         self.yields_at_comm = False
 
@@ -268,18 +263,3 @@ def loss_chunk(cfg: Config) -> int:
 def build_model(cfg: Config) -> Transformer:
     """Build the whole model on one rank, on the current default device; weights are not initialised."""
     return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
-
-
-def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
-    model = cfg.model
-    width = model.shared_expert_ffn_hidden_size
-    shared = SwiGLU(model.hidden_size, width) if width else None
-    num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
-    return MoELayer(
-        model,
-        cfg.moe,
-        loss_scale=1.0 / num_micro_batches,
-        micro_batches_per_rank=cfg.num_micro_batches,
-        jitter_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
-        shared=shared,
-    )

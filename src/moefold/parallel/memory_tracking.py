@@ -12,9 +12,8 @@ from torch import Tensor
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import MemoryTracker
-from moefold.model.attention import Attention
+from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
-from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import CallContext, Function, Wrapper, wrap_calls, wrap_method
 from moefold.model.moe.experts import Experts
@@ -31,10 +30,8 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (Block, "forward_resumable", "residual stream"),
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
-    (Attention, "forward", "attention"),
-    (Attention, "core_attention", "core attention"),
-    (LatentAttention, "forward", "attention"),
-    (LatentAttention, "core_attention", "core attention"),
+    (SelfAttention, "forward", "attention"),
+    (SelfAttention, "core_attention", "core attention"),
     (SwiGLU, "forward", "dense MLP"),
     (MoELayer, "forward_resumable", "router"),
     (Router, "forward", "router"),

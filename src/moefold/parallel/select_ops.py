@@ -7,10 +7,9 @@ import torch
 
 from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
-from moefold.model.attention import Attention, CausalAttention
+from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.kernels import Kernels, RoutingKernel
 from moefold.model.linear import UnquantizedLinear
-from moefold.model.mla import LatentAttention
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
@@ -80,7 +79,7 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
         layer.experts.gemm = kernels.gemm
     for module in stage.modules():
-        if isinstance(module, Attention | LatentAttention) and isinstance(module.core_attention, CausalAttention):
+        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
             module.core_attention.kernel = kernels.attention
     if stage.is_last:
         stage.head.gemm = kernels.gemm
