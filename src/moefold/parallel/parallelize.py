@@ -235,9 +235,8 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
     The embedding, the head and the routers compute in higher precision than the layers.
     """
     for layer in stage.moe_layers().values():
-        layer.experts.kernels = kernels.expert_ops
+        layer.experts.ops = kernels.expert_ops
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
-        layer.experts.gemm = kernels.gemm
         layer.router.kernel = kernels.router
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | MTPBlock):

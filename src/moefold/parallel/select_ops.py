@@ -19,6 +19,7 @@ from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ MIN_MX_CAPABILITY = (10, 0)
 class SelectedKernels:
     """The selected kernels; None means the torch operations."""
 
-    expert_ops: ExpertOps | None = None
-    """Ops of the experts."""
+    expert_ops: ExpertOps = TORCH_EXPERT_OPS
+    """Ops of the routed experts."""
     linear_backend: LinearBackend | None = None
     """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None
@@ -46,11 +47,11 @@ class SelectedKernels:
     message: str = ""
     """How the open choices of the recipe were resolved."""
     expert_activation: ExpertActivation | None = None
-    """Activation of routed experts, if `expert_ops` has none; None: the one that the experts were built with."""
+    """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
     gemm: Gemm = TORCH_GEMM
-    """GEMM of routed experts, if `expert_ops` has none, and of the loss."""
+    """GEMM of the loss."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
 
@@ -94,6 +95,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.rope import CRope
@@ -118,6 +120,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["causal attention"] = attention.is_fast
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
+        expert_ops=SequentialExpertOps(gemm) if has_fast_gemm else TORCH_EXPERT_OPS,
         linear_backend=UnquantizedLinear(gemm) if has_fast_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
