@@ -23,6 +23,7 @@ from moefold.model.attention import CausalAttention
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.transformer import Transformer
+from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cpu.swiglu import CSwiGLU
 from moefold.parallel.parallelize import parallelize
@@ -191,6 +192,9 @@ class _RankTrainer:
             if isinstance(getattr(module, "kernels", None), Kernels):
                 module.kernels = self._timed_kernels(module.kernels)
         for layer in stage.moe_layers().values():
+            expert_ops = layer.experts.ops
+            if isinstance(expert_ops, SequentialExpertOps) and isinstance(expert_ops.gemm, CGemm):
+                layer.experts.ops = SequentialExpertOps(self._timed_gemm)
             if isinstance(layer.experts.activation, CSwiGLU):
                 layer.experts.activation = _TimedKernel(layer.experts.activation, TENSOR_OPS, self)
         if stage.rope is not None and stage.rope.kernel is not None:

@@ -12,6 +12,7 @@ from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
 
 class RoutingKernel(Protocol):
@@ -26,8 +27,8 @@ class RoutingKernel(Protocol):
 class Kernels:
     """The kernels of all layers; None means the torch operations."""
 
-    expert_ops: ExpertOps | None = None
-    """Ops of the experts."""
+    expert_ops: ExpertOps = TORCH_EXPERT_OPS
+    """Ops of the routed experts."""
     linear_backend: LinearBackend | None = None
     """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None
@@ -37,11 +38,11 @@ class Kernels:
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
     expert_activation: ExpertActivation | None = None
-    """Activation of routed experts, if `expert_ops` has none; None: the one that the experts were built with."""
+    """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
     gemm: Gemm = TORCH_GEMM
-    """GEMM of routed experts, if `expert_ops` has none, and of the loss."""
+    """GEMM of the loss."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
 

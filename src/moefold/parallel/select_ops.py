@@ -17,6 +17,7 @@ from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,8 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     """
     set_on_modules(stage, "kernels", kernels)
     for layer in stage.moe_layers().values():
-        layer.experts.kernels = kernels.expert_ops
+        layer.experts.ops = kernels.expert_ops
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
-        layer.experts.gemm = kernels.gemm
     for module in stage.modules():
         if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
             module.core_attention.kernel = kernels.attention
@@ -91,6 +91,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.rope import CRope
@@ -115,6 +116,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["causal attention"] = attention.is_fast
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
+        expert_ops=SequentialExpertOps(gemm) if has_fast_gemm else TORCH_EXPERT_OPS,
         linear_backend=UnquantizedLinear(gemm) if has_fast_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",

@@ -120,8 +120,8 @@ class MemoryModel:
     def _backward_bytes(self, mapping: ParallelMapping) -> float:
         """Return the bytes of the largest FSDP2 module: its full gradients, and the buffers to compute or reduce them.
 
-        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`_FusedExperts.backward`; on a
-        CPU these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type
+        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`GroupedExpertOps.backward`; on
+        a CPU these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type
         (`foreach_reduce`), whatever is sharded. Megatron-Core adds and reduces gradients in place, and its published
         rows had headroom.
         """
