@@ -2,34 +2,38 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.memory_columns import RECIPE_COLUMNS, ModelChunk, recipe_chunk
 from moefold.cost.overlap_memory import (
-    EMPTY,
     CommInterval,
-    OverlappedPassMemory,
-    PassIntervals,
-    SizedParts,
-    overlapped_peak,
+    OverlapSpec,
+    backward_intervals,
+    forward_intervals,
+    interleave,
+    overlap_snapshots,
 )
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, BytesByPart
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.cost.stages import plan_stages
 from moefold.topology.collective_order import stage_collectives
 
-
-def _way(*bytes_: tuple[int, int]) -> PassIntervals:
-    """Stretches of so many bytes at their fullest moment and at the exchange behind."""
-    return tuple(
-        CommInterval(SizedParts(BytesByPart(a=most)), SizedParts(BytesByPart(a=rests))) for most, rests in bytes_
-    )
+Intervals = tuple[CommInterval, ...]
 
 
-def _both(forward: PassIntervals, backward: PassIntervals, sent: int = 0) -> tuple[int, int]:
-    ahead, behind = overlapped_peak(forward, backward, SizedParts(BytesByPart(a=sent)))
-    return ahead.size, behind.size
+def _way(*bytes_: tuple[int, int]) -> Intervals:
+    """Intervals of so many bytes at their peak and during the collective that ends them."""
+    return tuple(CommInterval(np.array([[float(most)]]), np.array([[float(rests)]])) for most, rests in bytes_)
+
+
+def _both(forward: Intervals, backward: Intervals, sent: int = 0) -> tuple[int, int]:
+    states = interleave(forward, backward, np.zeros((1, 1)), np.array([[float(sent)]]))
+    ahead, behind = max(states, key=lambda state: state[0].sum() + state[1].sum())
+    return ahead.item(), behind.item()
 
 
 @pytest.mark.parametrize(
@@ -55,13 +59,22 @@ def _config(parts: tuple[str, ...] = (), **parallel: object) -> Config:
     return Config(model=model, parallel=ParallelConfig(overlap_experts=True, **parallel), train=train)
 
 
+def _intervals(cfg: Config, chunk: ModelChunk, *, splits_backward: bool) -> tuple[Intervals, Intervals]:
+    spec = _spec(cfg, splits_backward=splits_backward)
+    return forward_intervals(spec, chunk), backward_intervals(spec, chunk)
+
+
+def _spec(cfg: Config, *, splits_backward: bool) -> OverlapSpec:
+    return OverlapSpec(RECIPE_COLUMNS, splits_backward, recomputes_comm(cfg.train.recompute), keeps_sent_messages=False)
+
+
 @pytest.mark.parametrize("parts", [(), ("norms",), ("moe",), ("layer",)], ids=lambda parts: "+".join(parts) or "plain")
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipev"])
 def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
     cfg = _config(parts, world_size=8, pp=2, ep=4, schedule=schedule, virtual_stages=2)
-    ways = OverlappedPassMemory(ActivationMemory(cfg, kernels=CPU_KERNELS), splits_backward=schedule == "dualpipev")
     for stage in plan_stages(cfg).stages:
-        for kind, way in (("F", ways.forward_intervals(stage)), ("B", ways.backward_intervals(stage))):
+        chunk = recipe_chunk(cfg.model, stage.parts)
+        for kind, way in zip("FB", _intervals(cfg, chunk, splits_backward=schedule == "dualpipev"), strict=True):
             assert len(way) == len(list(stage_collectives(cfg, stage, kind, 0))) + 1
 
 
@@ -71,10 +84,17 @@ def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernel
     cfg = _config(parts, world_size=4, ep=4)
     cfg = replace(cfg, model=replace(cfg.model, shared_expert_ffn_hidden_size=64))
     formula = ActivationMemory(cfg, kernels=kernels)
-    ways, (stage,) = OverlappedPassMemory(formula, splits_backward=False), plan_stages(cfg).stages
-    forward, backward = ways.forward_intervals(stage), ways.backward_intervals(stage)
-    assert forward[-1].during_comm.parts == formula.stage_saved(stage)
-    assert backward[0].peak.size >= forward[-1].during_comm.size
-    assert backward[-1].during_comm.size <= formula.embedding().total(), "all layers have given back what they kept"
-    assert all(stretch.peak.size >= stretch.during_comm.size > 0 for stretch in forward)
-    assert overlapped_peak(forward, backward, EMPTY)[0].size > 0
+    (stage,) = plan_stages(cfg).stages
+    chunk = recipe_chunk(cfg.model, stage.parts)
+    forward, backward = _intervals(cfg, chunk, splits_backward=False)
+    table = activation_table(formula)
+    sizes = table.sum(axis=0)
+    saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.layer_kinds), formula.embedding() + formula.head())
+    saved += formula.mtp_layer()
+    assert (table @ forward[-1].during_comm[0]).sum() == saved.total()
+    assert (backward[0].peak @ sizes).max() >= (forward[-1].during_comm @ sizes).item()
+    assert backward[-1].during_comm @ sizes <= formula.embedding().total(), "all layers have given back what they kept"
+    for stretch in forward:
+        assert (stretch.peak @ sizes).max() >= (stretch.during_comm @ sizes).item() > 0
+    both = overlap_snapshots(_spec(cfg, splits_backward=False), chunk, chunk)
+    assert (both @ sizes).max() > (backward[0].peak @ sizes).max()

@@ -5,7 +5,6 @@ runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp); N t
 tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -14,7 +13,6 @@ from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
-from moefold.topology.pipeline_layout import Stage
 from moefold.topology.schedule_tables import SCHEDULES
 
 CHUNK_LOGITS = 1 << 24
@@ -77,66 +75,15 @@ class ActivationMemory:
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
 
-    def stage_saved(self, stage: Stage) -> BytesByPart:
-        """Return the bytes that a stage saves of one micro-batch in flight."""
-        saved = self.embedding_part(stage)
-        for kind, count in Counter(self.kinds(stage)).items():
-            for part, size in self.saved_by_kind[kind].items():
-                saved[part] += count * size
-        return saved + self.head_part(stage)
-
-    def forward_peak(self, stage: Stage) -> BytesByPart:
-        """Return the peak of a stage's forward pass."""
-        current = self.embedding_part(stage)
-        peak = current
-        for kind in self.kinds(stage):
-            current = current + self.saved_by_kind[kind]
-            candidate = current + self.transient[kind]
-            peak = candidate if candidate.total() > peak.total() else peak
-        current = current + self.head_part(stage)
-        current["logits"] += self.transient_logits if stage.is_last else 0
-        return current if current.total() >= peak.total() else peak
-
-    def backward_peak(self, stage: Stage, *, splits_backward: bool) -> BytesByPart:
-        """Return the peak of a stage's backward pass, including recomputed tensors of the current layer.
-
-        Args:
-            stage: the pipeline stage.
-            splits_backward: also count the delayed weight gradients (W) of the later layers.
-        """
-        current = self.embedding_part(stage)
-        delayed = self.delayed_wgrad(stage) if splits_backward else BytesByPart()
-        peak = current + delayed
-        for kind in self.kinds(stage):
-            current = current + self.saved_by_kind[kind]
-            # Most tensors of the layer's own delayed weight gradients are saved anyway, or replace saved ones.
-            delayed = delayed - self.delayed_wgrad_layer(kind) if splits_backward else delayed
-            concurrent = self.delayed_wgrad_concurrent(kind) if splits_backward else BytesByPart()
-            candidate = current + self.recompute_peak[kind] + self.transient[kind] + delayed + concurrent
-            peak = candidate if candidate.total() > peak.total() else peak
-        return peak
-
     @property
     def mtp_kind(self) -> str:
         """Kind of the MTP (multi-token prediction) layers."""
         return self._cfg.model.layer_kinds[-1]
 
-    def kinds(self, stage: Stage) -> list[str]:
-        """Return the kinds of a stage's layers, without MTP layers."""
-        return [self._cfg.model.layer_kinds[i] for i in stage.parts.layers]
-
-    def embedding_part(self, stage: Stage) -> BytesByPart:
-        """Return the bytes saved before the layers of a stage."""
-        return self.embedding() if stage.is_first else BytesByPart()
-
-    def head_part(self, stage: Stage) -> BytesByPart:
-        """Return the bytes saved after the layers of a stage: head and MTP layers."""
-        if not stage.is_last:
-            return BytesByPart()
-        saved = self.head()
-        for _ in range(stage.parts.num_mtp_layers):
-            saved += self.mtp_layer()
-        return saved
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of MTP layers of the model."""
+        return self._cfg.model.mtp_layers
 
     def embedding(self) -> BytesByPart:
         """Return the bytes that the embedding saves."""
@@ -156,17 +103,6 @@ class ActivationMemory:
         # Logits of two chunks: those of one are freed when the next exist.
         low_precision_bytes = self._item_bytes if self._item_bytes < self._high_precision_bytes else 0
         return self._loss_chunk_tokens * rows * (2 * self._high_precision_bytes + low_precision_bytes)
-
-    def delayed_wgrad(self, stage: Stage) -> BytesByPart:
-        """Return the bytes that a split backward pass holds of a micro-batch until its weight-gradient pass (W)."""
-        delayed = BytesByPart()
-        for kind in self.kinds(stage):
-            delayed += self.delayed_wgrad_layer(kind)
-        for _ in range(stage.parts.num_mtp_layers):
-            delayed += self.delayed_wgrad_mtp()
-        if stage.is_last:
-            delayed["logits"] += (1 + stage.parts.num_mtp_layers) * self.delayed_wgrad_head
-        return delayed
 
     def delayed_wgrad_mtp(self) -> BytesByPart:
         """Return the delayed weight-gradient bytes of an MTP layer and its input projection, without its head."""

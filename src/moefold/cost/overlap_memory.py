@@ -1,187 +1,75 @@
 """Memory of overlapped passes: a forward and a backward pass that interleave at expert collectives. Torch-free.
 
 With `parallel.overlap_experts` a forward pass advances by one expert collective whenever the backward pass of another
-micro-batch has started one. The peak follows from the live memory of both between their collectives.
-
-The walk is generic in the quantity that is added up: bytes of one recipe (`OverlappedPassMemory`), or the counts that
-the planner multiplies with the bytes of many mappings (`planner/memory/snapshots.py`).
+micro-batch has started one. The peak follows from the live memory of both between their collectives, in counts of
+`memory_columns.py`. A collective over ep and one over etp count as one: both passes of a pair have the same number.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
-from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.saved_tensors import BytesByPart
-from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
-from moefold.topology.pipeline_layout import Stage
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-T = TypeVar("T", Counter[str], "NDArray[np.float64]")
-"""Quantity that is added up."""
-S = TypeVar("S")
-S_co = TypeVar("S_co", covariant=True)
-S_contra = TypeVar("S_contra", contravariant=True)
-
-FORWARD_POINTS = ("before_dispatch", "dispatch", "experts", "combine", "sum")
-"""Snapshot points of an MoE layer's forward pass: before and during the dispatch, the experts, during the combine, and
-the weighted sum after it. A point counts the memory of this layer only."""
-RECOMPUTE_POINTS = ("before_dispatch_recompute", "dispatch_recompute", "experts_recompute", "combine_recompute")
-"""The same points while the layer is recomputed. The sum is part of `gradients`."""
-BACKWARD_POINTS = ("gradients", "combine_backward", "experts_backward", "dispatch_backward")
-"""Snapshot points of the backward pass: before and during the all-to-all of the output gradients, the experts'
-backward, and during the all-to-all of their input gradients. A dense layer has `before_dispatch` and `gradients`
-only."""
-SPLIT_BACKWARD_POINTS = ("concurrent_wgrad", "delayed_wgrad")
-"""Memory that a split backward pass adds to `experts_backward` and to `dispatch_backward`."""
-SNAPSHOT_POINTS = (*FORWARD_POINTS, *RECOMPUTE_POINTS, *BACKWARD_POINTS, *SPLIT_BACKWARD_POINTS)
-"""All snapshot points of a layer. The peak before a collective is at least the memory during it, except
-`experts_backward` with a split backward pass."""
+from moefold.cost.memory_columns import (
+    FORWARD_POINTS,
+    RECOMPUTE_POINTS,
+    WGRAD_POINTS,
+    Counts,
+    MemoryColumns,
+    ModelChunk,
+    drop_dominated,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMemory(Generic[T]):
-    """Memory of one layer."""
+@dataclass(frozen=True)
+class OverlapSpec:
+    """Options of an overlapped forward and backward pass."""
 
-    saved: T
-    """Saved for backward."""
-    at_point: Mapping[str, T]
-    """Live memory at each of `SNAPSHOT_POINTS`, including what is saved."""
-    delayed_wgrad: T
-    """Held until the weight-gradient pass; empty without split backward passes."""
-    is_moe: bool
-    """Whether the layer has experts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageMemory(Generic[T]):
-    """Memory of one stage."""
-
-    embedding: T
-    """Saved before the layers."""
-    layers: Sequence[LayerMemory[T]]
-    mtp_layers: Sequence[LayerMemory[T]]
-    """MTP (multi-token prediction) layers."""
-    mtp_layer_saved: T
-    """Saved by one MTP layer with its head."""
-    head: T
-    logits: T
-    """Temporary logits of the loss, in addition to the head."""
-    delayed_wgrad_head: T
-    is_last: bool
+    columns: MemoryColumns
     splits_backward: bool
     """Whether the schedule splits backward passes; then an unsplit backward pass also computes weight gradients
     last."""
     recomputes_comm: bool
-    """Whether expert collectives are repeated by recomputation."""
+    """True if all-to-alls are recomputed before the gradients."""
+    keeps_sent_messages: bool
+    """True if the tensors that a backward pass has sent stay in memory."""
 
 
-class PassVisitor(Protocol[S_contra]):
-    """Visitor of the memory course of a pass."""
-
-    def observe(self, live: S_contra) -> None:
-        """Record the live memory at some time between two collectives."""
-
-    def close_interval(self, during_comm: S_contra) -> None:
-        """Close an interval with the memory during its collective or at the end, at most the peak before."""
-
-
-def visit_forward(visitor: PassVisitor[T], stage: StageMemory[T]) -> None:
-    """Visit the forward pass of a stage."""
-    current = stage.embedding
-    visitor.observe(current)
-    for layer in stage.layers:
-        _layer_forward(visitor, layer, current, FORWARD_POINTS)
-        current = current + layer.saved
-    if stage.is_last:
-        current = current + stage.head
-        visitor.observe(current + stage.logits)
-        for layer in stage.mtp_layers:
-            _layer_forward(visitor, layer, current, FORWARD_POINTS)
-            current = current + stage.mtp_layer_saved
-            visitor.observe(current + stage.logits)
-    visitor.observe(current)
-    visitor.close_interval(current)
-
-
-def visit_backward(visitor: PassVisitor[T], stage: StageMemory[T]) -> None:
-    """Visit the backward pass of a stage, recomputation included."""
-    saved_before: list[T] = []
-    current = stage.embedding
-    layers = list(stage.layers) + list(stage.mtp_layers)
-    for layer in layers:
-        saved_before.append(current)
-        current = current + layer.saved
-    visitor.observe(total_saved(stage))
-    delayed = stage.delayed_wgrad_head
-    for layer in reversed(layers):
-        _layer_backward(visitor, layer, saved_before.pop() + delayed, stage)
-        delayed = delayed + layer.delayed_wgrad
-    visitor.observe(stage.embedding + delayed)
-    visitor.close_interval(stage.embedding + delayed)
-
-
-def total_saved(stage: StageMemory[T]) -> T:
-    """Return all that a stage saves for backward."""
-    current = stage.embedding
-    for layer in stage.layers:
-        current = current + layer.saved
-    current = current + stage.head
-    for _ in stage.mtp_layers:
-        current = current + stage.mtp_layer_saved
-    return current
-
-
-def _layer_forward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, points: Sequence[str]) -> None:
-    visitor.observe(live + layer.at_point[points[0]])
-    if not layer.is_moe:
-        return
-    visitor.close_interval(live + layer.at_point[points[1]])
-    visitor.observe(live + layer.at_point[points[2]])
-    visitor.close_interval(live + layer.at_point[points[3]])
-    for name in points[4:]:
-        visitor.observe(live + layer.at_point[name])
-
-
-def _layer_backward(visitor: PassVisitor[T], layer: LayerMemory[T], live: T, stage: StageMemory[T]) -> None:
-    """Visit the backward pass of a layer, on top of the memory of earlier layers."""
-    if stage.recomputes_comm and layer.is_moe:
-        _layer_forward(visitor, layer, live, RECOMPUTE_POINTS)
-    visitor.observe(live + layer.at_point["gradients"])
-    if not layer.is_moe:
-        return
-    visitor.close_interval(live + layer.at_point["combine_backward"])
-    peak = live + layer.at_point["experts_backward"]
-    during_comm = live + layer.at_point["dispatch_backward"]
-    if stage.splits_backward:
-        peak = peak + layer.at_point["concurrent_wgrad"]
-        during_comm = during_comm + layer.at_point["delayed_wgrad"]
-        visitor.observe(during_comm)
-    visitor.observe(peak)
-    visitor.close_interval(during_comm)
-
-
-class CommIntervalLike(Protocol[S_co]):
+@dataclass(frozen=True, slots=True)
+class CommInterval:
     """Interval of a pass from one expert collective to the next, or to its end."""
 
-    @property
-    def peak(self) -> S_co:
-        """Peak memory, or all candidates for it."""
+    peak: Counts
+    """Counts of all candidates for the peak, [snapshots, columns]."""
+    during_comm: Counts
+    """Counts during the collective at the end of the interval, [1, columns]."""
 
-    @property
-    def during_comm(self) -> S_co:
-        """Memory during the collective at the end of the interval."""
+
+@lru_cache(maxsize=4096)
+def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
+    """Return the snapshots of an overlapped pair that no other one dominates, [snapshots, columns].
+
+    Args:
+        spec: options of the pair.
+        forward_chunk: the chunk that runs forward.
+        backward_chunk: the chunk that runs backward.
+    """
+    columns = spec.columns
+    nothing = np.zeros((1, columns.size))
+    nothing[0, columns.end_column("in_transit")] = 1.0
+    sent = nothing.copy()
+    if spec.keeps_sent_messages:
+        sent[0, columns.end_column("hidden")] = (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
+    forward = forward_intervals(spec, forward_chunk)
+    backward = backward_intervals(spec, backward_chunk)
+    found = [one + other for one, other in interleave(forward, backward, nothing, sent)]
+    return drop_dominated(np.unique(np.concatenate(found), axis=0))
 
 
 def interleave(
-    forward: Iterable[CommIntervalLike[S]], backward: Sequence[CommIntervalLike[S]], empty: S, sent: S
-) -> Iterator[tuple[S, S]]:
+    forward: Sequence[CommInterval], backward: Sequence[CommInterval], empty: Counts, sent: Counts
+) -> Iterator[tuple[Counts, Counts]]:
     """Yield the joint states of a pair: memory of the forward pass and of the backward pass.
 
     Args:
@@ -202,216 +90,122 @@ def interleave(
         yield next_forward.peak, sent
 
 
-@dataclass(frozen=True, slots=True)
-class SizedParts:
-    """Bytes by part with their cached sum."""
-
-    parts: BytesByPart
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.parts.total())
+@lru_cache(maxsize=1024)
+def forward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[CommInterval, ...]:
+    """Return the intervals of a chunk's forward pass."""
+    return _PassWalker(spec, chunk).forward()
 
 
-EMPTY = SizedParts(BytesByPart())
+@lru_cache(maxsize=1024)
+def backward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[CommInterval, ...]:
+    """Return the intervals of a chunk's backward pass, recomputation included."""
+    return _PassWalker(spec, chunk).backward()
 
 
-@dataclass(frozen=True, slots=True)
-class CommInterval:
-    """Interval of a pass from one expert collective to the next, or to its end."""
+class _PassWalker:
+    """Walks through one pass of a chunk and collects its intervals."""
 
-    peak: SizedParts
-    """Peak memory."""
-    during_comm: SizedParts
-    """Memory during the collective at the end of the interval."""
+    def __init__(self, spec: OverlapSpec, chunk: ModelChunk) -> None:
+        self._spec = spec
+        self._chunk = chunk
+        self._intervals: list[CommInterval] = []
+        self._snapshots: list[Counts] = []
+        self._layer_row = cache(self._make_layer_row)
 
+    def forward(self) -> tuple[CommInterval, ...]:
+        """Walk through the forward pass."""
+        chunk = self._chunk
+        current = self._embedding()
+        self._observe(current)
+        for kind in chunk.kinds:
+            self._layer_forward(kind, current, FORWARD_POINTS)
+            current = current + self._layer_row("saved", kind)
+        if chunk.has_loss:
+            logits = self._row(logits=1.0)
+            current = current + self._row(head=1.0)
+            self._observe(current + logits)
+            for _ in range(chunk.num_mtp_layers):
+                self._layer_forward(chunk.mtp_layer_kind, current, FORWARD_POINTS)
+                current = current + self._row(mtp=1.0)
+                self._observe(current + logits)
+        self._observe(current)
+        return self._close_interval(current)
 
-PassIntervals = tuple[CommInterval, ...]
-
-
-class _IntervalBuilder:
-    """Builder of the intervals of a pass."""
-
-    def __init__(self) -> None:
-        self.intervals: list[CommInterval] = []
-        self._peak = EMPTY
-
-    def observe(self, live: BytesByPart) -> None:
-        if live.total() > self._peak.size:
-            self._peak = SizedParts(live)
-
-    def close_interval(self, during_comm: BytesByPart) -> None:
-        self.intervals.append(CommInterval(self._peak, SizedParts(during_comm)))
-        self._peak = EMPTY
-
-
-class OverlappedPassMemory:
-    """Memory of the overlapped passes of a config's stages, with `parallel.overlap_experts`.
-
-    A collective over ep and one over etp count as one: both passes of a pair have the same number.
-
-    Args:
-        activation_memory: activation memory of the layers.
-        splits_backward: whether the schedule splits backward passes.
-    """
-
-    def __init__(self, activation_memory: ActivationMemory, *, splits_backward: bool) -> None:
-        self._activation_memory = activation_memory
-        self._splits_backward = splits_backward
-        self._cached_layer = cache(self._layer_memory)
-        self._cached_stage = cache(self._stage_memory)
-
-    def forward_intervals(self, stage: Stage) -> PassIntervals:
-        """Return the intervals of a stage's forward pass."""
-        builder = _IntervalBuilder()
-        visit_forward(builder, self._cached_stage(stage))
-        return tuple(builder.intervals)
-
-    def backward_intervals(self, stage: Stage) -> PassIntervals:
-        """Return the intervals of a stage's backward pass, recomputation included."""
-        builder = _IntervalBuilder()
-        visit_backward(builder, self._cached_stage(stage))
-        return tuple(builder.intervals)
-
-    def _layer_memory(self, kind: str) -> LayerMemory[BytesByPart]:
-        formula = self._activation_memory
-        delayed = formula.delayed_wgrad_layer(kind) if self._splits_backward else BytesByPart()
-        return LayerMemory(formula.saved_by_kind[kind], layer_snapshots(formula, kind), delayed, kind == "M")
-
-    def _stage_memory(self, stage: Stage) -> StageMemory[BytesByPart]:
-        formula = self._activation_memory
-        splits = self._splits_backward
-        count = stage.parts.num_mtp_layers
-        mtp_layers = []
-        if count:
-            delayed = formula.delayed_wgrad_mtp() if splits else BytesByPart()
-            mtp_layers = [replace(self._cached_layer(formula.mtp_kind), delayed_wgrad=delayed)] * count
-        return StageMemory(
-            embedding=formula.embedding_part(stage),
-            layers=[self._cached_layer(kind) for kind in formula.kinds(stage)],
-            mtp_layers=mtp_layers,
-            mtp_layer_saved=formula.mtp_layer() if count else BytesByPart(),
-            head=formula.head() if stage.is_last else BytesByPart(),
-            logits=BytesByPart(logits=formula.transient_logits),
-            delayed_wgrad_head=BytesByPart(
-                logits=(1 + count) * formula.delayed_wgrad_head if splits and stage.is_last else 0
-            ),
-            is_last=stage.is_last,
-            splits_backward=splits,
-            recomputes_comm=recomputes_comm(formula.recompute),
+    def backward(self) -> tuple[CommInterval, ...]:
+        """Walk through the backward pass."""
+        chunk = self._chunk
+        splits = self._spec.splits_backward
+        num_mtp_layers = chunk.num_mtp_layers
+        embedding = self._embedding()
+        # Kind of each layer, with what it leaves for the weight-gradient pass.
+        layers = [(kind, self._layer_row("delayed_wgrad", kind) * splits) for kind in chunk.kinds]
+        layers += (
+            [(chunk.mtp_layer_kind, self._row(delayed_mtp=1.0) * splits)] * num_mtp_layers if num_mtp_layers else []
         )
+        saved_before = [embedding]
+        for kind, _ in layers:
+            saved_before.append(saved_before[-1] + self._layer_row("saved", kind))
+        saved_by_layers = saved_before[len(chunk.kinds)]
+        self._observe(saved_by_layers + self._row(head=float(chunk.has_loss), mtp=float(num_mtp_layers)))
+        delayed = self._row(delayed_head=float(chunk.has_loss * splits * (1 + num_mtp_layers)))
+        for (kind, delayed_layer), saved in zip(reversed(layers), reversed(saved_before[:-1]), strict=True):
+            self._layer_backward(kind, saved + delayed)
+            delayed = delayed + delayed_layer
+        self._observe(embedding + delayed)
+        return self._close_interval(embedding + delayed)
 
+    def _layer_forward(self, kind: int, live: Counts, points: Sequence[str]) -> None:
+        """Walk through the forward pass of a layer, on top of the memory of earlier layers."""
+        self._observe(live + self._layer_row(points[0], kind))
+        if kind not in self._spec.columns.moe_kinds:
+            return
+        self._close_interval(live + self._layer_row(points[1], kind))
+        self._observe(live + self._layer_row(points[2], kind))
+        self._close_interval(live + self._layer_row(points[3], kind))
+        for name in points[4:]:
+            self._observe(live + self._layer_row(name, kind))
 
-def recomputes_comm(recompute: Iterable[str]) -> bool:
-    """Return whether these recomputed parts repeat expert collectives before the gradients."""
-    return not set(RECOMPUTED_WITH_COMM).isdisjoint(recompute)
+    def _layer_backward(self, kind: int, live: Counts) -> None:
+        """Walk through the backward pass of a layer, on top of the memory of earlier layers."""
+        is_moe = kind in self._spec.columns.moe_kinds
+        if self._spec.recomputes_comm and is_moe:
+            self._layer_forward(kind, live, RECOMPUTE_POINTS)
+        self._observe(live + self._layer_row("gradients", kind))
+        if not is_moe:
+            return
+        self._close_interval(live + self._layer_row("combine_backward", kind))
+        peak = live + self._layer_row("experts_backward", kind)
+        during_comm = live + self._layer_row("dispatch_backward", kind)
+        if self._spec.splits_backward:
+            peak = peak + self._layer_row("concurrent_wgrad", kind)
+            during_comm = during_comm + self._layer_row("experts_wgrad", kind)
+            self._observe(during_comm)
+        self._observe(peak)
+        self._close_interval(during_comm)
 
+    def _observe(self, live: Counts) -> None:
+        """Record the live memory at some time between two collectives."""
+        self._snapshots.append(live)
 
-def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
-    """Return the live memory of a layer of kind "D" or "M" at each of `SNAPSHOT_POINTS`."""
-    without_recompute = activation_memory.without_recompute
-    running = without_recompute.saved_by_kind[kind] + activation_memory.transient_norm
-    if kind == "D":
-        return {"before_dispatch": running, "gradients": running}
-    snapshots = _forward_snapshots(activation_memory, FORWARD_POINTS)
-    saved_memory = activation_memory
-    gradients = running
-    if recomputes_comm(activation_memory.recompute):
-        saved_memory = without_recompute
-        recompute_snapshots = _forward_snapshots(without_recompute, (*RECOMPUTE_POINTS, "sum"))
-        gradients = _larger(recompute_snapshots.pop("sum"), running)
-        snapshots |= recompute_snapshots
-    all_saved = (
-        saved_memory.saved_by_kind[kind]
-        - saved_memory.experts.expert_outputs()
-        - BytesByPart({"residual stream": activation_memory.hidden_bytes})
-    )
-    return snapshots | {
-        "gradients": _larger(gradients, all_saved),
-        "combine_backward": all_saved,
-        "experts_backward": all_saved + (without_recompute.experts.fc1_outputs() - saved_memory.experts.fc1_outputs()),
-        "dispatch_backward": all_saved - saved_memory.experts.saved_by_experts(),
-        "concurrent_wgrad": activation_memory.delayed_wgrad_concurrent(kind),
-        "delayed_wgrad": BytesByPart(experts=activation_memory.delayed_wgrad_layer(kind)["experts"]),
-    }
+    def _close_interval(self, during_comm: Counts) -> tuple[CommInterval, ...]:
+        """Close an interval with the memory during its collective or at the end, and return all so far."""
+        self._intervals.append(CommInterval(np.array(self._snapshots), during_comm[None]))
+        self._snapshots = []
+        return tuple(self._intervals)
 
+    def _embedding(self) -> Counts:
+        return self._row(embedding=float(self._chunk.has_embedding), in_transit=1.0)
 
-def _forward_snapshots(activation_memory: ActivationMemory, points: tuple[str, ...]) -> dict[str, BytesByPart]:
-    """Return the live memory of an MoE layer's forward pass, or of its recomputation."""
-    without_recompute = activation_memory.without_recompute
-    experts = activation_memory.experts
-    output = BytesByPart({"residual stream": activation_memory.hidden_bytes})
-    indices = experts.permute_indices()
-    comm_buffers = experts.dispatch_comm_buffers()
-    # The shared expert runs during the dispatch.
-    before_dispatch = (
-        without_recompute.saved_by_kind["M"]
-        - output
-        - without_recompute.experts.saved()
-        + indices
-        + comm_buffers
-        + activation_memory.transient_norm
-    )
-    saves = not recomputes_comm(activation_memory.recompute)
-    live = (
-        activation_memory.saved_by_kind["M"] - output - experts.saved() + indices
-        if saves
-        else _live_during_dispatch(activation_memory)
-    )
-    live["shared experts"] += (
-        activation_memory.hidden_bytes if without_recompute.saved_by_kind["M"]["shared experts"] else 0
-    )
-    all_outputs = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
-    saved_by_experts = experts.saved_by_experts() - indices if saves else BytesByPart()
-    during_dispatch = live + comm_buffers
-    during_combine = live + saved_by_experts + experts.combine_comm_buffers()
-    running_experts = (
-        live + without_recompute.experts.saved_by_experts() - indices + all_outputs + experts.expert_transient()
-    )
-    summing = live + saved_by_experts + experts.expert_outputs() + experts.combine_buffer()
-    return dict(
-        zip(
-            points,
-            (
-                _larger(before_dispatch, during_dispatch),
-                during_dispatch,
-                _larger(running_experts, during_combine),
-                during_combine,
-                summing,
-            ),
-            strict=True,
-        )
-    )
+    def _row(self, **ends: float) -> Counts:
+        """Return a row with the given counts in end columns."""
+        found = np.zeros(self._spec.columns.size)
+        for name, count in ends.items():
+            found[self._spec.columns.end_column(name)] = count
+        return found
 
-
-def _live_during_dispatch(activation_memory: ActivationMemory) -> BytesByPart:
-    """Return the live memory of an MoE layer to be recomputed during its dispatch, none of which is saved.
-
-    The norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual stream
-    too.
-    """
-    live = BytesByPart(router=activation_memory.without_recompute.saved_by_kind["M"]["router"])
-    if "layer" in activation_memory.recompute:
-        return (
-            live
-            + activation_memory.experts.permute_indices()
-            + BytesByPart({"norms": activation_memory.hidden_bytes, "residual stream": activation_memory.hidden_bytes})
-        )
-    return (
-        live + activation_memory.saved_by_kind["M"] - BytesByPart({"residual stream": activation_memory.hidden_bytes})
-    )
-
-
-def _larger(one: BytesByPart, other: BytesByPart) -> BytesByPart:
-    return one if one.total() >= other.total() else other
-
-
-def overlapped_peak(forward: PassIntervals, backward: PassIntervals, sent: SizedParts) -> tuple[SizedParts, SizedParts]:
-    """Return the peak joint state of a pair: memory of the forward pass and of the backward pass.
-
-    Args:
-        forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
-        backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
-        sent: memory of the backward pass once it is done.
-    """
-    return max(interleave(forward, backward, EMPTY, sent), key=lambda state: state[0].size + state[1].size)
+    def _make_layer_row(self, name: str, kind: int) -> Counts:
+        """Return a row with one layer; while it runs, it holds one offloaded part less in transit, half of its two."""
+        is_running = name not in ("saved", "delayed_wgrad", *WGRAD_POINTS)
+        found = self._row(in_transit=-0.5 if is_running else 0.0)
+        found[self._spec.columns.layer_column(name) + kind] = 1.0
+        return found

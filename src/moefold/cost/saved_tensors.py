@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 INT_BYTES = 8
 BytesByPart = Counter[str]
-"""Bytes by part: embedding, norms, attention, core attention, dense MLP, router, dispatch buffers, experts, shared
-experts, logits, residual stream, pipeline."""
+"""Bytes by one of `PARTS`."""
+PARTS = (
+    "embedding", "norms", "attention", "core attention", "dense MLP", "router", "dispatch buffers", "experts",
+    "shared experts", "logits", "residual stream", "pipeline",
+)  # fmt: skip
+"""Parts of the model that activations belong to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

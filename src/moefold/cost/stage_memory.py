@@ -36,7 +36,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     )
     loss_saved = formula.head().total()
     if model.mtp_layers:
-        loss += model.mtp_layers * states.unit_bytes("further", with_optimizer=not offloads)
+        loss += model.mtp_layers * states.unit_bytes("mtp", with_optimizer=not offloads)
         loss_saved += model.mtp_layers * formula.mtp_layer().total()
     units = [(state_bytes["embedding"], formula.embedding().total()), *layers, (loss, loss_saved)]
     return [[state + count * saved for state, saved in units] for count in max_in_flight(explicit, num_stages)]

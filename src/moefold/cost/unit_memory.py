@@ -135,12 +135,12 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
 
 
 def unit_names(cfg: Config, stage: Stage) -> list[str]:
-    """Return the units of a stage: "embedding", layers as "D" and "M", "head", and MTP layers as "further"."""
+    """Return the units of a stage: "embedding", layers as "D" and "M", "head", and MTP layers as "mtp"."""
     model = cfg.model
     parts = stage.parts
     names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
     names += [model.layer_kinds[i] for i in parts.layers]
-    return names + ["head"] + ["further"] * parts.num_mtp_layers if stage.is_last else names
+    return names + ["head"] + ["mtp"] * parts.num_mtp_layers if stage.is_last else names
 
 
 def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
@@ -150,7 +150,7 @@ def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
             return (embedding_weight(cfg.model),)
         case "head":
             return head_weights(cfg.model)
-        case "further":
+        case "mtp":
             return mtp_layer_weights(cfg.model)
     return layer_weights(cfg.model, name)
 
@@ -186,7 +186,7 @@ class UnitMemory:
         key = (name, dense_dp_rank, expert_dp_rank)
         if key not in self._unit_cache:
             states = self._shard_spec.state_bytes(self._sharded_weights(name), (dense_dp_rank, expert_dp_rank))
-            has_experts = name == "M" or (name == "further" and self._cfg.model.layer_kinds[-1] == "M")
+            has_experts = name == "M" or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
         return self._unit_cache[key]
 

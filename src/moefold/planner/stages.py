@@ -4,34 +4,16 @@ The layers are split evenly if the chunks divide them, and balanced by FLOPs oth
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
 from moefold.topology.pipeline_layout import StageParts
 from moefold.topology.schedule_tables import SCHEDULES
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChunk:
-    """Layers of one model chunk."""
-
-    kind_counts: tuple[int, ...]
-    """Layers of each kind, MTP layers included."""
-    has_embedding: bool
-    has_loss: bool
-    kinds: tuple[int, ...] = ()
-    """Kind of each layer in order, without MTP layers."""
-    num_mtp_layers: int = 0
-    """MTP layers."""
-
-    @property
-    def mtp_layer_kind(self) -> int:
-        """Kind of the MTP layers, if there are any."""
-        return next(kind for kind, count in enumerate(self.kind_counts) if count > self.kinds.count(kind))
 
 
 def build_chunk(

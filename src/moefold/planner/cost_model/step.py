@@ -13,16 +13,22 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
+from moefold.cost.memory_columns import ModelChunk
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
-from moefold.planner.memory.columns import build_columns
+from moefold.planner.memory.activations import (
+    ActivationMemoryTable,
+    MemoryStrategies,
+    build_columns,
+    memory_strategy,
+    minimal_config,
+)
 from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
-from moefold.planner.stages import ModelChunk, StageSplitter, chunks_of_rank, make_stage_splitter
+from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
 from moefold.topology.schedule_tables import SCHEDULES
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config, TrainConfig
+from moefold.cost.activation_columns import end_columns, layer_columns, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.overlap_memory import SNAPSHOT_POINTS, SPLIT_BACKWARD_POINTS, layer_snapshots, recomputes_comm
+from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.columns import MemoryColumns
 from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
 from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
@@ -47,7 +47,6 @@ OFFLOADABLE_LABELS = (
 PARTS_NOT_IN_KIND = {"D": frozenset({"moe", "expert_activation", "shared_experts"}), "M": frozenset({"dense_mlp"})}
 """Recomputable parts that a layer of a kind does not have."""
 
-ByteTable = NDArray[np.float64]
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts to recompute, and parts to offload."""
 
@@ -121,7 +120,7 @@ class ActivationMemoryTable:
         if offload:
             offloaded = _offload_mask((offload,)) @ base.label_bytes.T
             for kind, leaving in enumerate(offloaded[0] * scale):
-                column = table[:, self.columns.saved + kind]
+                column = table[:, self.columns.layer_column("saved") + kind]
                 column *= 1 - leaving / column.sum() if leaving else 1.0
             table[0, self.columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max() * scale
         return self._with_head_columns(table, mapping, axis=1)
@@ -149,7 +148,8 @@ class ActivationMemoryTable:
             totals = np.array([base.column_totals for base in bases])[which]
             masks = _offload_mask(tuple(offload for _, offload in strategies))
             offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
-            totals[:, columns.saved : columns.saved + columns.num_kinds] -= offloaded
+            first = columns.layer_column("saved")
+            totals[:, first : first + columns.num_kinds] -= offloaded
             totals[:, columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(
                 axis=1, initial=0.0
             )
@@ -206,8 +206,8 @@ class ActivationMemoryTable:
         if self.cfg.train.loss_chunk == 0 or self.model_spec.config is None:
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
-        for name, parts in self._end_parts(formula).items():
-            if name in ("head", "further", "logits", "postponed_head"):
+        for name, parts in end_columns(formula).items():
+            if name in ("head", "mtp", "logits", "delayed_head"):
                 found = group_parts(parts)
                 table[:, self.columns.end_column(name)] = found if axis == 1 else found.sum()
         return table
@@ -227,7 +227,7 @@ class ActivationMemoryTable:
             saved[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
-        for name, parts in self._end_parts(formula).items():
+        for name, parts in end_columns(formula).items():
             table[:, columns.end_column(name)] = group_parts(parts)
         return saved, table
 
@@ -241,29 +241,12 @@ class ActivationMemoryTable:
         degrees = self.cache_key(mapping) if letter == "M" else (mapping.tp,)
         key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
         if key not in self._layer_cache:
-            columns = self.columns
-            saved = formula.layer_saved(letter)
-            found = {
-                columns.at_snapshot_point(point): group_parts(parts)
-                for point, parts in layer_snapshots(formula, letter).items()
-            }
-            found[columns.saved] = group_parts(saved)
-            found[columns.transient] = group_parts(formula.transient[letter])
-            found[columns.recompute_peak] = group_parts(formula.recompute_peak[letter])
-            found[columns.delayed_wgrad] = group_parts(formula.delayed_wgrad_layer(letter))
-            self._layer_cache[key] = saved, found
+            found = layer_columns(formula, letter)
+            self._layer_cache[key] = (
+                found["saved"],
+                {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()},
+            )
         return self._layer_cache[key]
-
-    def _end_parts(self, formula: ActivationMemory) -> dict[str, BytesByPart]:
-        return {
-            "embedding": formula.embedding(),
-            "head": formula.head(),
-            "further": formula.mtp_layer() if self.model_spec.mtp_layers else BytesByPart(),
-            "logits": BytesByPart(logits=formula.transient_logits),
-            "postponed_head": BytesByPart(logits=formula.delayed_wgrad_head),
-            "postponed_further": formula.delayed_wgrad_mtp() if self.model_spec.mtp_layers else BytesByPart(),
-            "hidden": BytesByPart(pipeline=formula.hidden_bytes),
-        }
 
     def _unsupported_model_table(
         self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
@@ -275,15 +258,15 @@ class ActivationMemoryTable:
         for kind in range(columns.num_kinds):
             size = _unsupported_layer_bytes(self.model_spec, kind, mapping, self.workload, recompute) * tokens
             saved[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
-            table[0, columns.saved + kind] = saved[kind].total()
+            table[0, columns.layer_column("saved") + kind] = saved[kind].total()
         routed_tokens = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
         dispatch = 2 * tokens / mapping.tp * routed_tokens * self.model_spec.hidden_size * BF16_BYTES
         for kind in range(columns.num_kinds):
-            table[1, columns.transient + kind] = dispatch
+            table[1, columns.layer_column("transient") + kind] = dispatch
             for point in SNAPSHOT_POINTS:
-                if point not in SPLIT_BACKWARD_POINTS:
-                    table[0, columns.at_snapshot_point(point) + kind] = table[0, columns.saved + kind]
-                    table[1, columns.at_snapshot_point(point) + kind] = dispatch
+                if point not in WGRAD_POINTS:
+                    table[0, columns.layer_column(point) + kind] = table[0, columns.layer_column("saved") + kind]
+                    table[1, columns.layer_column(point) + kind] = dispatch
         table[2, columns.end_column("head")] = tokens * self.model_spec.vocab_size / mapping.tp * 4
         table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
         return saved, table
@@ -311,6 +294,13 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
         for parts in offloads
     ]
     return np.array(found)
+
+
+def build_columns(model_spec: ModelSpec) -> MemoryColumns:
+    """Build the columns of a model."""
+    kinds = model_spec.kinds
+    routed = (i for i, kind in enumerate(kinds) if kind.feed_forward is not None and kind.feed_forward.kind == "moe")
+    return MemoryColumns(len(kinds), tuple(routed))
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:

@@ -1,8 +1,8 @@
 """Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
 
 Weights, gradients, moments and activations are those of `cost/state_memory.py` and `cost/activation_memory.py`, in the
-order of the schedule. They are linear in a few counts (`snapshots.py`) and a few sizes (`states.py`, `activations.py`),
-each computed once, so that a search may evaluate hundreds of thousands of mappings.
+order of the schedule. They are linear in a few counts (`cost/memory_snapshots.py`) and a few sizes (`states.py`,
+`activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
+from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
-from moefold.cost.overlap_memory import recomputes_comm
+from moefold.cost.memory_columns import MemoryColumns, ModelChunk
+from moefold.cost.memory_snapshots import MemorySnapshots, ScheduleSpec, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
+    build_columns,
     minimal_config,
     routed_tokens_per_token,
 )
-from moefold.planner.memory.columns import MemoryColumns, build_columns
-from moefold.planner.memory.snapshots import MemorySnapshots, ScheduleSpec, find_peak_candidates, find_snapshots
 from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.planner.stages import ModelChunk, StageSplitter, chunks_of_rank, make_stage_splitter
+from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
 from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
+from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.param_shapes import WeightShape
 from moefold.cost.state_memory import PARAMS_IN_TRANSIT, offloaded_moment_sizes
 from moefold.cost.unit_memory import (
@@ -26,11 +27,9 @@ from moefold.cost.unit_memory import (
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
-from moefold.planner.memory.columns import MemoryColumns
 from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
-ByteTable = NDArray[np.float64]
 
 
 class StateMemoryTable:
@@ -81,7 +80,7 @@ class StateMemoryTable:
         """Return (column, name) of each unit: kinds of layers, embedding and head, and MTP layers."""
         kinds = range(self.columns.num_kinds)
         columns = self.columns
-        names = ("embedding", "head", *(("further",) if self.model_spec.mtp_layers else ()))
+        names = ("embedding", "head", *(("mtp",) if self.model_spec.mtp_layers else ()))
         return [*((kind, kind) for kind in kinds), *((columns.state_column(name), name) for name in names)]
 
     def offloaded_sizes(self, name: str | int, mapping: ParallelMapping) -> list[int]:
@@ -145,9 +144,9 @@ class StateMemoryTable:
         """Count only the largest gathered layer of each stage: ZeRO-3 gathers one layer after another."""
         row = table[STATE_PARTS.index("gathered")]
         columns = self.columns
-        layers = [*range(columns.num_kinds), "further"]
+        layers = [*range(columns.num_kinds), "mtp"]
         for kind, name in enumerate(layers):
-            row[kind if name != "further" else columns.state_column("further")] = 0
+            row[kind if name != "mtp" else columns.state_column("mtp")] = 0
             size = gathered.get(name, 0)
             for bits in range(2 ** len(layers)):
                 if bits >> kind & 1:
@@ -219,7 +218,7 @@ class StateMemoryTable:
         if self.model_spec.config is None:
             return 0
         letter = self._unit_name(name)
-        has_experts = letter == "M" or (letter == "further" and self.cfg.model.layer_kinds[-1] == "M")
+        has_experts = letter == "M" or (letter == "mtp" and self.cfg.model.layer_kinds[-1] == "M")
         return expert_buffer_bytes(self.cfg) if has_experts else 0
 
     def _rope_bytes(self, mapping: ParallelMapping) -> int:
@@ -231,7 +230,7 @@ class StateMemoryTable:
         return self._rope_bytes_by_cp[mapping.cp]
 
     def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
-        """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "further" (MTP)."""
+        """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "mtp" (MTP)."""
         key = (name, tp)
         if key not in self._weights:
             if self.model_spec.config is not None:
@@ -264,7 +263,7 @@ def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[
     if experts and layer is not None:
         rows = expert_parameters(layer, hidden)
         found.append(WeightShape("experts", (layer.num_experts, rows), "experts", etp_dim=1))
-    if name == "further":
+    if name == "mtp":
         found.append(WeightShape("projection", (hidden, 2 * hidden), "mtp"))
     return tuple(found)
 

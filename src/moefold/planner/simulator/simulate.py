@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moefold.config.schema import Config
+from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
@@ -24,7 +25,7 @@ from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-from moefold.planner.stages import ModelChunk, split_stages
+from moefold.planner.stages import split_stages
 from moefold.topology.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock, one_per_slot
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedule_tables import SCHEDULES, overlapped_schedules, schedule_rows

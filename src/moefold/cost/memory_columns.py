@@ -1,0 +1,134 @@
+"""Columns of the memory tables: what a step has in memory, counted in units whose bytes the formulas know. Torch-free.
+
+A snapshot of a step is a row of counts, which depends on the schedule and the layers of the stages only. Its bytes are
+the product with a row of sizes, which depends on the mapping only: for one recipe in `peak_memory.py`, for all mappings
+of a search in `planner/memory/`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.model import ModelConfig
+from moefold.topology.pipeline_layout import StageParts
+
+Counts = NDArray[np.float64]
+"""Counts of the columns, [..., columns]."""
+ByteTable = NDArray[np.float64]
+"""Bytes of the columns by part, [parts, columns]."""
+
+FORWARD_POINTS = ("before_dispatch", "dispatch", "experts", "combine", "sum")
+"""Snapshot points of an MoE layer's forward pass: before and during the dispatch, the experts, during the combine, and
+the weighted sum after it. A point counts the memory of this layer only."""
+RECOMPUTE_POINTS = ("before_dispatch_recompute", "dispatch_recompute", "experts_recompute", "combine_recompute")
+"""The same points while the layer is recomputed. The sum is part of `gradients`."""
+BACKWARD_POINTS = ("gradients", "combine_backward", "experts_backward", "dispatch_backward")
+"""Snapshot points of the backward pass: before and during the all-to-all of the output gradients, the experts'
+backward, and during the all-to-all of their input gradients. A dense layer has `before_dispatch` and `gradients`
+only."""
+WGRAD_POINTS = ("concurrent_wgrad", "experts_wgrad")
+"""Memory that a split backward pass adds to `experts_backward` and to `dispatch_backward`."""
+SNAPSHOT_POINTS = (*FORWARD_POINTS, *RECOMPUTE_POINTS, *BACKWARD_POINTS, *WGRAD_POINTS)
+"""All snapshot points of a layer in an overlapped pass. The peak before a collective is at least the memory during it,
+except `experts_backward` with a split backward pass."""
+
+LAYER_COLUMNS = ("saved", "transient", "recompute_peak", "delayed_wgrad", *SNAPSHOT_POINTS)
+"""Activations of layers: saved for backward, temporary while the layer runs, additional while it is recomputed, and
+held until the weight-gradient pass. Each has a column for every kind of layers."""
+END_COLUMNS = ("embedding", "head", "mtp", "logits", "delayed_head", "delayed_mtp", "hidden", "in_transit")
+"""Activations of the embedding, the head and MTP layers, hidden states that are sent or awaited, and offloaded parts
+that are copied."""
+STATE_COLUMNS = ("embedding", "head", "mtp", "second_embedding", "following_embedding", "stage")
+"""States of the ends of the model. The last stage's copy of the embedding is "following" on the rank of the first."""
+
+LAYER_KINDS = ("D", "M")
+"""Kinds of layers by their letters in `model.layer_pattern`."""
+COMPARE_BLOCK_ROWS = 32
+"""Rows that `drop_dominated` compares with at a time."""
+
+
+@dataclass(frozen=True)
+class MemoryColumns:
+    """Column layout for a model with `num_kinds` kinds of layers."""
+
+    num_kinds: int
+    moe_kinds: tuple[int, ...] = ()
+    """Kinds with experts."""
+
+    def layer_column(self, name: str) -> int:
+        """Return the first column of one of `LAYER_COLUMNS`; the others follow by kind."""
+        return LAYER_COLUMNS.index(name) * self.num_kinds
+
+    def end_column(self, name: str) -> int:
+        """Return the column of one of `END_COLUMNS`."""
+        return len(LAYER_COLUMNS) * self.num_kinds + END_COLUMNS.index(name)
+
+    @property
+    def size(self) -> int:
+        """Number of activation columns."""
+        return len(LAYER_COLUMNS) * self.num_kinds + len(END_COLUMNS)
+
+    @property
+    def state_size(self) -> int:
+        """Number of state columns: layers by kind, `STATE_COLUMNS`, and stages by the set of their layer kinds."""
+        return self.first_kind_set + (2 << self.num_kinds)
+
+    def state_column(self, name: str) -> int:
+        """Return the column of one of `STATE_COLUMNS`."""
+        return self.num_kinds + STATE_COLUMNS.index(name)
+
+    @property
+    def first_kind_set(self) -> int:
+        """First column of stages by the bit set of their layer kinds; the last bit stands for MTP layers."""
+        return self.num_kinds + len(STATE_COLUMNS)
+
+
+RECIPE_COLUMNS = MemoryColumns(len(LAYER_KINDS), (LAYER_KINDS.index("M"),))
+"""Columns of a recipe: `LAYER_KINDS` are its kinds of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    """Layers of one model chunk."""
+
+    kind_counts: tuple[int, ...]
+    """Layers of each kind, MTP layers included."""
+    has_embedding: bool
+    has_loss: bool
+    kinds: tuple[int, ...] = ()
+    """Kind of each layer in order, without MTP layers."""
+    num_mtp_layers: int = 0
+    """MTP layers."""
+
+    @property
+    def mtp_layer_kind(self) -> int:
+        """Kind of the MTP layers, if there are any."""
+        return next(kind for kind, count in enumerate(self.kind_counts) if count > self.kinds.count(kind))
+
+
+def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
+    """Return the layers of a stage, with `LAYER_KINDS` as kinds."""
+    kinds = tuple(LAYER_KINDS.index(model.layer_kinds[i]) for i in parts.layers)
+    counts = [kinds.count(kind) for kind in range(len(LAYER_KINDS))]
+    counts[LAYER_KINDS.index(model.layer_kinds[-1])] += parts.num_mtp_layers
+    return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
+
+
+def drop_dominated(rows: Counts) -> Counts:
+    """Drop the rows that are nowhere larger than another row, [rows, columns]."""
+    # Sorted by descending sum: only an earlier row can dominate a row. Constant columns are ignored.
+    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    left = rows.T[(rows != rows[0]).any(axis=0)]
+    at = np.arange(len(rows))
+    start = 0
+    while start < len(at):
+        block = left[:, start : start + COMPARE_BLOCK_ROWS]
+        rest = left[:, start:]
+        is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
+        stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
+        left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
+        at = np.concatenate([at[:start], at[start:][stays]])
+        start += int(stays[: block.shape[1]].sum())
+    found: Counts = rows[at]
+    return found
