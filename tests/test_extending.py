@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.api import build_model, train_model
+from moefold.api import build_model, load_config, train_model
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.state_memory import rank_state_bytes
+from moefold.data import ProgramData
 from moefold.errors import ConfigError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
@@ -142,6 +143,23 @@ def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
         assert record["loss"] == pytest.approx(sum(record["loss_terms"].values()))
     with pytest.raises(ConfigError, match="data=..."):
         train_model(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "other"))))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.kind=synthetic", 'must be "program"'),
+        ("train.seq_len=8", "must be the seq_len of the samples, 16"),
+        ("train.eval_every=1", "needs validation samples"),
+    ],
+)
+def test_program_data_must_fit_the_recipe(tmp_path: Path, override: str, message: str) -> None:
+    """Reject data that the recipe does not ask for, or that does not fit it."""
+    _register("A loss and its data")
+    overrides = ["model.preset=tiny", "train.seq_len=16", "data.kind=program", "train.eval_every=0", "run.device=cpu"]
+    cfg = load_config(None, [*overrides, f"run.dir={tmp_path / 'run'}", override])
+    with pytest.raises(ConfigError, match=message):
+        train_model(cfg, data=ProgramData(sys.modules["extension"].Rollouts()))
 
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ next operation, so a cheap function with a large output, such as a norm, would g
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from inspect import isgeneratorfunction
 from typing import Any, Protocol
 
 import torch
@@ -66,15 +67,13 @@ def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def checkpoint_resumable(
-    function: Callable[..., Resumable[Tensor]], on_yield: Callable[[], None]
-) -> Callable[..., Any]:
-    """Wrap a resumable function like `checkpoint_wrapper`.
+def checkpoint_resumable(function: Callable[..., Any], on_yield: Callable[[], None]) -> Callable[..., Any]:
+    """Wrap a resumable function, or a plain one, like `checkpoint_wrapper`.
 
     torch's checkpoint cannot: its saved-tensor hooks would also catch operations that run between the yields.
 
     Args:
-        function: returns a `Resumable`; its tensors are positional arguments.
+        function: a generator function (`Resumable`) or a plain one; its tensors are positional arguments.
         on_yield: called at each yield of the recomputation.
     """
 
@@ -90,9 +89,7 @@ def checkpoint_resumable(
 class _ResumableCheckpoint:
     """Recomputation of the tensors that one call of a resumable function would have saved."""
 
-    def __init__(
-        self, function: Callable[..., Resumable[Tensor]], args: Sequence[Any], on_yield: Callable[[], None]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], on_yield: Callable[[], None]) -> None:
         self._function = function
         self._on_yield = on_yield
         self._non_tensor_args = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -127,9 +124,13 @@ class _ResumableCheckpoint:
 
         with torch.enable_grad():
             # Run to the end even if nothing more is saved: all ranks must stop at the same place.
-            steps = self._function(*args)
-            while not _advance(steps, pack):
-                self._on_yield()
+            if not isgeneratorfunction(self._function):
+                with saved_tensors_hooks(pack, _reject_unpack):
+                    self._function(*args)
+            else:
+                steps = self._function(*args)
+                while not _advance(steps, pack):
+                    self._on_yield()
         assert len(recomputed) == self._num_saved, "the recomputation must save as many tensors as the forward pass"
         self._recomputed = recomputed
 

@@ -30,4 +30,5 @@ def wrap_part(block: Block, part: str, wrapper: Wrapper) -> None:
         case "expert_activation" if isinstance(ffn, MoELayer):
             wrap_method(ffn.experts, "forward", wrapper)
         case "layer":
+            wrap_method(block, "forward", wrapper)
             wrap_method(block, "forward_resumable", wrapper)

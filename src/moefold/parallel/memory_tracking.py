@@ -28,6 +28,7 @@ from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.schedule_tables import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
+    (Block, "forward", "residual stream"),
     (Block, "forward_resumable", "residual stream"),
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
@@ -95,7 +96,8 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
 
         for stage in model.stages:
             _track_delayed_wgrad(stage, tracker, undo)
-            wrap(stage, "forward_resumable", partial(_track_forward, stage, tracker))
+            for method in ("forward", "forward_resumable"):
+                wrap(stage, method, partial(_track_forward, stage, tracker))
         for owner, method, part in _tracked_methods(model):
             wrap(owner, method, partial(tracker.scoped, part))
         yield

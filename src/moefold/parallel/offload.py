@@ -64,4 +64,5 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
     def rope_tables() -> tuple[Tensor, ...]:
         return () if stage.rope is None else (stage.rope.cos, stage.rope.sin)
 
-    wrap_method(stage, "forward_resumable", partial(offload.wrap_stage, long_lived=rope_tables))
+    for method in ("forward", "forward_resumable"):
+        wrap_method(stage, method, partial(offload.wrap_stage, long_lived=rope_tables))
