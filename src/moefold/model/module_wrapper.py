@@ -1,4 +1,4 @@
-"""Wrap the methods of one module, to run this part of a layer differently: recompute it, offload it, measure it.
+"""Customise modules: set the attributes that they declare, or wrap a method, to recompute, offload or measure a part.
 
 A wrapper takes a function and returns another of the same signature. `wrap_method` is the only code that replaces
 methods. It sets an attribute of the object, so its class, its sub-modules and the names of its parameters stay, and
