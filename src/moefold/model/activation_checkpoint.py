@@ -8,7 +8,6 @@ next operation, so a cheap function with a large output, such as a norm, would g
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from inspect import isgeneratorfunction
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.resumable import Resumable
 from moefold.comm.torch_compat import innermost_saved_tensor_hooks
-from moefold.model.module_wrapper import CallContext, wrap_calls
+from moefold.model.module_wrapper import CallContext, Function, as_resumable, wrap_calls
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -54,7 +53,7 @@ def checkpoint_without_output(function: TensorFunction, *tensors: Tensor) -> Ite
         yield outputs
 
 
-def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_wrapper(function: Function) -> Function:
     """Wrap a function so that it saves only its arguments, and is recomputed in the backward pass.
 
     Its collectives are repeated: every rank of their groups recomputes at the same place.
@@ -67,13 +66,14 @@ def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def checkpoint_resumable(function: Callable[..., Any], on_yield: Callable[[], None]) -> Callable[..., Any]:
-    """Wrap a resumable function, or a plain one, like `checkpoint_wrapper`.
+def checkpoint_resumable(function: Function, on_yield: Callable[[], None]) -> Function:
+    """Wrap a function, plain or resumable, like `checkpoint_wrapper`; the recomputation runs to its end.
 
-    torch's checkpoint cannot: its saved-tensor hooks would also catch operations that run between the yields.
+    torch's checkpoint stops at the last saved tensor, which may come before a collective on one rank and after it on
+    another, and its saved-tensor hooks would also catch operations that run between the yields.
 
     Args:
-        function: a generator function (`Resumable`) or a plain one; its tensors are positional arguments.
+        function: its tensors are positional arguments.
         on_yield: called at each yield of the recomputation.
     """
 
@@ -87,9 +87,9 @@ def checkpoint_resumable(function: Callable[..., Any], on_yield: Callable[[], No
 
 
 class _ResumableCheckpoint:
-    """Recomputation of the tensors that one call of a resumable function would have saved."""
+    """Recomputation of the tensors that one call of a function would have saved."""
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], on_yield: Callable[[], None]) -> None:
+    def __init__(self, function: Function, args: Sequence[Any], on_yield: Callable[[], None]) -> None:
         self._function = function
         self._on_yield = on_yield
         self._non_tensor_args = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -124,13 +124,9 @@ class _ResumableCheckpoint:
 
         with torch.enable_grad():
             # Run to the end even if nothing more is saved: all ranks must stop at the same place.
-            if not isgeneratorfunction(self._function):
-                with saved_tensors_hooks(pack, _reject_unpack):
-                    self._function(*args)
-            else:
-                steps = self._function(*args)
-                while not _advance(steps, pack):
-                    self._on_yield()
+            steps = as_resumable(self._function, *args)
+            while not _advance(steps, pack):
+                self._on_yield()
         assert len(recomputed) == self._num_saved, "the recomputation must save as many tensors as the forward pass"
         self._recomputed = recomputed
 
