@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.api import build_model, train_model
+from moefold.api import build_model, load_config, train_model
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
 from moefold.cost.state_memory import rank_state_bytes
+from moefold.data import ProgramData
 from moefold.errors import ConfigError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
@@ -214,6 +215,23 @@ def test_example_of_a_schedule_is_priced(pool: WorkerPool) -> None:
     [(in_flight, idle)] = pool.run(1, _price_with_schedule, _with(base, "parallel", schedule="eager"))
     assert in_flight == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]
     assert idle == [bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b")] * 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.kind=synthetic", 'must be "program"'),
+        ("train.seq_len=8", "must be the seq_len of the samples, 16"),
+        ("train.eval_every=1", "needs validation samples"),
+    ],
+)
+def test_program_data_must_fit_the_recipe(tmp_path: Path, override: str, message: str) -> None:
+    """Reject data that the recipe does not ask for, or that does not fit it."""
+    _register("A loss and its data")
+    overrides = ["model.preset=tiny", "train.seq_len=16", "data.kind=program", "train.eval_every=0", "run.device=cpu"]
+    cfg = load_config(None, [*overrides, f"run.dir={tmp_path / 'run'}", override])
+    with pytest.raises(ConfigError, match=message):
+        train_model(cfg, data=ProgramData(sys.modules["extension"].Rollouts()))
 
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:

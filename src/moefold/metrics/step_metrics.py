@@ -183,8 +183,6 @@ class StepMetrics:
     """Optimizer step, 1-based."""
     loss: float
     """Mean language-model cross-entropy per token of the global batch, in nats; or the sum of `loss_terms`."""
-    loss_terms: dict[str, float] | None = None
-    """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
     aux_loss: float
     """Load-balancing loss: the sum over layers, times its coefficient."""
     z_loss: float
@@ -232,6 +230,9 @@ class StepMetrics:
 
     rank_times: RankTimeMetrics | None = None
     """Compute and wait times of the ranks; None with one rank or faults.straggler_factor=0."""
+
+    loss_terms: dict[str, float] | None = None
+    """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
 
     @property
     def worst_expert_load(self) -> float | None:

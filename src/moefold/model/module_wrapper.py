@@ -1,4 +1,4 @@
-"""Wrap the methods of one module, to run this part of a layer differently: recompute it, offload it, measure it.
+"""Customise modules: set the attributes that they declare, or wrap a method, to recompute, offload or measure a part.
 
 A wrapper takes a function and returns another of the same signature. `wrap_method` is the only code that replaces
 methods. It sets an attribute of the object, so its class, its sub-modules and the names of its parameters stay, and
@@ -9,7 +9,7 @@ call leaves the contexts while it is suspended, as another micro-batch may then 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from inspect import isgeneratorfunction
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
@@ -32,12 +32,6 @@ class CallContext:
     on_end: Callable[[Any], None] | None = None
     """Called with the result of the function."""
 
-    def end(self, result: Any) -> Any:
-        """Call `on_end` and return the result."""
-        if self.on_end is not None:
-            self.on_end(result)
-        return result
-
 
 def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> Function:
     """Wrap a plain function, or one that is a generator (`Resumable`), so that each call runs in a context.
@@ -48,28 +42,31 @@ def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> 
     """
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        context = begin(*args, **kwargs)
-        if context is None:
-            return function(*args, **kwargs)
-        with context.running():
-            result = function(*args, **kwargs)
-        return context.end(result)
-
-    @wraps(function)
     def run_resumable(*args: Any, **kwargs: Any) -> Resumable[Any]:
         context = begin(*args, **kwargs)
-        if context is None:
-            return (yield from function(*args, **kwargs))
-        task: ResumableTask[Any] = ResumableTask(function(*args, **kwargs))
-        while True:
-            with context.running():
+        task: ResumableTask[Any] = ResumableTask(as_resumable(function, *args, **kwargs))
+        while not task.is_done:
+            with nullcontext() if context is None else context.running():
                 task.resume()
-            if task.is_done:
-                return context.end(task.run_to_end())
-            yield
+            if not task.is_done:
+                yield
+        result = task.run_to_end()
+        if context is not None and context.on_end is not None:
+            context.on_end(result)
+        return result
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_to_end(run_resumable(*args, **kwargs))
 
     return run_resumable if isgeneratorfunction(function) else run
+
+
+def as_resumable(function: Function, *args: Any, **kwargs: Any) -> Resumable[Any]:
+    """Call a plain or resumable function as a resumable one."""
+    if isgeneratorfunction(function):
+        return (yield from function(*args, **kwargs))
+    return function(*args, **kwargs)
 
 
 def wrap_method(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None]:

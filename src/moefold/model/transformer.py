@@ -1,12 +1,12 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
+from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
@@ -32,9 +32,7 @@ MIN_CHUNK_TOKENS = 256
 class Block(nn.Module):
     """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward, and sets
-    `yields_at_comm`, where another micro-batch is computed concurrently: no hook may then be registered on the layer
-    or on its feed-forward part.
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
@@ -45,30 +43,38 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
-        self.yields_at_comm = False
 
-    def forward(self, x: Tensor, rope: Rope, *more: Tensor | None) -> Tensor:
-        """Run `forward_resumable` to its end."""
-        return run_to_end(self.forward_resumable(x, rope, *more))
+    def forward(
+        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """Compute the layer, [S/(cp*tp), B, H] -> same.
+
+        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
+        """
+        x = self._attend(x, rope, document_starts)
+        with self._normalized_ffn_input(x) as (normed,):
+            return x + (self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
     def forward_resumable(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
     ) -> Resumable[Tensor]:
-        """Compute the layer, [S/(cp*tp), B, H] -> same; with `yields_at_comm` it yields at each MoE all-to-all.
-
-        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
-        """
-        with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
-            x = x + self.attention(normed, rope, document_starts)
-        with self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x)) as (normed,):
+        """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
+        x = self._attend(x, rope, document_starts)
+        with self._normalized_ffn_input(x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
                 return x + self.ffn(normed)
-            if not self.yields_at_comm:
-                return x + self.ffn(normed, sample_ids)
             moe = ResumableTask(self.ffn.forward_resumable(normed, sample_ids))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
         return x + (yield from moe.remaining())
+
+    def _attend(self, x: Tensor, rope: Rope, document_starts: Tensor | None) -> Tensor:
+        """Add attention to the residual stream."""
+        with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
+            return x + self.attention(normed, rope, document_starts)
+
+    def _normalized_ffn_input(self, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
+        return self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x))
 
 
 class MTPBlock(Block):
@@ -89,6 +95,21 @@ class MTPBlock(Block):
         self.kernels: Kernels = TORCH_KERNELS
         self.output_norm = RMSNorm(hidden, eps)
 
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        sample_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+        embedded: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
+
+        Returns:
+            Normalised hidden states, [S/(cp*tp), B, H].
+        """
+        return self.output_norm(super().forward(self._project(x, embedded), rope, sample_ids, document_starts))
+
     def forward_resumable(
         self,
         x: Tensor,
@@ -97,20 +118,20 @@ class MTPBlock(Block):
         document_starts: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
-        """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
+        """Compute `forward`, yielding at each MoE all-to-all."""
+        x = self._project(x, embedded)
+        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
 
-        Returns:
-            Normalised hidden states, [S/(cp*tp), B, H].
-        """
+    def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
+        """Combine hidden states and token embeddings."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = linear(
+        return linear(
             both,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
             linear_backend=self.kernels.linear_backend,
         )
-        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
 
 
 class Embedding(nn.Module):
@@ -162,11 +183,7 @@ class Transformer(nn.Module):
         self.rope = build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope)
 
     def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
-        """Run `forward_resumable` to its end."""
-        return run_to_end(self.forward_resumable(x, **columns))
-
-    def forward_resumable(self, x: Tensor, **columns: Tensor) -> Resumable[Tensor]:
-        """Run the layers of this stage; yields where its blocks yield.
+        """Run the layers of this stage.
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
@@ -176,38 +193,55 @@ class Transformer(nn.Module):
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
             labels, the logits [S/cp, B, V/tp].
         """
-        sample_ids = columns.get("sample_ids")
-        document_starts = columns.get("document_starts")
-        rope = self._rope_for(document_starts)
-        starts_SB = None if document_starts is None else document_starts.t()
-        if self.is_first:
-            x = self.embedding(x)
-        for block in self.layers.values():
-            if not isinstance(block, MTPBlock):
-                x = yield from self._run_block(block, x, rope, sample_ids, starts_SB)
+        args = self._block_args(columns)
+        x = self.embedding(x) if self.is_first else x
+        for block in self._blocks():
+            x = block(x, *args)
         if not self.is_last:
-            # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
-            return x if self.is_first or len(self.layers) else x.view_as(x)
+            return self._hidden_output(x)
         if "labels" not in columns:
             return self.head(x, self._tied_weight)
-        normed = self.head.norm(x)
-        terms = [self.loss(self._output(normed), columns)]
-        if self.cfg.model.mtp_layers:
-            mtp_loss = terms[0].new_zeros(1)
-            for depth in range(self.cfg.model.mtp_layers if self.training else 0):
-                block = self.layers[str(self.cfg.model.num_layers + depth)]
-                embedded = self.embedding(mtp_tokens(columns, depth))
-                normed = yield from self._run_block(block, normed, rope, sample_ids, starts_SB, embedded)
-                mtp_loss = mtp_loss + self._mtp_loss(normed, columns, depth)
-            terms.append(mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers))
-        return torch.cat(terms)
+        x = self.head.norm(x)
+        terms = self.loss(self._output(x), columns)
+        mtp_losses = []
+        for depth, block in enumerate(self._mtp_blocks()):
+            x = block(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            mtp_losses.append(self._mtp_loss(x, columns, depth))
+        return self._with_mtp_term(terms, mtp_losses)
 
-    def _run_block(self, block: nn.Module, *args: Any) -> Resumable[Tensor]:
-        assert isinstance(block, Block)
-        if block.yields_at_comm:
-            return (yield from block.forward_resumable(*args))
-        y: Tensor = block(*args)
-        return y
+    def forward_resumable(self, x: Tensor, **columns: Tensor) -> Resumable[Tensor]:
+        """Compute `forward` with labels, yielding at each MoE all-to-all."""
+        args = self._block_args(columns)
+        x = self.embedding(x) if self.is_first else x
+        for block in self._blocks():
+            x = yield from block.forward_resumable(x, *args)
+        if not self.is_last:
+            return self._hidden_output(x)
+        x = self.head.norm(x)
+        terms = self.loss(self._output(x), columns)
+        mtp_losses = []
+        for depth, block in enumerate(self._mtp_blocks()):
+            x = yield from block.forward_resumable(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            mtp_losses.append(self._mtp_loss(x, columns, depth))
+        return self._with_mtp_term(terms, mtp_losses)
+
+    def _blocks(self) -> list[Block]:
+        """Return the layers of this stage, without those of multi-token prediction."""
+        return [block for block in self.layers.values() if isinstance(block, Block) and not isinstance(block, MTPBlock)]
+
+    def _mtp_blocks(self) -> list[MTPBlock]:
+        """Return the layers of multi-token prediction, which run in training only."""
+        return [block for block in self.layers.values() if isinstance(block, MTPBlock) and self.training]
+
+    def _block_args(self, columns: Mapping[str, Tensor]) -> tuple[Rope, Tensor | None, Tensor | None]:
+        """Return the arguments of all blocks: RoPE, sample ids [B] and starts of documents [S, B]."""
+        document_starts = columns.get("document_starts")
+        starts_SB = None if document_starts is None else document_starts.t()
+        return self._rope_for(document_starts), columns.get("sample_ids"), starts_SB
+
+    def _hidden_output(self, x: Tensor) -> Tensor:
+        # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
+        return x if self.is_first or len(self.layers) else x.view_as(x)
 
     def _output(self, normed: Tensor) -> ModelOutput:
         return ModelOutput(normed, self.head, self._tied_weight, self._loss_chunk)
@@ -217,6 +251,13 @@ class Transformer(nn.Module):
         weights = columns.get("mtp_weights")
         losses = self._output(normed).cross_entropy(columns["mtp_labels"][:, depth])
         return weighted_sum(losses, None if weights is None else weights[:, depth])
+
+    def _with_mtp_term(self, terms: Tensor, mtp_losses: list[Tensor]) -> Tensor:
+        """Append the mean of the MTP losses, times its coefficient, if the model has MTP layers; 0 in evaluation."""
+        if not self.cfg.model.mtp_layers:
+            return terms
+        mtp_loss = sum(mtp_losses, terms.new_zeros(1))
+        return torch.cat((terms, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
@@ -237,18 +278,12 @@ class Transformer(nn.Module):
         positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
         return build_rope(self.cfg.model, positions_SB, self.dtype, self.kernels.rope)
 
-    def enable_comm_yields(self) -> None:
-        """Make `forward_resumable` yield at each MoE all-to-all from now on."""
-        for block in self.layers.values():
-            assert isinstance(block, Block)
-            block.yields_at_comm = True
-
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
 
-def mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
+def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
     """Return the tokens that an MTP layer embeds, int64 [B, S/cp]: the targets of the layer before it."""
     return columns["labels"] if depth == 0 else columns["mtp_labels"][:, depth - 1]
 

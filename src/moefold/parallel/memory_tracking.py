@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,18 +21,17 @@ from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
+from moefold.parallel.layer_parts import forward_method
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.schedule_tables import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
-    (Block, "forward_resumable", "residual stream"),
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
     (SelfAttention, "forward", "attention"),
     (SelfAttention, "core_attention", "core attention"),
     (SwiGLU, "forward", "dense MLP"),
-    (MoELayer, "forward_resumable", "router"),
     (Router, "forward", "router"),
     (Experts, "forward", "experts"),
     (Embedding, "forward", "embedding"),
@@ -41,6 +39,8 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (Head, "logits", "logits"),
 )
 """Methods whose allocations belong to a part; calls inside may belong to other parts."""
+TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
+"""The same for `forward_method`."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",
@@ -92,7 +92,7 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
 
         for stage in model.stages:
             _track_delayed_wgrad(stage, tracker, undo)
-            wrap(stage, "forward_resumable", partial(_track_forward, stage, tracker))
+            wrap(stage, forward_method(stage), partial(_track_forward, stage, tracker))
         for owner, method, part in _tracked_methods(model):
             wrap(owner, method, partial(tracker.scoped, part))
         yield
@@ -101,14 +101,14 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
 def _tracked_methods(model: ParallelModel) -> Iterator[tuple[object, str, str]]:
     """Iterate over the methods whose allocations belong to a part: their objects, their names and the parts."""
     dispatchers: dict[int, Any] = {}
-    for module in chain.from_iterable(stage.modules() for stage in model.stages):
-        for kind, method, part in TRACKED_METHODS:
-            if isinstance(module, kind):
-                yield module, method, part
-        if isinstance(module, MoELayer):
-            dispatchers[id(module.dispatcher)] = module.dispatcher
-            if module.shared is not None:
-                yield module.shared, "forward", "shared experts"
+    for stage in model.stages:
+        methods = (*TRACKED_METHODS, *((kind, forward_method(stage), part) for kind, part in TRACKED_LAYERS))
+        for module in stage.modules():
+            yield from ((module, method, part) for kind, method, part in methods if isinstance(module, kind))
+            if isinstance(module, MoELayer):
+                dispatchers[id(module.dispatcher)] = module.dispatcher
+                if module.shared is not None:
+                    yield module.shared, "forward", "shared experts"
     for dispatcher in dispatchers.values():
         for method in DISPATCH_METHODS:
             yield dispatcher, method, DISPATCH_PART

@@ -15,7 +15,7 @@ from moefold.offload.activations import GIB, ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
-from moefold.parallel.layer_parts import blocks_of, wrap_part
+from moefold.parallel.layer_parts import forward_method, wrap_part
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:
@@ -54,14 +54,10 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
 
     So a part that is also recomputed offloads its inputs, and a larger part around it offloads what both save.
     """
-    for block in blocks_of(stage):
-        for part in parts:
-            if part == "norms":
-                block.norm_checkpoint = offload.wrap_output_checkpoint(block.norm_checkpoint)
-            else:
-                wrap_part(block, part, offload.wrap)
+    for part in parts:
+        wrap_part(stage, part, offload.wrap_output_checkpoint if part == "norms" else offload.wrap)
 
     def rope_tables() -> tuple[Tensor, ...]:
         return () if stage.rope is None else (stage.rope.cos, stage.rope.sin)
 
-    wrap_method(stage, "forward_resumable", partial(offload.wrap_stage, long_lived=rope_tables))
+    wrap_method(stage, forward_method(stage), partial(offload.wrap_stage, long_lived=rope_tables))

@@ -29,7 +29,6 @@ class OverlappedAccumulation(Accumulation):
 
     def __init__(self, model: Transformer, num_micro_batches: int, zero: int, groups: ParallelGroups) -> None:
         super().__init__(model, num_micro_batches, zero)
-        model.enable_comm_yields()
         self._unsharded_params = UnshardedParams([model], zero)
         self._backward_overlap = groups.backward_overlap
         self._recorder = groups.recorder
@@ -60,8 +59,12 @@ class OverlappedAccumulation(Accumulation):
     def evaluate(self, batch: Batch) -> Tensor:
         """See base class."""
         self._recorder.set_phase("evaluation")
+        total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
-            return super().evaluate(batch)
+            for tokens, columns in batch.micro_batches(self._num_micro_batches):
+                # Not by a call of the model: the hooks of FSDP would shard the parameters.
+                total += run_to_end(self._model.forward_resumable(tokens, **columns))
+        return total
 
 
 class ResumableStage(nn.Module):
@@ -72,7 +75,6 @@ class ResumableStage(nn.Module):
 
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
         super().__init__()
-        stage.enable_comm_yields()
         self._forward_resumable = lambda *args, **columns: stage.forward_resumable(*args, **columns)
         self._is_training = lambda: stage.training
         self._recorder = recorder

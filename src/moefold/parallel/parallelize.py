@@ -62,6 +62,9 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
+    Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, then the
+    phases of the flight recorder; memory attribution wraps them in measured steps (docs/design/002).
+
     Args:
         cfg: the recipe.
         groups: the process groups of its mapping.

@@ -1,6 +1,6 @@
 """Activation recomputation (`train.recompute`): which parts of the layers are recomputed in the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,10 +13,9 @@ from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_rec
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
-from moefold.model.mla import LatentAttention
-from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import Block, Transformer
-from moefold.parallel.layer_parts import blocks_of, wrap_part
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.transformer import Transformer
+from moefold.parallel.layer_parts import wrap_part
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
@@ -59,22 +58,15 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
     micro-batch, and step statistics are counted once, when a gradient passes.
     """
     on_yield = (backward_overlap or BackwardOverlap()).resume
-    for block in blocks_of(stage):
-        for part in parts:
-            _recompute_part(block, part, on_yield)
-
-
-def _recompute_part(block: Block, part: str, on_yield: Callable[[], None]) -> None:
-    match part:
-        case "norms":
-            block.norm_checkpoint = checkpoint_without_output
-        case "mla_up":
-            assert isinstance(block.attention, LatentAttention)
-            block.attention.up_proj_checkpoint = checkpoint_without_output
-        case "expert_activation":
-            if isinstance(block.ffn, MoELayer):
-                block.ffn.experts.saves_fc1 = False
-        case "moe" | "layer":
-            wrap_part(block, part, partial(checkpoint_resumable, on_yield=on_yield))
-        case _:
-            wrap_part(block, part, checkpoint_wrapper)
+    for part in parts:
+        match part:
+            case "norms":
+                set_on_modules(stage, "norm_checkpoint", checkpoint_without_output)
+            case "mla_up":
+                set_on_modules(stage, "up_proj_checkpoint", checkpoint_without_output)
+            case "expert_activation":
+                set_on_modules(stage, "saves_fc1", False)
+            case "moe" | "layer":
+                wrap_part(stage, part, partial(checkpoint_resumable, on_yield=on_yield))
+            case _:
+                wrap_part(stage, part, checkpoint_wrapper)

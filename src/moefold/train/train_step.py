@@ -25,6 +25,7 @@ from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
+from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.step_guard import StepDecision, StepGuard
 
@@ -39,8 +40,6 @@ class StepResult:
 
     loss: float
     """Sum of the terms of the loss function: the language-model loss by default."""
-    loss_terms: dict[str, float]
-    """The terms by name."""
     aux_loss: float
     """Summed over layers, multiplied by its coefficient; `z_loss` likewise."""
     z_loss: float
@@ -69,6 +68,8 @@ class StepResult:
     """Memory of the forward and backward passes; None unless the step was measured."""
     offload: OffloadMetrics | None = None
     """Activation offload statistics; None without offload."""
+    loss_terms: dict[str, float] = field(default_factory=dict)
+    """The terms of the loss function by name."""
     divergences: tuple[Divergence, ...] = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
 
@@ -184,7 +185,7 @@ class TrainingStep:
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
         metrics = (
-            None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach())))
+            None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
         )
         decision = self.guard.decide(totals.guarded_metrics())
         recorder.set_phase("optimizer")
@@ -302,8 +303,8 @@ class TrainingStep:
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
 
     def _sum_terms(self, losses: Tensor) -> Tensor:
-        """Sum the terms of the loss function, without the MTP loss; 0-dim."""
-        return losses[: len(self._loss_terms)].sum()
+        """Sum the terms of the loss function, without the MTP loss; [1]."""
+        return losses[: len(self._loss_terms)].sum(0, keepdim=True)
 
     def _tp_dedup(self, loss: Tensor) -> Tensor:
         """Return the loss on TP rank 0 and zero elsewhere: all TP ranks compute the same token losses."""
@@ -315,13 +316,18 @@ class TrainingStep:
         """Sum all metrics over the ranks, in one all-reduce."""
         world = self.model.groups.world
         device = loss.device
-        rank_losses = self._tp_dedup(loss.detach().double())
-        squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
-        raised = torch.tensor(flags, dtype=torch.float64, device=device)
+        packer = MetricPacker()
+        packer.add("losses", self._tp_dedup(loss.detach()))
+        packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
+        packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
-        router_stats = self._local_router_stats(device)
+        packer.add("memory", memory)
+        num_experts = self._cfg.model.num_experts
+        router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
+        for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
+            packer.add(name, stats)
         total_s, waited_s = self._comm_timer.read()
         times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
         if total_s:
@@ -329,40 +335,30 @@ class TrainingStep:
             times[world.rank, COMPUTE] = total_s - waited_s
             times[world.rank, DATA] = data_s
             times[world.rank, COMM] = waited_s
+        packer.add("rank times", times)
+        packer.add("offload", self._offload_metrics(device))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
-        offload = self._offload_metrics(device)
-        parts = (
-            rank_losses,
-            squares,
-            raised,
-            memory,
-            router_stats.flatten(),
-            times.flatten(),
-            offload,
-            by_part.flatten(),
-        )
-        total = all_reduce_sum(torch.cat(parts), world)
-        norm = total[len(rank_losses)].sqrt()
+        packer.add("memory by part", by_part)
+        sums = packer.all_reduce(world)
+        totals = packer.unpack(sums.cpu())
+        losses = totals["losses"].tolist()
         num_terms = len(self._loss_terms)
-        on_host = total.cpu().split([part.numel() for part in parts])
-        num_experts = self._cfg.model.num_experts
-        scalars, counts, thresholds, biases = on_host[4].view_as(router_stats).split([5, *[num_experts] * 3], 1)
         return ReducedMetrics(
-            loss_terms=dict(zip(self._loss_terms, on_host[0].tolist(), strict=False)),
-            mtp_loss=float(on_host[0][num_terms]) if len(rank_losses) > num_terms else None,
-            device_grad_norm=norm,
-            grad_norm=float(on_host[1].sqrt()),
-            flags=tuple(int(count) for count in on_host[2].tolist()),
-            peak_memory_gib=float(on_host[3].max()),
-            rank_times=on_host[5].view_as(times),
-            layer_scalars=scalars,
-            expert_counts=counts,
-            thresholds=thresholds,
-            biases=biases,
-            offload=tuple(on_host[6].tolist()),
-            memory=on_host[7].view_as(by_part),
+            loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
+            mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
+            device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
+            grad_norm=float(totals["squared grad norm"].sqrt()),
+            flags=tuple(int(count) for count in totals["flags"].tolist()),
+            peak_memory_gib=float(totals["memory"].max()),
+            rank_times=totals["rank times"],
+            layer_scalars=totals["layer scalars"],
+            expert_counts=totals["expert counts"],
+            thresholds=totals["thresholds"],
+            biases=totals["biases"],
+            offload=tuple(totals["offload"].tolist()),
+            memory=totals["memory by part"],
         )
 
     def _result(
