@@ -49,7 +49,8 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
-        stage.loss = loss or stage.loss
+        if loss is not None:
+            stage.loss = loss
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
