@@ -18,6 +18,16 @@ def softmax_core_flops(model: ModelConfig, keys: float) -> float:
     return 2 * keys * model.num_attention_heads * (model.head_size + model.value_head_size)
 
 
+def key_value_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the keys and values of a token on one of `tp` ranks."""
+    return 2 * model.num_query_groups * model.head_size // tp
+
+
+def latent_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the latent and the shared key of a token, which every rank has."""
+    return model.kv_lora_rank + model.qk_rope_head_dim
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
     """One kind of attention, or of feed-forward network."""
@@ -30,6 +40,8 @@ class BlockSpec:
     A matrix costs one multiply-add for each of its elements and each token; of the experts, a token uses top_k."""
     core_flops: Callable[[ModelConfig, float], float] = softmax_core_flops
     """Of attention: forward FLOPs of one token without a weight, given the mean number of keys that it attends to."""
+    cache_width: Callable[[ModelConfig, int], int] = key_value_cache_width
+    """Of attention: elements of one token in the KV cache of one tp rank."""
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +188,11 @@ def moe_weights(model: ModelConfig) -> Iterator[WeightShape]:
 
 
 ATTENTIONS: dict[str, BlockSpec] = {
-    spec.name: spec for spec in (BlockSpec(name="gqa", weights=gqa_weights), BlockSpec(name="mla", weights=mla_weights))
+    spec.name: spec
+    for spec in (
+        BlockSpec(name="gqa", weights=gqa_weights),
+        BlockSpec(name="mla", weights=mla_weights, cache_width=latent_cache_width),
+    )
 }
 """Every attention by its name in a recipe."""
 

@@ -13,6 +13,11 @@ ModelPart = Literal[
 ]
 
 
+def expert_dp_dim(shape: Sequence[int], degree: int) -> int:
+    """Return the dim of local experts that data-parallel ranks shard: by experts, or by rows if those are too few."""
+    return 1 if shape[0] % degree and shape[1] % degree == 0 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShape:
     """Shape of one parameter, unsharded or sharded by tensor or expert parallelism."""
@@ -75,9 +80,7 @@ class WeightShape:
 
     def dp_shards(self, degree: int) -> "DataParallelShards":
         """Return the shards over `degree` data-parallel ranks: dim 0, or dim 1 of experts if there are too few."""
-        dim = 0
-        if self.is_expert and self.shape[0] % degree and self.shape[1] % degree == 0:
-            dim = 1
+        dim = expert_dp_dim(self.shape, degree) if self.is_expert else 0
         rows = -(-self.shape[dim] // degree)
         return DataParallelShards(self.shape[dim], rows, self.numel // self.shape[dim], degree)
 

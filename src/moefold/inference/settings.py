@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.config.suggestions import describe_type, nearest_numbers
+from moefold.cost.layer_spec import attention_spec
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
 from moefold.inference.source import ModelSource
@@ -200,11 +201,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
     m = cfg.model
-    p = cfg.parallel
-    if m.attention == "mla":
-        width = m.kv_lora_rank + m.qk_rope_head_dim
-    else:
-        width = m.num_query_groups * 2 * (m.head_dim or m.hidden_size // m.num_attention_heads) // p.tp
+    width = attention_spec(m).cache_width(m, cfg.parallel.tp)
     # MTP layers are not used for decoding.
     layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
     return num_tokens * batch_size * max(layers.values()) * width * DTYPE_BYTES[cfg.run.dtype]

@@ -29,6 +29,7 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
+from moefold.cost.param_shapes import expert_dp_dim
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision
@@ -112,9 +113,7 @@ def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:
     def placement(parameter: nn.Parameter) -> Shard:
         """Shard over edp by experts, or, if there are too few experts, by the rows of each expert."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.shape[0] % edp and local.shape[1] % edp == 0:
-            return Shard(1)
-        return Shard(0)
+        return Shard(expert_dp_dim(local.shape, edp))
 
     return placement
 

@@ -12,6 +12,7 @@ from typing import Any
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
+from moefold.cost.layer_spec import attention_spec
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
@@ -168,7 +169,8 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
     yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
     groups = model.num_key_value_heads
-    if groups % tp and model.attention == "gqa" and tp % groups:
+    replicates_keys = any(weight.tp_heads for weight in attention_spec(model).weights(model))
+    if groups % tp and replicates_keys and tp % groups:
         yield (
             f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
             f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
