@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train the quickstart: eight ranks, attention and experts folded over them
 	$(BIN)/moefold train recipes/quickstart.toml $(ARGS)
 
-test: $(STAMP) ## run the fast suite: every feature once, in at most 10 minutes on two cores
+test: $(STAMP) ## run the fast suite: every feature once; wide sweeps are in parity
 	$(PYTEST) $(ABREAST) -m "$(FAST)"
 
 check: lint types rules ## check style, types and house rules; what runs is tested by `make test`, or by `make unit` alone

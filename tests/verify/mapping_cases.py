@@ -47,7 +47,7 @@ NAMED = [
 """Mappings of eight ranks that the paper and the quickstart name."""
 ALL_EIGHT = legal_mappings(8)
 EIGHT = _with_rotating_kinds(NAMED + [m for m in ALL_EIGHT[:: len(ALL_EIGHT) // 24] if m not in NAMED][:24])
-FEW_EIGHT = EIGHT[: len(NAMED)]
+FEW_EIGHT = [EIGHT[1], EIGHT[3]]
 MAPPINGS = [
     *cases("mapping of 1 rank", ONE_AND_TWO[:1]),
     *cases("mapping of 2 ranks", map(few, ONE_AND_TWO[1:])),

@@ -272,7 +272,7 @@ CASES: list[Case] = [
     *cases("recomputation", RECOMPUTE_MAPPED[:3], RECOMPUTE_MAPPED[3:]),
     *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
     *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
-    *cases("expert overlap", [*OVERLAP_ONE_STAGE, *OVERLAP[:3]], [*OVERLAP_LOANS, *OVERLAP[3:]]),
+    *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP[1:]]),
     *cases("offload on one rank", OFFLOAD_ONE_RANK[:3], OFFLOAD_ONE_RANK[3:]),
     *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
     *cases("offload", OFFLOAD_MAPPED[:2], OFFLOAD_MAPPED[2:]),
