@@ -1,9 +1,9 @@
 # `make help` lists the targets. Everything runs in .venv, which the first target that needs it builds.
 
 PYTHON ?= python3
-# Words for pip when it installs torch, such as an index with CPU-only wheels: make setup TORCH_ARGS="--index-url URL"
+# Arguments for pip when it installs torch, such as an index with CPU-only wheels: make setup TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
-# Further words for `moefold train` and `moefold bench`: make train ARGS="run.steps=50 train.lr=1e-3"
+# More arguments for `moefold train` and `moefold bench`: make train ARGS="run.steps=50 train.lr=1e-3"
 ARGS ?=
 
 VENV := .venv
@@ -11,21 +11,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UNIT := not parity and not e2e and not slow and not gpu
 FAST := not slow and not gpu
-# Files of tests that run beside each other: make test JOBS=1
+CORE := mapping-of-8-ranks or rank-order or pipeline-layout
+# Number of test files that run at the same time: make test JOBS=1
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 # One thread per process: the tests start many ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# In the order of tests/conftest.py.
+# Whole files, in the order of tests/conftest.py.
 ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity gpu bench bench-gpu clean
+.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv with everything that the other targets need
 
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train the quickstart: eight ranks, attention and experts folded over them
 	$(BIN)/moefold train recipes/quickstart.toml $(ARGS)
 
-test: $(STAMP) ## run the whole fast suite: unit, parity and end to end
+test: $(STAMP) ## run the fast suite: every feature once; wide sweeps are in parity
 	$(PYTEST) $(ABREAST) -m "$(FAST)"
 
 check: lint types rules ## check style, types and house rules; what runs is tested by `make test`, or by `make unit` alone
@@ -64,6 +65,9 @@ e2e: $(STAMP) ## run the command line from start to end
 
 parity: $(STAMP) ## run every parity test, the wide sweep and the long runs included
 	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
+
+parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages
+	$(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
 
 gpu: $(STAMP) ## run the tests that need a GPU
 	$(PYTEST) -m gpu

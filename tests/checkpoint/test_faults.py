@@ -21,6 +21,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.testing.pool import WorkerError
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.train.test_trainer import recipe
 
 pytestmark = pytest.mark.parity
@@ -92,8 +93,10 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_one_before(pool, tmp_path, a
     assert (tmp_path / "checkpoints" / ".step-000002.partial").is_dir()
 
 
-@pytest.mark.parametrize("fault", ["vanished", "draft removed"])
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("async_save", "fault"),
+    [(True, "vanished"), (False, "draft removed"), *slow([(True, "draft removed"), (False, "vanished")])],
+)
 def test_a_folder_that_vanishes_in_a_save_is_one_message_on_the_first_rank(pool, tmp_path, fault, async_save):
     errors = pool.run(RANKS, _save_twice, _recipe(tmp_path, async_save), fault)
     assert "the checkpoint of step 2 cannot be written to" in errors[0] or "lacks files of other ranks" in errors[0]
@@ -134,8 +137,9 @@ def _save_around_a_loss(cfg: Config, is_lost: bool) -> list[str]:
     return kept.words
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("async_save", "is_lost"), [(True, False), (False, True), *slow([(True, True), (False, False)])]
+)
 def test_a_folder_that_vanishes_between_saves_is_noted_and_made_anew(pool, tmp_path, async_save, is_lost):
     words = pool.run(RANKS, _save_around_a_loss, _recipe(tmp_path, async_save), is_lost)
     first = tmp_path / "checkpoints" / "step-000001"

@@ -23,9 +23,10 @@ from tests.convert.side_by_side import (
     train_ours,
     train_theirs,
 )
+from tests.slow import slow
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *slow([(1,), (2,), (3,)])])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_those_of_transformers(tmp_path, family, seed):
     theirs = make_model(family, **random_sizes(family, seed, is_cut=False))
@@ -64,20 +65,14 @@ SEEDS = {"qwen2-moe": 1, "qwen3-moe": 4, "gpt-oss": 2, "deepseek-v2": 2, "deepse
 """Where the first draw lacks what a mapping has to bear: tied embeddings, a dense layer, windows, YaRN, a latent."""
 
 
-def _is_quick(family: str, degrees: dict[str, int]) -> bool:
-    """One folded mapping is in the fast suite, and one mapping of families that others contain."""
-    if degrees is FOLDED:
-        return family == "qwen2-moe"
-    return family not in ("qwen2", "qwen3") or "tp" in degrees
-
-
 def _cases() -> list[object]:
     cases = []
-    for family in FAMILIES:
+    for i, family in enumerate(FAMILIES):
         for degrees in (*TWO_RANKS, FOLDED):
             mapping = {axis: n for axis, n in degrees.items() if family not in DENSE or axis not in ("ep", "etp")}
             mapping = {"world_size": 8 if degrees is FOLDED else 2} | mapping
-            marks = () if _is_quick(family, degrees) else (pytest.mark.slow,)
+            # One mapping of two ranks for each family is fast.
+            marks = () if degrees == TWO_RANKS[i % len(TWO_RANKS)] else (pytest.mark.slow,)
             name = "-".join(f"{axis}{n}" for axis, n in mapping.items())
             cases.append(pytest.param(family, mapping, marks=marks, id=f"{family}-{name}"))
     return cases

@@ -24,6 +24,7 @@ from tests.e2e.command import (
     small,
     train,
 )
+from tests.slow import slow
 
 pytestmark = pytest.mark.e2e
 
@@ -54,7 +55,7 @@ def test_ctrl_c_and_sigterm_save_and_the_same_command_resumes(one_rank, tmp_path
     assert losses(run_dir) == pytest.approx(losses(one_rank), rel=1e-4)
 
 
-@pytest.mark.parametrize("words", [(), TWO], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("words", [TWO, *slow([((),)])], ids=["two ranks", "one rank"])
 def test_a_closed_terminal_saves(tmp_path, words):
     run_dir = tmp_path / "run"
     stopped = interrupted(run_dir, 3, lambda pid: os.killpg(pid, signal.SIGHUP), "run.steps=100000", *SAVES, *words)
@@ -63,7 +64,7 @@ def test_a_closed_terminal_saves(tmp_path, words):
     assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
 
 
-@pytest.mark.parametrize("words", [(), TWO], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("words", [TWO, *slow([((),)])], ids=["two ranks", "one rank"])
 def test_a_closed_output_pipe_saves_and_says_so(tmp_path, words):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "moefold", *small(run_dir, "run.steps=100", *SAVES, *words)]

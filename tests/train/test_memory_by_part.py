@@ -11,6 +11,7 @@ from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED
 from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_LAYERS, TRACKED_METHODS
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
+from tests.slow import slow
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits
 
@@ -30,6 +31,7 @@ MAPPINGS = {
     "overlap": {"world_size": 2, "ep": 2, "overlap_experts": True},
     "1f1b, overlap": {"world_size": 4, "ep": 2, "pp": 2, "overlap_experts": True, "zero": 2},
 }
+FAST = ("one rank", "tp", "zbv")
 TRAINS = {
     "offload": {"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True},
     "recompute": {"recompute": ("norms", "moe")},
@@ -68,7 +70,7 @@ def _check(pool, cfg: Config) -> list[dict[str, int]]:
     return peaks
 
 
-@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in MAPPINGS if name not in FAST)])
 def test_under_a_mapping(pool, name):
     _check(pool, _recipe(**MAPPINGS[name]))
 

@@ -23,6 +23,7 @@ from moefold.model.transformer import Embedding
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -103,13 +104,15 @@ def without(pool, tmp_path_factory) -> Path:
 
 
 CASES = [
-    pytest.param("skip", {}, id="skip"),
-    pytest.param("skip", {"world_size": 2, "zero": 0}, id="skip-dp"),
+    pytest.param("skip", {}, id="skip", marks=pytest.mark.slow),
+    pytest.param("skip", {"world_size": 2, "zero": 0}, id="skip-dp", marks=pytest.mark.slow),
     pytest.param("skip", {"world_size": 2, "tp": 2, "etp": 2}, id="skip-tp", marks=pytest.mark.slow),
     pytest.param("skip", {"world_size": 4, "pp": 2, "ep": 2, "zero": 2}, id="skip-dp-pp-ep"),
     pytest.param("rollback", {"world_size": 2, "ep": 2, "zero": 3}, id="rollback-dp-ep", marks=pytest.mark.slow),
     pytest.param("rollback", {"world_size": 2, "pp": 2}, id="rollback-pp"),
-    pytest.param("rollback", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}, id="rollback-tp-cp-ep"),
+    pytest.param(
+        "rollback", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}, id="rollback-tp-cp-ep", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -156,7 +159,7 @@ def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path)
     assert len(records(tmp_path / "run")) == 3
 
 
-@pytest.mark.parametrize("sound", [2, 0])
+@pytest.mark.parametrize("sound", [2, *slow([(0,)])])
 def test_a_checkpoint_that_is_damaged_is_not_called_intact(pool, tmp_path, sound):
     data = write_tokens(tmp_path / "data.npy", poisoned=(5 * BATCH,))
     cfg = replace(recipe(tmp_path / "run", data, 8, {}, world_size=2), checkpoint=CheckpointConfig(every=2))
@@ -331,7 +334,7 @@ def test_replicas_that_have_diverged_are_never_saved(pool, tmp_path, checkpoint,
     assert saved == (["step-000002"] if checkpoint.every == 2 else [])
 
 
-@pytest.mark.parametrize(("before", "last"), [(0, "no check came before"), (1, "at the check of step 2: ")])
+@pytest.mark.parametrize(("before", "last"), [(1, "at the check of step 2: "), *slow([(0, "no check came before")])])
 def test_the_last_check_is_known_after_a_resume_and_none_is_made_up(pool, tmp_path, before, last):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 2, {"replica_check_every": before}, world_size=4, zero=0, ep=2)

@@ -24,6 +24,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.train_step import STOP_POLL_EVERY, TrainingStep
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -111,7 +112,7 @@ def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "tolerance"), [("float32", "bfloat16", 0.02), ("float64", "float32", 1e-5)]
+    ("before", "after", "tolerance"), [("float32", "bfloat16", 0.02), *slow([("float64", "float32", 1e-5)])]
 )
 def test_a_resume_may_change_the_compute_type(pool, tmp_path, before, after, tolerance):
     pool.run(1, _train, recipe(tmp_path / "changed", 2, dtype=before))
@@ -192,7 +193,7 @@ def _train_and_stop_in_an_evaluation(cfg: Config, at_batch: int) -> tuple[int, i
     return trainer.run(StopSignals()), count
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=["dp", "pp"])
+@pytest.mark.parametrize("parallel", [{}, *slow([({"pp": 2},)])], ids=["dp", "pp"])
 def test_a_signal_within_an_evaluation_saves_and_stops_before_long(pool, tmp_path, parallel):
     train = {"eval_every": 2, "eval_samples": 40}
     cfg = recipe(tmp_path / "run", 4, every=100, train=train, world_size=2, **parallel)

@@ -3,14 +3,21 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
+from typing import TypeVar
 
 import pytest
 
 Row = Mapping[str, object]
+R = TypeVar("R", bound=Row)
 Levels = tuple[tuple[str, object], ...]
 
 TRIES = 100
-"""Rows looked at for each that is taken; more make the table a little shorter."""
+"""Rows tried for each that is taken; more make the table a little shorter."""
+
+
+def levels_of(row: Row, strength: int = 2) -> list[Levels]:
+    """Return every combination of `strength` levels of a row."""
+    return list(combinations(row.items(), strength))
 
 
 def all_rows(factors: Mapping[str, Sequence[str]], is_legal: Callable[[Row], bool]) -> list[Row]:
@@ -19,35 +26,28 @@ def all_rows(factors: Mapping[str, Sequence[str]], is_legal: Callable[[Row], boo
     return [row for row in rows if is_legal(row)]
 
 
-def covering_rows(rows: Sequence[Row], strength: int = 2) -> list[Row]:
+def covering_rows(rows: Sequence[R], levels: Callable[[R], list[Levels]] = levels_of) -> list[R]:
     """Return few of the rows that between them have all the combinations of levels of all of them.
 
     Greedy and the same on every machine: of some rows with a combination that is still missing, the one with the most.
 
     Args:
         rows: the table.
-        strength: levels of so many factors are combined; 2 are pairs.
+        levels: the combinations of a row; pairs of all its factors by default.
     """
-    with_levels: dict[Levels, list[Row]] = {}
+    with_levels: dict[Levels, list[R]] = {}
     for row in rows:
-        for levels in levels_of(row, strength):
-            with_levels.setdefault(levels, []).append(row)
+        for combination in levels(row):
+            with_levels.setdefault(combination, []).append(row)
     missing = set(with_levels)
     draw, taken = random.Random(0), []
     while missing:
         candidates = with_levels[min(missing)]
-        best = max(
-            draw.sample(candidates, min(TRIES, len(candidates))),
-            key=lambda row: len(missing & set(levels_of(row, strength))),
-        )
+        tried = draw.sample(candidates, min(TRIES, len(candidates)))
+        best = max(tried, key=lambda row: len(missing & set(levels(row))))
         taken.append(best)
-        missing -= set(levels_of(best, strength))
+        missing -= set(levels(best))
     return taken
-
-
-def levels_of(row: Row, strength: int = 2) -> list[Levels]:
-    """Return every combination of so many levels of a row."""
-    return list(combinations(row.items(), strength))
 
 
 def few_else_slow(rows: Sequence[Row], few: Sequence[Row]) -> list[object]:

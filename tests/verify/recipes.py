@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, FaultsConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
@@ -26,6 +27,7 @@ def tiny(
     moe: dict[str, object] | None = None,
     train: dict[str, object] | None = None,
     faults: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
     **parallel: object,
 ) -> Config:
     """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
@@ -52,7 +54,7 @@ def tiny(
             **{"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.5}
             | (train or {})
         ),
-        data=DataConfig(kind="synthetic"),
+        data=DataConfig(**{"kind": "synthetic"} | (data or {})),
         faults=FaultsConfig(**(faults or {})),
     )
     check_config(cfg)
@@ -84,3 +86,14 @@ def legal_mappings(world_size: int, *, max_pp: int = 4, max_heads: int = 4) -> l
 def without_mapping(cfg: Config) -> Config:
     """The same recipe on one rank, as the oracle sees it."""
     return replace(cfg, parallel=ParallelConfig())
+
+
+def write_split_rows(path: Path, ranks: tuple[int, ...], num_micro_batches: int) -> str:
+    """Write a schedule file: all forward passes, then all gradients of inputs, then of weights, last stage first."""
+    rows: list[list[str]] = [[] for _ in range(max(ranks) + 1)]
+    stages = list(enumerate(ranks))
+    for kind, order in (("F", stages), ("I", stages[::-1]), ("W", stages[::-1])):
+        for stage, rank in order:
+            rows[rank] += [f"{stage}{kind}{i}" for i in range(num_micro_batches)]
+    path.write_text("".join(",".join(row) + "\n" for row in rows))
+    return str(path)

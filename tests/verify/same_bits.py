@@ -7,19 +7,13 @@ import numpy as np
 import torch
 
 from moefold.config.schema import Config
-from moefold.testing.pool import WorkerPool
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 
 MEASURED = ("peak_memory_gib", "memory_by_part", "rank_times", "offload")
 
 
-def assert_same_bits(pool: WorkerPool, plain: Config, other: Config, steps: int = 2, timeout_s: float = 120.0) -> None:
-    """Run both under their mapping, of equally many ranks, one after the other."""
-    assert_equal_bits(pool.run(plain.parallel.world_size, _run_both, plain, other, steps, timeout_s=timeout_s))
-
-
 def assert_equal_bits(ranks: Iterable[tuple[DistributedRecord, DistributedRecord]]) -> None:
-    """The two records of every rank say the same, but for what was measured."""
+    """Assert that the two records of every rank are equal, apart from measurements."""
     for theirs, mine in ranks:
         for which in ("gradients", "weights"):
             assert set(getattr(mine, which)) == set(getattr(theirs, which))
@@ -33,5 +27,6 @@ def assert_equal_bits(ranks: Iterable[tuple[DistributedRecord, DistributedRecord
                     assert same, (step + 1, field.name)
 
 
-def _run_both(plain: Config, other: Config, steps: int) -> tuple[DistributedRecord, DistributedRecord]:
+def run_both(plain: Config, other: Config, steps: int) -> tuple[DistributedRecord, DistributedRecord]:
+    """Run two recipes of one mapping one after the other on a rank."""
     return run_distributed(plain, steps), run_distributed(other, steps)

@@ -17,7 +17,7 @@ a token that rounding sends to another expert is no rounding any more.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -29,8 +29,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
-from tests.verify.recipes import tiny, without_mapping
-from tests.verify.test_pipeline_parity import write_split_rows
+from tests.verify.recipes import tiny, without_mapping, write_split_rows
 
 pytestmark = pytest.mark.parity
 
@@ -71,7 +70,7 @@ def _is_of_a_thin_class(row: Row) -> bool:
 
 ROWS = all_rows(FACTORS, _is_legal)
 THIN = covering_rows([row for row in ROWS if _is_of_a_thin_class(row)])
-FAST = covering_rows(THIN, 1)
+FAST = covering_rows(THIN, partial(levels_of, strength=1))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Documents packed into one sample are as if each were alone, on one rank and under every axis."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -15,16 +13,9 @@ from moefold.model.transformer import Transformer, build_model
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
-from tests.verify.test_parity import assert_equals_oracle
 
 LENGTHS = ((5, 1, 7, 3), (2, 14), (16,))
 MODEL = {"qk_norm": True, "layer_pattern": "DM"}
-
-
-def documents_of(cfg: Config) -> Config:
-    """The recipe with documents of about eight tokens, cut out of one stream."""
-    cfg = replace(cfg, model=replace(cfg.model, vocab_size=8))
-    return replace(cfg, data=replace(cfg.data, document_end=2))
 
 
 def _model(cfg: Config) -> Transformer:
@@ -67,55 +58,6 @@ def test_packed_equals_each_document_alone(scaling):
         assert (gradient - expected[name]).abs().max() <= 1e-11 * expected[name].abs().max(), name
     crossing = packed(tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
     assert abs(float(crossing.detach()) - total) > 1e-3
-
-
-MTP = {"mtp_layers": 2}
-MLA = {
-    "attention": "mla",
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-}
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("model", [MTP, MLA, MLA | {"attention_pattern": "WF", "sliding_window": 5}], ids=str)
-@pytest.mark.parametrize("mapping", [{"cp": 2}, {"tp": 2, "context": "ulysses"}, {"pp": 2}], ids=str)
-def test_latent_attention_and_further_tokens_keep_to_their_document(pool, model, mapping):
-    cfg = tiny(model=model, train={"micro_batch_size": 2, "global_batch_size": 8}, world_size=2, **mapping)
-    assert_equals_oracle(pool, documents_of(cfg))
-
-
-MAPPINGS = [
-    {"world_size": 1},
-    {"world_size": 2, "tp": 2},
-    {"world_size": 2, "cp": 2},
-    {"world_size": 2, "cp": 2, "context": "allgather"},
-    {"world_size": 2, "cp": 2, "context": "ulysses"},
-    {"world_size": 2, "pp": 2},
-    {"world_size": 4, "cp": 4, "ep": 4},
-    {"world_size": 4, "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
-    {"world_size": 2},
-]
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
-def test_mappings_equal_the_oracle(pool, mapping):
-    cfg = documents_of(tiny(model={"qk_norm": True}, train={"micro_batch_size": 2, "global_batch_size": 8}, **mapping))
-    assert_equals_oracle(pool, cfg)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])
-@pytest.mark.parametrize(
-    "degrees", [{"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"cp": 4, "pp": 2, "ep": 2, "etp": 2}], ids=str
-)
-def test_folded_mappings_equal_the_oracle(pool, degrees, context):
-    cfg = documents_of(tiny(train={"global_batch_size": 8}, world_size=8, context=context, **degrees))
-    assert_equals_oracle(pool, cfg)
 
 
 class Weighted:

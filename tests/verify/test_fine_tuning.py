@@ -15,6 +15,7 @@ from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.slow import slow
 from tests.verify.recipes import tiny, without_mapping
 
 S = 48
@@ -44,7 +45,11 @@ def _mapping(cfg: Config, num_steps: int, cache: str) -> DistributedRecord:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "mapping",
-    [{"world_size": 2}, {"world_size": 2, "cp": 2, "ep": 2}, {"world_size": 2, "tp": 2}, {"world_size": 4, "cp": 2}],
+    [
+        {"world_size": 2},
+        {"world_size": 2, "cp": 2, "ep": 2},
+        *slow([({"world_size": 2, "tp": 2},), ({"world_size": 4, "cp": 2},)]),
+    ],
     ids=str,
 )
 def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,13 +67,17 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("scope", "mapping"),
     [
-        ("full_sequence", {"world_size": 2, "pp": 2}),
-        ("full_sequence", {"world_size": 2, "cp": 2}),
         ("full_sequence", {"world_size": 2, "tp": 2}),
         ("sub_sequence", {"world_size": 2, "cp": 2}),
-        pytest.param("full_sequence", {"world_size": 4, "pp": 4}, marks=pytest.mark.slow),
-        pytest.param("full_sequence", {"world_size": 4, "tp": 4}, marks=pytest.mark.slow),
-        pytest.param("sub_sequence", {"world_size": 4, "tp": 2, "cp": 2}, marks=pytest.mark.slow),
+        *slow(
+            [
+                ("full_sequence", {"world_size": 2, "pp": 2}),
+                ("full_sequence", {"world_size": 2, "cp": 2}),
+                ("full_sequence", {"world_size": 4, "pp": 4}),
+                ("full_sequence", {"world_size": 4, "tp": 4}),
+                ("sub_sequence", {"world_size": 4, "tp": 2, "cp": 2}),
+            ]
+        ),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """Break one thing, and the comparison must notice and name it: proof that the parity tests can fail."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -7,7 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
-from tests.verify.recipes import tiny, without_mapping
+from tests.verify.feature_cases import FP8_ROWS, MUON, MUON_MODEL, TIED, gpt_oss
+from tests.verify.oracle import STEPS, TOLERANCE, errors_of_broken_run, oracle_of
+from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
@@ -69,8 +73,7 @@ def _run_without_embedding_exchange(cfg: Config) -> DistributedRecord:
 
 
 def _worst(pool, broken, **parallel: object) -> list[NamedError]:
-    cfg = tiny(world_size=4, **parallel)
-    return [d for d in compare_records(run_oracle(without_mapping(cfg), 1), pool.run(4, broken, cfg)) if d.error > 1e-9]
+    return errors_of_broken_run(pool, broken, tiny(world_size=4, **parallel))
 
 
 def test_wrong_scale_of_expert_gradients_is_named(pool):
@@ -124,3 +127,82 @@ def test_not_a_number_is_an_infinite_difference(pool):
     worst = compare_records(run_oracle(cfg, 1), [record])[0]
     assert worst.name == "gradients head.norm.weight"
     assert worst.error == float("inf")
+
+
+def _run_without_postponed_gradients(cfg: Config) -> DistributedRecord:
+    """As if the last of the gradients that a backward pass postponed were forgotten."""
+    from moefold.parallel.wgrad_store import WeightGradStore
+
+    whole = WeightGradStore.__call__
+
+    def broken(self: WeightGradStore):
+        self._pending = self._pending[:-1]
+        return whole(self)
+
+    WeightGradStore.__call__ = broken
+    return run_distributed(cfg, 1)
+
+
+def _run_with_stale_copy(cfg: Config) -> DistributedRecord:
+    """As if the embedding of the last stage stayed what it was at the start."""
+    from moefold.parallel import pipeline
+
+    pipeline.sync_tied_embedding = lambda stages: None
+    return run_distributed(cfg, 2)
+
+
+def test_a_forgotten_weight_gradient_is_noticed(pool):
+    cfg = tiny(train={"global_batch_size": 8}, schedule="zero-bubble", world_size=2, pp=2)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        errors_of_broken_run(pool, _run_without_postponed_gradients, cfg)
+
+
+def test_a_stale_copy_of_the_embedding_is_noticed(pool):
+    cfg = tiny(TIED, train={"global_batch_size": 8}, schedule="zbv", virtual_stages=2, world_size=2, pp=2)
+    names = [d.name for d in errors_of_broken_run(pool, _run_with_stale_copy, cfg, 2)]
+    assert any(name.startswith("step 2 loss") for name in names)
+    assert not any(name.startswith(("step 1", "gradients")) for name in names)
+
+
+def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
+    """As if each rank made what it holds of a matrix orthogonal by itself."""
+    from moefold.optim import muon
+
+    def by_shards(self, source, work, sink):
+        for name, parameter in self.of_rank.items():
+            values = parameter.to_local()
+            for place in range(len(values) if values.dim() == 3 else 1):
+                if values.numel():
+                    sink(muon.MatrixKey(name), place, work(muon.MatrixKey(name), source(muon.MatrixKey(name), place)))
+
+    def remember(self, group, tensors):
+        self.of_rank = tensors
+
+    muon.MatrixRedistributor.__init__, muon.MatrixRedistributor.run = remember, by_shards
+    return run_distributed(cfg, 1)
+
+
+def test_shards_made_orthogonal_by_themselves_are_noticed(pool):
+    cfg = tiny(model=MUON_MODEL, train=MUON, world_size=2, tp=2, ep=2)
+    found = compare_records(oracle_of(cfg, 1), pool.run(2, _run_with_shards_for_matrices, cfg))
+    errors = {difference.name: difference.error for difference in found}
+    assert errors["weights layers.0.attention.wq"] > 1e-3
+    assert errors["weights layers.0.ffn.w_down"] > 1e-3
+    # Experts are whole on their ranks.
+    assert errors["weights layers.1.ffn.experts.w_up"] < 1e-9
+
+
+def test_an_oracle_that_does_not_round_rows_to_8_bits_differs(pool):
+    cfg = tiny(**FP8_ROWS[0])
+    exact = replace(cfg, moe=replace(cfg.moe, dispatch_precision="dtype"))
+    ranks = pool.run(2, run_distributed, cfg, STEPS)
+    assert compare_records(oracle_of(exact), ranks)[0].error > 1e6 * TOLERANCE
+
+
+def test_a_model_that_differs_a_little_is_noticed(pool):
+    cfg = tiny(**gpt_oss(world_size=2, etp=2))
+    ranks = pool.run(2, run_distributed, cfg, 1)
+    assert compare_records(oracle_of(cfg, 1), ranks)[0].error < TOLERANCE
+    for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"swiglu_limit": 0.31}):
+        other = replace(cfg, model=replace(cfg.model, **change))
+        assert compare_records(oracle_of(other, 1), ranks)[0].error > 1e-4, change

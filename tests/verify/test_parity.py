@@ -1,8 +1,7 @@
-"""Every mapping equals the one-process float64 oracle: loss terms, norm, every gradient, weights after two steps."""
+"""Every case of the tables equals the one-process float64 oracle: loss terms, norm, every gradient, weights."""
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 import torch
@@ -12,205 +11,35 @@ from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
+from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
-from moefold.verify.shrink import shrink
-from tests.verify.covering import covering_rows, few_else_slow
-from tests.verify.recipes import few_samples, legal_mappings, tiny, without_mapping
+from moefold.verify.shrink import MAX_WINDOW, shrink
+from tests.verify import feature_cases, mapping_cases
+from tests.verify.cases import Case, cases
+from tests.verify.mapping_cases import DISPATCHERS, DROPPING
+from tests.verify.oracle import STEPS, assert_equals_oracle, oracle_of
+from tests.verify.recipes import tiny, without_mapping
+from tests.verify.same_bits_cases import OVERLAP
 
-TOLERANCE = 1e-9
-STEPS = 2
-
-
-def assert_equals_oracle(pool, cfg: Config) -> None:
-    """Run a recipe on its ranks and compare everything with the oracle; names the worst."""
-    worst = compare(pool, cfg)[0]
-    assert worst.error <= TOLERANCE, worst
-
-
-def compare(pool, cfg: Config) -> list[NamedError]:
-    """All differences between a recipe on its ranks and the oracle, worst first."""
-    ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)
-    return compare_records(_oracle(cfg), ranks)
-
-
-def _oracle(cfg: Config) -> OracleRecord:
-    """The oracle of a recipe; recipes that differ in mapping alone share it, unless they say that it matters."""
-    is_mapped = cfg.moe.drop_scope == "sub_sequence" or cfg.moe.aux_kind == "global_batch"
-    return _cached_oracle(cfg if is_mapped else without_mapping(cfg))
-
-
-@lru_cache(maxsize=64)
-def _cached_oracle(cfg: Config) -> OracleRecord:
-    return run_oracle(cfg, STEPS)
-
-
-def _name(mapping: dict[str, object]) -> str:
-    return "-".join(f"{key}{value}" for key, value in mapping.items() if value != 1)
-
-
-CONTEXTS = ("ring", "allgather", "ulysses")
-DISPATCHERS = ("alltoall", "allgather")
-
-
-def _with_rotating_kinds(mappings: list[dict[str, int]]) -> list[dict[str, object]]:
-    """Spread the kinds of context, dispatcher and zero over a sweep, so that neighbours differ."""
-    spread = []
-    for i, mapping in enumerate(mappings):
-        kinds: dict[str, object] = {"zero": i % 4, "dispatcher": DISPATCHERS[i // 4 % 2], "context": CONTEXTS[i % 3]}
-        if mapping["ep"] * mapping["etp"] == 1:
-            kinds["dispatcher"] = "alltoall"
-        if mapping["tp"] * mapping["cp"] > 4 and kinds["context"] == "ulysses":
-            kinds["context"] = "ring"
-        spread.append({**mapping, **kinds})
-    return spread
+OVERLAPPED = cases("expert overlap", OVERLAP[2:3], [*OVERLAP[:2], *OVERLAP[3:]])
+ORACLE_CASES = [*mapping_cases.CASES, *feature_cases.CASES, *OVERLAPPED]
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", _with_rotating_kinds(legal_mappings(1) + legal_mappings(2)), ids=_name)
-def test_every_legal_mapping_of_two_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(**mapping))
+@pytest.mark.parametrize("case", [case.param() for case in ORACLE_CASES])
+def test_equals_the_oracle(pool, tmp_path, case: Case):
+    assert_equals_oracle(pool, case.config(tmp_path), case.steps)
 
 
-FOUR = _with_rotating_kinds(legal_mappings(4))
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow(FOUR, covering_rows(FOUR, 1) + FOUR[::3]), ids=_name)
-def test_every_legal_mapping_of_four_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(4, mapping)}, **mapping))
-
-
-NAMED = [
-    {"world_size": 8, "tp": 2, "cp": 2, "pp": 1, "ep": 8, "etp": 1},
-    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1},
-    {"world_size": 8, "tp": 1, "cp": 1, "pp": 2, "ep": 2, "etp": 2},
-    {"world_size": 8, "tp": 4, "cp": 2, "pp": 1, "ep": 2, "etp": 4},
-]
-"""Mappings of eight ranks that the paper and the quickstart name."""
-
-
-def _spread_over_eight() -> list[dict[str, object]]:
-    """Twenty-eight mappings of eight ranks: those with a name, then every seventh of all."""
-    everything = legal_mappings(8)
-    picked = [m for m in everything[:: max(1, len(everything) // 24)] if m not in NAMED][:24]
-    return _with_rotating_kinds(NAMED + picked)
-
-
-EIGHT = _spread_over_eight()
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow(EIGHT, covering_rows(EIGHT, 1) + EIGHT[: len(NAMED)]), ids=_name)
-def test_mappings_of_eight_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(8, mapping)}, **mapping))
-
-
-ORDERS = [
-    ("pp-dp-cp-tp", "pp-ep-edp-etp", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}),
-    ("pp-tp-cp-dp", "pp-edp-ep-etp", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}),
-    ("dp-cp-tp-pp", "edp-etp-ep-pp", {"tp": 2, "pp": 2, "ep": 2, "etp": 2}),
-    ("dp-pp-cp-tp", "edp-pp-ep-etp", {"tp": 2, "pp": 2, "ep": 2}),
-    ("cp-pp-tp-dp", "ep-pp-etp-edp", {"tp": 2, "cp": 2, "pp": 2, "ep": 2}),
-    ("pp-cp-dp-tp", "pp-etp-edp-ep", {"tp": 2, "cp": 4, "ep": 4, "etp": 2}),
-]
-"""Rank orders that fold the expert groups over other ranks of attention than the default does."""
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(("order", "moe_order", "degrees"), ORDERS)
-def test_every_rank_order_folds_to_the_same_result(pool, order, moe_order, degrees):
-    mapping = {"world_size": 8, **degrees}
-    train = {"global_batch_size": few_samples(8, mapping)}
-    cfg = tiny(train=train, order=order, moe_order=moe_order, **mapping)
-    assert_equals_oracle(pool, cfg)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("pp", [1, 2])
-def test_zero_levels_under_accumulation(pool, zero, pp):
-    cfg = tiny(train={"global_batch_size": 8}, world_size=4, pp=pp, ep=2, zero=zero)
-    assert cfg.num_micro_batches > 1
-    assert cfg.parallel.dp > 1
-    assert_equals_oracle(pool, cfg)
-
-
-MODELS: dict[str, dict[str, object]] = {
-    "qwen3": {"qk_norm": True, "router_softmax": "pre", "rope_theta": 1e6},
-    "qwen2": {
-        "qkv_bias": True,
-        "shared_expert_ffn_hidden_size": 16,
-        "shared_expert_gate": True,
-        "router_softmax": "pre",
-    },
-    "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
-    "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
-    "stretched": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
-    "yarn": {
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_seq_len": 12,
-        "rope_theta": 30.0,
-        "rope_beta_fast": 2.0,
-        "rope_beta_slow": 0.5,
-        "rope_interleaved": True,
-    },
-    "few-experts": {
-        "num_experts": 2,
-        "top_k": 1,
-        "router_softmax": "pre",
-        "rope_scaling": "linear",
-        "rope_scaling_factor": 2.0,
-    },
-}
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(
-    "mapping",
-    [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 4, "etp": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "pp": 2}],
-    ids=_name,
-)
-def test_every_kind_of_model(pool, kind, mapping):
-    mapping = {"world_size": 4, **mapping}
-    train = {"global_batch_size": few_samples(4, mapping)}
-    assert_equals_oracle(pool, tiny(model=MODELS[kind], train=train, **mapping))
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_schedules(pool, schedule, zero):
-    virtual_stages = 2 if schedule == "interleaved" else 1
-    cfg = tiny(
-        model={"tie_embeddings": True, "num_layers": 5},
-        train={"global_batch_size": 8},
-        world_size=4,
-        pp=2,
-        ep=2,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        zero=zero,
-    )
-    assert_equals_oracle(pool, cfg)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize(("scope", "pads"), [("full_sequence", False), ("sub_sequence", False), ("sub_sequence", True)])
-def test_dropping(pool, dispatcher, policy, scope, pads):
-    moe = {"capacity_factor": 0.75, "drop_policy": policy, "drop_scope": scope, "pad_to_capacity": pads}
-    cfg = tiny(moe=moe, train={"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=2, etp=2, dispatcher=dispatcher)
-    assert_equals_oracle(pool, cfg)
-    assert _oracle(cfg).steps[0].dropped > 0
+@pytest.mark.parametrize("settings", DROPPING)
+def test_the_cases_of_dropping_drop(settings):
+    assert oracle_of(tiny(**settings)).steps[0].dropped > 0
 
 
 def _rows_per_expert(cfg: Config) -> set[int]:
-    """How many rows the experts of this rank got in one step."""
-    model, seen = parallelize(cfg, create_groups(cfg)), set()
+    """Return the numbers of rows that the experts of this rank received in one step."""
+    seen: set[int] = set()
+    model = parallelize(cfg, create_groups(cfg))
     for layer in model.moe_layers().values():
         layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[1]))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
@@ -249,13 +78,8 @@ def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
 
 
 @pytest.mark.parity
-def test_experts_fewer_than_their_data_parallel_ranks_are_cut_by_rows(pool):
-    assert_equals_oracle(pool, tiny(model={"num_experts": 2}, world_size=4, zero=2))
-
-
-@pytest.mark.parity
 @pytest.mark.parametrize(
-    "mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=_name
+    "mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=str
 )
 def test_float32_agrees_on_the_first_step(pool, mapping):
     cfg = tiny(world_size=4, **mapping)
@@ -266,21 +90,6 @@ def test_float32_agrees_on_the_first_step(pool, mapping):
     # Tensors hold elements far smaller than their largest one: AdamW's first step divides by their magnitude.
     worst = next(d for d in found if d.name.startswith("gradients"))
     assert worst.error <= 1e-4, worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        {"tp": 2, "cp": 2, "pp": 2, "ep": 8},
-        {"tp": 4, "cp": 2, "pp": 2, "ep": 2, "etp": 4},
-        {"tp": 2, "cp": 4, "ep": 8, "etp": 2, "context": "allgather"},
-        {"tp": 1, "cp": 2, "pp": 4, "ep": 4, "zero": 3},
-    ],
-    ids=_name,
-)
-def test_mappings_of_sixteen_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(train={"global_batch_size": 16}, world_size=16, **mapping))
 
 
 @pytest.mark.slow
@@ -312,13 +121,13 @@ def test_the_papers_accuracy_run_in_miniature(pool):
         {"world_size": 2, "zero": 3},
         {"world_size": 2, "pp": 2, "zero": 2},
     ],
-    ids=_name,
+    ids=str,
 )
 def test_bfloat16_follows_the_oracle(pool, mapping):
     cfg = tiny(train={"seq_len": 32, "global_batch_size": 8}, **mapping)
     half = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
     record = pool.run(cfg.parallel.world_size, run_distributed, half, STEPS)[0]
-    oracle = _oracle(cfg)
+    oracle = oracle_of(cfg)
     assert [s.loss for s in record.steps] == pytest.approx([s.loss for s in oracle.steps], rel=5e-3)
     assert [s.grad_norm for s in record.steps] == pytest.approx([s.grad_norm for s in oracle.steps], rel=5e-2)
     if record.weights:
@@ -326,6 +135,25 @@ def test_bfloat16_follows_the_oracle(pool, mapping):
 
 
 @pytest.mark.parity
-def test_ulysses_repeats_key_value_heads_that_the_ranks_do_not_divide(pool):
-    model = {"num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 24, "qk_norm": True}
-    assert_equals_oracle(pool, tiny(model=model, world_size=4, cp=4, context="ulysses"))
+def test_a_shrunk_preset_of_gpt_oss(pool):
+    cfg = config_from_dict(
+        {
+            "run": {"dtype": "float64", "seed": 1},
+            "model": {"preset": "gpt-oss-120b"},
+            "parallel": {"world_size": 4, "tp": 2, "cp": 2, "ep": 2, "etp": 2},
+            "train": {"seq_len": 4096, "global_batch_size": 4},
+        }
+    )
+    small = shrink(cfg)
+    assert small.model.layer_windows == (MAX_WINDOW, 0)
+    assert small.model.moe_bias
+    assert small.model.attention_sinks
+    assert_equals_oracle(pool, small)
+
+
+def test_the_multi_token_loss_does_not_depend_on_the_micro_batch_size():
+    def loss(size: int) -> float:
+        train = {"global_batch_size": 4, "micro_batch_size": size}
+        return run_oracle(without_mapping(tiny(model={"mtp_layers": 2}, train=train)), 1).steps[0].mtp_loss
+
+    assert loss(1) == pytest.approx(loss(4), rel=1e-12)

@@ -301,7 +301,7 @@ CASES = [
     pytest.param({"train": {"recompute": ("core_attention",)}}, id="one-rank-recompute"),
     pytest.param({"model": LATENT}, id="latent"),
     pytest.param({"world_size": 2, "tp": 2}, id="tp"),
-    pytest.param({"world_size": 2, "cp": 2}, id="cp-has-its-own"),
+    pytest.param({"world_size": 2, "cp": 2}, id="cp-has-its-own", marks=pytest.mark.slow),
 ]
 
 

@@ -23,6 +23,7 @@ from moefold.parallel.select_ops import select_kernels
 from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device
 from tests.ops.c_kernels import assert_same_losses, needs_compiler
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def test_the_choice_is_automatic_and_switchable():
 MAPPINGS = [
     pytest.param({"world_size": 1}, {}, id="one-rank"),
     pytest.param({"world_size": 2, "pp": 2}, {"recompute": ("moe",)}, id="pp-recompute"),
-    pytest.param({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"recompute": ("layer",)}, id="tp-ep-zero3-recompute"),
+    *slow([({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"recompute": ("layer",)})]),
 ]
 
 

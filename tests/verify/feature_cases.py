@@ -1,0 +1,384 @@
+"""Attention kinds, losses, precision, optimizer, overlap, recomputation and offload that must equal the oracle."""
+
+from collections.abc import Callable
+from itertools import product
+
+from tests.verify.cases import BATCH_8, BATCH_16, PIPELINE_AXES, Case, Settings, cases, few
+from tests.verify.recipes import LATENT
+
+TIED = {"tie_embeddings": True}
+SHARED = {"shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
+TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
+DOCUMENTS = {"document_end": 2}
+"""Documents of about eight tokens, with a vocabulary of 8."""
+LOAN = {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}
+
+# Packed documents.
+
+MLA = {
+    "attention": "mla",
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+DOCUMENT_MODELS = ({"mtp_layers": 2}, MLA, MLA | {"attention_pattern": "WF", "sliding_window": 5})
+DOCUMENT_MAPPINGS = (
+    {"world_size": 2, "tp": 2},
+    {"world_size": 2, "cp": 2},
+    {"world_size": 2, "cp": 2, "context": "allgather"},
+    {"world_size": 2, "cp": 2, "context": "ulysses"},
+    {"world_size": 4, "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    {"world_size": 1},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 4, "cp": 4, "ep": 4},
+    {"world_size": 2},
+)
+
+
+def _documents(model: Settings, train: Settings, mapping: Settings) -> Settings:
+    return {"model": model | {"vocab_size": 8}, "train": train, "data": DOCUMENTS, **mapping}
+
+
+DOCUMENT_KINDS = [
+    _documents(model, TWO_SAMPLES, {"world_size": 2, **mapping})
+    for model, mapping in product(DOCUMENT_MODELS, ({"cp": 2}, {"tp": 2, "context": "ulysses"}, {"pp": 2}))
+]
+DOCUMENTS_MAPPED = [_documents({"qk_norm": True}, TWO_SAMPLES, mapping) for mapping in DOCUMENT_MAPPINGS]
+DOCUMENTS_FOLDED = [
+    _documents({}, BATCH_8, {"world_size": 8, "context": context, **degrees})
+    for degrees in ({"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"cp": 4, "pp": 2, "ep": 2, "etp": 2})
+    for context in ("ring", "allgather", "ulysses")
+]
+
+# gpt-oss: sinks, windows, biases and the clamped gate.
+
+GPT_OSS_MODEL = {
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "attention_sinks": True,
+    "attention_pattern": "WF",
+    "sliding_window": 5,
+    "moe_bias": True,
+    "moe_activation": "clamped_swiglu",
+    # Low, so that much is clamped.
+    "swiglu_limit": 0.3,
+    "router_bias": True,
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_original_seq_len": 8,
+    "rope_truncate": False,
+    "rope_theta": 1000.0,
+    "vocab_size": 8,
+}
+
+
+def gpt_oss(train: Settings | None = None, **settings: object) -> Settings:
+    """Return a recipe of gpt-oss with two samples in a micro-batch."""
+    return {"model": GPT_OSS_MODEL, "train": TWO_SAMPLES | (train or {}), **settings}
+
+
+GPT_OSS_AXES = [
+    gpt_oss(**mapping)
+    for mapping in (
+        {"world_size": 2, "tp": 2},
+        {"world_size": 2, "pp": 2},
+        {"world_size": 2, "etp": 2},
+        {"world_size": 2, "ep": 2, "dispatcher": "allgather"},
+        {"world_size": 2, "cp": 2, "context": "allgather"},
+        {"world_size": 1},
+        {"world_size": 4, "tp": 4, "ep": 2},
+        {"world_size": 2, "cp": 2},
+        {"world_size": 2, "cp": 2, "context": "ulysses"},
+        {"world_size": 2, "etp": 2, "dispatcher": "allgather"},
+        {"world_size": 2, "zero": 3},
+    )
+]
+GPT_OSS_DOCUMENTS = [
+    gpt_oss(data=DOCUMENTS, world_size=4, tp=2, cp=2, ep=2, etp=2, context=context)
+    for context in ("ring", "ulysses", "allgather")
+]
+GPT_OSS_LOANS = [
+    gpt_oss(moe={**LOAN, "weight_in_expert": weighs_early}, world_size=4, dispatcher="leastloaded", **mapping)
+    for mapping, weighs_early in (({"ep": 2, "etp": 2}, True), ({"ep": 2, "etp": 2}, False), ({"ep": 4}, False))
+]
+# By position: equal tokens in equal windows have equal scores, up to rounding.
+GPT_OSS_DROPS = [
+    gpt_oss(moe={"capacity_factor": 0.75, "pad_to_capacity": True, "drop_policy": "position"}, world_size=2, ep=2)
+]
+GPT_OSS_FOLDED = [
+    gpt_oss({"seq_len": 32}, data=DOCUMENTS if context != "allgather" else {}, world_size=8, context=context, **degrees)
+    for degrees in (
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
+        {"tp": 2, "cp": 4, "ep": 4, "etp": 2},
+        {"tp": 4, "pp": 2, "ep": 2, "etp": 2, "zero": 3},
+        {"cp": 8, "ep": 8},
+    )
+    for context in ("ring", "allgather", "ulysses")
+    # Ulysses splits the 4 heads over the ranks of tp and cp.
+    if context != "ulysses" or degrees.get("tp", 1) * degrees.get("cp", 1) <= 4
+]
+
+# Latent attention, and norms over all heads.
+
+V2 = {
+    "attention": "mla",
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "router_softmax": "pre",
+    "num_groups": 4,
+    "top_groups": 2,
+    "router_scaling_factor": 2.0,
+    "shared_expert_ffn_hidden_size": 16,
+    "layer_pattern": "DM",
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 6.0,
+    "rope_original_seq_len": 12,
+    "rope_theta": 40.0,
+    "rope_beta_fast": 2.0,
+    "rope_beta_slow": 0.5,
+    "rope_mscale": 0.7,
+    "rope_mscale_all_dim": 1.2,
+    "rope_interleaved": True,
+}
+V3 = {key: value for key, value in V2.items() if key != "router_softmax"} | {
+    "q_lora_rank": 7,
+    "v_head_dim": 8,
+    "router_score": "sigmoid",
+    "expert_bias": True,
+    "layer_pattern": "M",
+}
+OLMOE = {"qk_norm": True, "qk_norm_width": "all_heads", "router_softmax": "pre"}
+LATENT_AXES = (
+    {"world_size": 2, "tp": 2},
+    {"world_size": 2, "cp": 2, "context": "ring"},
+    {"world_size": 2, "pp": 2, "zero": 3},
+    {"world_size": 2, "cp": 2, "context": "allgather"},
+    {"world_size": 2, "cp": 2, "context": "ulysses"},
+    {"world_size": 2, "ep": 2, "zero": 2},
+    {"world_size": 1},
+)
+LATENT_FOLDED = (
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
+    {"world_size": 8, "tp": 2, "cp": 4, "ep": 4, "etp": 2, "context": "allgather", "zero": 3},
+    {"world_size": 8, "tp": 2, "cp": 2, "ep": 8, "context": "ulysses"},
+    {"world_size": 8, "tp": 4, "pp": 2, "ep": 2, "etp": 2, "zero": 2},
+)
+
+
+def _with(model: Settings, mappings: tuple[Settings, ...], moe: Settings | None = None) -> list[Settings]:
+    return [few({"model": model, "moe": moe or {}, **mapping}) for mapping in mappings]
+
+
+TP4 = _with(OLMOE, ({"world_size": 4, "tp": 4, "ep": 2},))
+
+# Multi-token prediction.
+
+MTP_ONE = {"mtp_layers": 1}
+MTP_DENSE = {"mtp_layers": 2, "layer_pattern": "MD", "tie_embeddings": True}
+MTP_LATENT = LATENT | {"v_head_dim": 6, "mtp_layers": 2, "expert_bias": True, "router_score": "sigmoid"}
+DROPS = {"capacity_factor": 0.75}
+MTP_FOLDED = (
+    {"world_size": 4, "pp": 2, "virtual_stages": 2, "schedule": "interleaved", "ep": 2},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "zero": 3},
+    {"world_size": 8, "tp": 4, "cp": 2, "ep": 8, "context": "allgather"},
+)
+MTP = [
+    *_with(MTP_ONE, ({"world_size": 2, "tp": 2}, {"world_size": 2, "ep": 2, "zero": 3}), DROPS),
+    *_with(MTP_LATENT, ({"world_size": 2, "cp": 2, "context": "ring"}, {"world_size": 2, "pp": 2, "zero": 2})),
+    *_with(MTP_DENSE, ({"world_size": 2, "pp": 2, "zero": 3},)),
+]
+MTP_WIDE = [
+    *_with(MTP_ONE, ({"world_size": 2, "cp": 2, "context": "ulysses"}, *MTP_FOLDED), DROPS),
+    *_with(MTP_LATENT, ({"world_size": 1}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, *MTP_FOLDED)),
+    *_with(MTP_DENSE, ({"world_size": 2, "cp": 2, "context": "allgather"}, *MTP_FOLDED)),
+]
+
+# The loss by chunks of tokens, over samples of several documents: the first token of each counts for nothing.
+
+LOSS_CHUNK = [
+    {"model": model, "train": TWO_SAMPLES | {"loss_chunk": 3}, "data": {"document_end": 0}, **mapping}
+    for model, mapping in (
+        ({"tie_embeddings": True, "mtp_layers": 2}, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}),
+        ({}, {"world_size": 4, "tp": 2, "cp": 2, "etp": 2, "zero": 3}),
+        ({"mtp_layers": 1}, {"world_size": 1}),
+        ({"tie_embeddings": True}, {"world_size": 4, "tp": 4, "zero": 2}),
+        ({}, {"world_size": 4, "cp": 2, "pp": 2, "zero": 3}),
+        ({"mtp_layers": 1}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    )
+]
+
+# Muon on shards equals Muon on whole matrices; three steps.
+
+MUON = {"optimizer": "muon", "global_batch_size": 4}
+MUON_MODEL = SHARED | {"layer_pattern": "DM"}
+MUON_MAPPED = [
+    {"model": MUON_MODEL, "train": MUON, **mapping}
+    for mapping in (
+        {"world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 1},
+        {"world_size": 4, "cp": 2, "ep": 4, "zero": 3},
+        {"world_size": 4, "tp": 2, "pp": 2, "etp": 2, "zero": 2},
+        {"world_size": 1},
+        {"world_size": 2, "zero": 0},
+        {"world_size": 2, "tp": 2, "ep": 2},
+        {"world_size": 4, "zero": 0, "ep": 2},
+        {"world_size": 4, "zero": 3},
+        {"world_size": 4, "tp": 4, "etp": 4},
+        {"world_size": 4, "tp": 2, "cp": 2, "etp": 2, "zero": 0},
+        {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "zero": 2},
+        {"world_size": 8, "tp": 2, "ep": 2, "etp": 2, "zero": 3, "order": "pp-tp-cp-dp"},
+        {"world_size": 8, "tp": 4, "pp": 2, "ep": 2, "zero": 3, "schedule": "interleaved", "virtual_stages": 2},
+    )
+]
+MUON_KINDS = [
+    {"model": model, "train": MUON | train, "world_size": 4, **mapping}
+    for model, train, mapping in (
+        (LATENT | {"mtp_layers": 1}, {}, {"zero": 3, "tp": 2, "ep": 2}),
+        ({"moe_bias": True, "qkv_bias": True, "router_bias": True}, {}, {"zero": 3, "tp": 2, "ep": 2}),
+        ({"num_experts": 2}, {}, {"zero": 2}),
+        (TIED, {"muon_groups": ("experts", "router")}, {"zero": 3, "tp": 2, "ep": 2}),
+    )
+]
+
+# Experts that receive rows in 8 bits: a hidden size of one block of 128 and a part of one.
+
+FP8_ROWS = [
+    {"model": {"hidden_size": 144}, "moe": {"dispatch_precision": "fp8-blockwise"} | moe, "train": train, **mapping}
+    for moe, train, mapping in (
+        ({}, {}, {"world_size": 2, "ep": 2}),
+        ({}, {}, {"world_size": 4, "tp": 2, "cp": 2, "ep": 4, "dispatcher": "allgather"}),
+        ({}, {}, {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}),
+        (
+            {"llep_min_tokens": 1, "weight_in_expert": True},
+            {"recompute": ("moe",)},
+            {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"},
+        ),
+        (
+            {"capacity_factor": 1.0, "drop_scope": "sub_sequence", "pad_to_capacity": True},
+            {},
+            {"world_size": 4, "cp": 2, "ep": 2, "etp": 2},
+        ),
+        ({}, {}, {"world_size": 1}),
+        ({}, {}, {"world_size": 2, "tp": 2, "etp": 2}),
+        ({}, {}, {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}),
+        ({"llep_min_tokens": 1, "choice": "skewed"}, {}, {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}),
+    )
+]
+
+# Communication of tensor parallelism overlapped with its products.
+
+DENSE = {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 16, "qkv_bias": True, "attention_output_bias": True}
+OVERLAP_TP = [
+    few({"model": model, "train": train, "overlap_tp": True, **mapping})
+    for model, train, mapping in (
+        (DENSE, {}, {"world_size": 2, "tp": 2, "ep": 2}),
+        # More ranks than query groups.
+        ({}, {}, {"world_size": 4, "tp": 4, "etp": 2, "zero": 2}),
+        (DENSE, {}, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "schedule": "zero-bubble"}),
+        (LATENT, {"recompute": ("layer",)}, {"world_size": 4, "tp": 2, "ep": 2, "zero": 3}),
+        (DENSE, {}, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "overlap_experts": True}),
+        (DENSE, {"offload": ("norms",)}, {"world_size": 2, "tp": 2, "ep": 2}),
+        (DENSE, {}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    )
+]
+
+# Recomputation under schedules that split the backward pass.
+
+RECOMPUTE_MODEL = SHARED | {"layer_pattern": "DM", "expert_bias": True, "router_score": "sigmoid"}
+RECOMPUTE_SPLIT = [
+    {
+        "model": RECOMPUTE_MODEL | LATENT | {"num_layers": 4},
+        "train": TWO_SAMPLES | {"recompute": parts},
+        "pp": 2,
+        **mapping,
+    }
+    for parts, mapping in (
+        (
+            ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "mla_up"),
+            {"world_size": 2, "schedule": "zero-bubble", "zero": 2},
+        ),
+        (("layer",), {"world_size": 2, "schedule": "zbv", "virtual_stages": 2, "zero": 3}),
+        (
+            ("moe", "dense_mlp", "norms", "core_attention", "mla_up"),
+            {"world_size": 4, "schedule": "dualpipev", "virtual_stages": 2, "tp": 2, "ep": 2},
+        ),
+    )
+]
+
+# Every schedule with everything that saves memory.
+
+SCHEDULES = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zero-bubble", 1),
+    ("zero-bubble", 2),
+    ("zero-bubble", 3),
+    ("zbv", 2),
+    ("dualpipev", 2),
+    ("csv", 2),
+)
+"""Each with its virtual stages."""
+SAVING_MODELS = (SHARED, TIED, {"layer_pattern": "DM"}, LATENT | {"mtp_layers": 1})
+RECOMPUTED = (("norms", "core_attention", "expert_activation"), ("moe", "norms"), ("layer",), ("core_attention", "moe"))
+OFFLOADED = (("layer",), ("moe", "core_attention"), ("norms", "expert_activation"))
+MEMORY_STRATEGIES: dict[str, Callable[[int], Settings]] = {
+    "plain": lambda i: {},
+    "recompute": lambda i: {"recompute": RECOMPUTED[i % 4]},
+    "recompute, loss chunk": lambda i: {"recompute": RECOMPUTED[(i + 1) % 4], "loss_chunk": 3},
+    # On CPU to other memory of the host; all of it is offloaded, so that all of it has to be fetched.
+    "offload": lambda i: {"offload": OFFLOADED[i % 3], "offload_min_kib": 0, "offload_waits": True},
+    "offload, recompute": lambda i: {"offload": ("layer",), "offload_min_kib": 0, "recompute": RECOMPUTED[i % 4]},
+}
+"""Keys of [train]; which parts they name differs from case to case."""
+
+
+def _memory_case(strategy: str, number: int, mapping: Settings) -> Case:
+    model = SAVING_MODELS[number % 4]
+    if "mtp_layers" not in model:
+        model = model | {"num_layers": mapping["pp"] * mapping["virtual_stages"]}
+    if mapping["schedule"] == "csv":
+        mapping = mapping | {"schedule_csv": tuple(range(mapping["pp"])) * 2}
+    train = BATCH_16 | MEMORY_STRATEGIES[strategy](number)
+    # The zero-bubble schedule runs each strategy in `make test`.
+    is_slow = mapping["schedule"] != "zero-bubble" or mapping["virtual_stages"] != 1 or mapping["pp"] != 2
+    return Case(f"schedule with {strategy}", {"model": model, "train": train, **mapping}, is_slow=is_slow)
+
+
+def _memory_strategies() -> list[Case]:
+    """Return each schedule with each strategy: on four ranks with each axis in turn, a few on eight."""
+    found = []
+    for i, (schedule, virtual_stages) in enumerate(SCHEDULES):
+        for j, strategy in enumerate(MEMORY_STRATEGIES):
+            number = i + j
+            base = {"schedule": schedule, "virtual_stages": virtual_stages, "zero": number % 4}
+            two_stages = base | {"world_size": 4, "pp": 2, **PIPELINE_AXES[number % 5]}
+            wide = {"world_size": 8, **PIPELINE_AXES[(number + 2) % 5]} if number % 3 == 0 else {"world_size": 4}
+            found.append(_memory_case(strategy, number, two_stages))
+            found.append(_memory_case(strategy, number + 1, base | {"pp": 4, **wide}))
+    return found
+
+
+CASES = [
+    *cases("documents", DOCUMENTS_MAPPED[:5], [*DOCUMENTS_MAPPED[5:], *DOCUMENTS_FOLDED]),
+    *cases("documents of model kinds", DOCUMENT_KINDS[::4], [DOCUMENT_KINDS[i] for i in (1, 2, 3, 5, 6, 7)]),
+    *cases("gpt-oss", GPT_OSS_AXES[:5], [*GPT_OSS_AXES[5:], *GPT_OSS_FOLDED]),
+    *cases("gpt-oss with documents", GPT_OSS_DOCUMENTS[:2], GPT_OSS_DOCUMENTS[2:]),
+    *cases("gpt-oss with least-loaded dispatch", GPT_OSS_LOANS[:1], GPT_OSS_LOANS[1:]),
+    *cases("gpt-oss with dropping", GPT_OSS_DROPS),
+    *cases("deepseek-v3", _with(V3, LATENT_AXES[:5]), _with(V3, (*LATENT_AXES[5:], *LATENT_FOLDED))),
+    *cases("deepseek-v2", _with(V2, LATENT_AXES[:1]), _with(V2, (*LATENT_AXES[1:], *LATENT_FOLDED))),
+    *cases("norm over all heads", TP4, _with(OLMOE, (*LATENT_AXES, *LATENT_FOLDED))),
+    *cases("multi-token prediction", MTP, MTP_WIDE),
+    *cases("loss in chunks", LOSS_CHUNK[:2], LOSS_CHUNK[2:]),
+    *cases("muon", MUON_MAPPED[:3], MUON_MAPPED[3:], steps=3),
+    *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
+    *cases("rows in 8 bits", FP8_ROWS[:5], FP8_ROWS[5:]),
+    *cases("tensor-parallel overlap", OVERLAP_TP[:6], OVERLAP_TP[6:]),
+    *cases("recomputation with a split backward", RECOMPUTE_SPLIT[:1], RECOMPUTE_SPLIT[1:]),
+    *_memory_strategies(),
+]

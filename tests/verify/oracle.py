@@ -1,0 +1,49 @@
+"""Comparison of a recipe on its ranks with the one-process float64 oracle."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from moefold.config.schema import Config, ParallelConfig
+from moefold.testing.pool import WorkerPool
+from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.verify.recipes import without_mapping
+
+TOLERANCE = 1e-9
+STEPS = 2
+
+
+def assert_equals_oracle(pool: WorkerPool, cfg: Config, num_steps: int = STEPS) -> None:
+    """Run a recipe on its ranks and assert that every number and tensor is the oracle's."""
+    worst = compare(pool, cfg, num_steps)[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+def compare(pool: WorkerPool, cfg: Config, num_steps: int = STEPS) -> list[NamedError]:
+    """Return all differences between a recipe on its ranks and the oracle, largest first."""
+    ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, num_steps)
+    return compare_records(oracle_of(cfg, num_steps), ranks)
+
+
+def errors_of_broken_run(
+    pool: WorkerPool, broken: Callable[..., DistributedRecord], cfg: Config, num_steps: int = 1, *args: int
+) -> list[NamedError]:
+    """Run a function that breaks one rule on the ranks of a recipe; return what differs from the oracle."""
+    ranks = pool.run(cfg.parallel.world_size, broken, cfg, *args)
+    return [found for found in compare_records(oracle_of(cfg, num_steps), ranks) if found.error > TOLERANCE]
+
+
+def oracle_of(cfg: Config, num_steps: int = STEPS) -> OracleRecord:
+    """Return the oracle's record, which recipes share that differ only in what the oracle does not depend on."""
+    if cfg.moe.drop_scope == "sub_sequence":
+        return _oracle_of_mapping(cfg, num_steps)
+    if cfg.moe.aux_kind == "global_batch":
+        # Of the mapping it depends only on dp.
+        return _oracle_of_mapping(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)), num_steps)
+    return _oracle_of_mapping(without_mapping(cfg), num_steps)
+
+
+@lru_cache(maxsize=64)
+def _oracle_of_mapping(cfg: Config, num_steps: int) -> OracleRecord:
+    return run_oracle(cfg, num_steps)

@@ -1,0 +1,53 @@
+"""Fast cases cover every feature, each pair of axes and each kind of setting of all cases."""
+
+from itertools import combinations
+
+from moefold.config.model import ModelConfig
+from moefold.config.schema import MoEConfig, ParallelConfig, TrainConfig
+from tests.verify import same_bits_cases
+from tests.verify.cases import AXES, Settings, axes_of
+from tests.verify.test_parity import ORACLE_CASES
+from tests.verify.test_routing import KINDS
+
+CASES = [*ORACLE_CASES, *same_bits_cases.CASES]
+FAST = [case for case in CASES if not case.is_slow]
+ONLY_SLOW = {"mapping of 16 ranks", "offload under a schedule from a file", "offload of routing"}
+"""Wide cases of features of which `make test` has others."""
+FREE_TEXTS = ("pipeline_layout", "order", "moe_order", "schedule_csv")
+
+
+def _kinds(settings: Settings) -> set[tuple[str, object]]:
+    """Return the settings other than the defaults that choose one of several kinds: words and switches."""
+    sections = (
+        (settings, ParallelConfig()),
+        (settings.get("model", {}), ModelConfig()),
+        (settings.get("moe", {}), MoEConfig()),
+        (settings.get("train", {}), TrainConfig()),
+    )
+    return {
+        (key, value)
+        for section, default in sections
+        for key, value in section.items()
+        if key not in FREE_TEXTS and isinstance(value, str | bool) and value != getattr(default, key)
+    }
+
+
+def test_every_feature_has_a_fast_case():
+    assert {case.feature for case in CASES} - {case.feature for case in FAST} == ONLY_SLOW
+
+
+def test_fast_cases_combine_each_pair_of_axes():
+    found = {pair for case in FAST if case in ORACLE_CASES for pair in combinations(axes_of(case.settings), 2)}
+    assert found == set(combinations(AXES, 2))
+
+
+def test_fast_cases_have_every_kind_of_setting():
+    every = {kind for case in CASES for kind in _kinds(case.settings)}
+    fast = {kind for case in FAST for kind in _kinds(case.settings)}
+    routing = {kind for model, moe in KINDS.values() for kind in _kinds({"model": model, "moe": moe})}
+    assert every - fast - routing == set()
+
+
+def test_no_case_is_listed_twice():
+    for cases in (ORACLE_CASES, same_bits_cases.CASES):
+        assert [case for i, case in enumerate(cases) if case in cases[:i]] == []
