@@ -61,7 +61,7 @@ def check_view(view: View, cards) -> None:
 
 
 @pytest.mark.parametrize(("gpus_per_node", "degrees"), FOLDINGS)
-def test_every_card_tells_the_place_and_the_colour_tells_the_group(tmp_path, gpus_per_node, degrees):
+def test_cards_show_coordinates_and_colours_show_groups(tmp_path, gpus_per_node, degrees):
     layout = fold(**degrees)
     tree = draw(tmp_path, layout, gpus_per_node)
     cards = cards_of(tree, layout)

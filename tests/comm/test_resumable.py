@@ -53,7 +53,7 @@ def test_rest_begins_with_the_pause_at_which_the_steps_stand():
     assert log == ["a0", "a ends"]
 
 
-def test_nothing_is_beside_but_in_a_backward_pass():
+def test_overlap_is_active_only_in_a_backward_pass():
     beside, log = BackwardOverlap(), []
     beside.resume()
     with beside.backward(ResumableTask(_counted(log, "a", 3))):
@@ -179,5 +179,5 @@ def _beside() -> None:
 
 
 @pytest.mark.parity
-def test_the_forward_pass_goes_on_before_the_backward_pass_waits(pool):
+def test_forward_pass_resumes_before_the_backward_pass_waits(pool):
     pool.run(2, _beside, timeout_s=30.0)

@@ -86,7 +86,7 @@ def test_a_trace_that_cannot_be_replayed_is_one_message(tmp_path, whole):
     assert not (tmp_path / "run").exists()
 
 
-def test_auto_says_which_dispatcher_it_took(tmp_path):
+def test_auto_reports_the_chosen_dispatcher(tmp_path):
     words = ("run.steps=1", "parallel.world_size=2", "parallel.ep=2", "parallel.dispatcher=auto")
     done = train(tmp_path / "run", *words)
     assert "parallel.dispatcher='auto' took alltoall: deep_ep supports only bfloat16" in done.stdout

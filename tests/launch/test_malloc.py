@@ -107,7 +107,7 @@ def test_a_step_has_the_memory_of_the_one_before():
     assert 4 * max(_found(STEPS, "yes"), 1.0) < _found(STEPS, "no")
 
 
-def test_what_a_user_told_glibc_stays():
+def test_glibc_settings_of_the_user_are_preserved():
     # Mapped by itself is each block of a page or more.
     assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") > 10
 
