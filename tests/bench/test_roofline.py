@@ -29,7 +29,7 @@ def test_processors_of_one_name_are_distinguished(cpuinfo, monkeypatch):
     assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_device_description_notes_kept_memory(monkeypatch):
     for name in (*MALLOC_VARIABLES, TUNABLES_VARIABLE, PRELOAD_VARIABLE):
         monkeypatch.delenv(name, raising=False)

@@ -50,7 +50,7 @@ PRECISE = re.compile(r"\d+(\.\d+)?")
 
 
 def printed(capsys, monkeypatch, columns: int | None, *words: str) -> list[str]:
-    """The lines that a terminal of so many columns shows; None: piped."""
+    """Return the lines printed to a terminal with this number of columns; None: piped."""
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))

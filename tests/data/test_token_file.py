@@ -18,7 +18,7 @@ def config(*paths: Path, token_dtype: str = "uint16") -> DataConfig:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Tokens 0 .. 99 in three files of both forms and several types, beside files of other kinds."""
+    """Tokens 0 .. 99 in three files of both forms and several types, and files of other kinds."""
     folder = tmp_path / "shards"
     (folder / "late").mkdir(parents=True)
     np.arange(0, 30, dtype="<u2").tofile(folder / "a.bin")

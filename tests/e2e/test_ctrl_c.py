@@ -37,7 +37,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def are_up(count: int) -> Callable[[int], bool]:
-    """Whether a command, in a session of its own, runs on so many processes."""
+    """Return whether a command in its own session runs this number of processes."""
     return lambda process: len(processes_of(process)) >= count
 
 
