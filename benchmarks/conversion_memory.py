@@ -1,11 +1,11 @@
-"""Peak memory of `moefold import`, `export` and `upcycle` on models that are larger than they may use.
+"""Measure peak memory of `moefold import`, `export` and `upcycle` on models larger than the memory limit.
 
     python benchmarks/conversion_memory.py [--gb 1.5] [--only mixtral-bf16] [--keep DIR]
 
-Makes Mixtral-like folders of random weights, a dense one to upcycle, a Llama with a large vocabulary whose head repeats
-the embedding, a gpt-oss with stacked experts, and checkpoints as a run on one rank writes them (tensors whole and in
-float32) in a temporary folder, converts them in fresh processes, and prints the largest resident memory of each beside
-the limit: 1.3 times the largest layer or tensor of the Hugging Face folder plus 500 MB. Exit 1 if one is exceeded.
+Writes random weights to a temporary folder: Mixtral, a dense model to upcycle, a Llama with a large vocabulary and a
+tied embedding stored twice, a gpt-oss with stacked experts, and float32 checkpoints of runs on one rank. Converts each
+in a new process and prints its peak resident memory and the limit: 1.3 times the largest layer or tensor of the
+Hugging Face folder plus 500 MB. Exit status 1 if a limit is exceeded.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from moefold.convert.weights import family_mapping, parameter_shapes
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
 """The interpreter and torch alone take about 300 MB."""
-MEASURED = """
+MEASURED_COMMAND = """
 import re, sys
 from pathlib import Path
 from moefold.cli.main import main
@@ -40,15 +40,15 @@ status = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 sys.exit(status)
 """
-"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss, asked by the parent, is at least the parent's."""
+"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss would be at least that of the parent process."""
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.5, help="size of the Mixtral in GB (default 1.5)")
-    parser.add_argument("--only", choices=("llama-f32", "gpt-oss-f32", "mixtral-bf16"), help="of one model alone")
-    parser.add_argument("--keep", type=Path, help="use this folder, and leave what was made there")
+    parser.add_argument("--only", choices=("llama-f32", "gpt-oss-f32", "mixtral-bf16"), help="convert this model only")
+    parser.add_argument("--keep", type=Path, help="write to this folder and keep it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -57,12 +57,12 @@ def main() -> int:
         models = {
             "llama-f32": _llama,
             "gpt-oss-f32": _gpt_oss,
-            "mixtral-bf16": lambda place: _mixtral(place, args.gb * 1e9),
+            "mixtral-bf16": lambda path: _mixtral(path, args.gb * 1e9),
         }
         fits = []
-        for name, model in models.items() if args.only is None else [(args.only, models[args.only])]:
+        for name in models if args.only is None else [args.only]:
             (folder / name).mkdir()
-            fits.append(model(folder / name))
+            fits.append(models[name](folder / name))
             if not args.keep:
                 shutil.rmtree(folder / name)
     return 0 if all(fits) else 1
@@ -72,55 +72,55 @@ def _mixtral(folder: Path, size: float) -> bool:
     sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 4, "vocab_size": 32000}
     # 8 experts of 3 matrices: 553 MB a layer in bfloat16.
     experts = ModelConfig(**sizes, num_layers=1, layer_pattern="M", num_experts=8, top_k=2, moe_ffn_hidden_size=5632)
-    layer = _largest_bytes(_plan(FAMILIES["mixtral"], experts), "BF16")
-    whole = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
-    _make(folder / "hf", FAMILIES["mixtral"], whole, "BF16")
-    runs = [_there(folder), *_back(folder)]
-    dense = ModelConfig(**sizes, num_layers=whole.num_layers, layer_pattern="D", ffn_hidden_size=5632)
-    _make(folder / "dense", FAMILIES["llama"], dense, "BF16")
+    layer = _largest_bytes(_mapping(FAMILIES["mixtral"], experts), "BF16")
+    model = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
+    _write_hf_folder(folder / "hf", FAMILIES["mixtral"], model, "BF16")
+    runs = [_import_command(folder), *_export_commands(folder)]
+    dense = ModelConfig(**sizes, num_layers=model.num_layers, layer_pattern="D", ffn_hidden_size=5632)
+    _write_hf_folder(folder / "dense", FAMILIES["llama"], dense, "BF16")
     runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.num_experts=8"]))
-    _make_checkpoint(folder / "run", whole)
+    _write_checkpoint(folder / "run", model)
     runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")]))
     return _measure_all(runs, layer, folder)
 
 
 def _llama(folder: Path) -> bool:
-    """The embedding, 410 MB, is far larger than a layer."""
+    """Convert a Llama whose embedding, 410 MB, is far larger than a layer."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 1024}
     model = ModelConfig(**sizes, num_layers=2, layer_pattern="D", vocab_size=200_000, tie_embeddings=True)
-    _make(folder / "hf", FAMILIES["llama"], model, "F32", echo=True)
-    _make_checkpoint(folder / "run", model)
-    runs = [_there(folder), _there(folder, "--check"), *_back(folder)]
+    _write_hf_folder(folder / "hf", FAMILIES["llama"], model, "F32", stores_tied_head=True)
+    _write_checkpoint(folder / "run", model)
+    runs = [_import_command(folder), _import_command(folder, "--check"), *_export_commands(folder)]
     runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")]))
-    return _measure_all(runs, _largest_bytes(_plan(FAMILIES["llama"], model), "F32"), folder)
+    return _measure_all(runs, _largest_bytes(_mapping(FAMILIES["llama"], model), "F32"), folder)
 
 
 def _gpt_oss(folder: Path) -> bool:
-    """Stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 811 MB."""
+    """Convert stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 811 MB."""
     sizes = {"num_layers": 2, "hidden_size": 1024, "moe_ffn_hidden_size": 2048, "vocab_size": 64}
     heads = {"num_attention_heads": 8, "num_query_groups": 2}
     model = config_from_dict({"model": {"preset": "gpt-oss-20b", **sizes, **heads}}).model
-    _make(folder / "hf", FAMILIES["gpt_oss"], model, "F32")
-    runs = [_there(folder), _there(folder, "--check"), *_back(folder)]
-    return _measure_all(runs, _largest_bytes(_plan(FAMILIES["gpt_oss"], model), "F32"), folder)
+    _write_hf_folder(folder / "hf", FAMILIES["gpt_oss"], model, "F32")
+    runs = [_import_command(folder), _import_command(folder, "--check"), *_export_commands(folder)]
+    return _measure_all(runs, _largest_bytes(_mapping(FAMILIES["gpt_oss"], model), "F32"), folder)
 
 
-def _there(folder: Path, *options: str) -> tuple[str, list[str]]:
+def _import_command(folder: Path, *options: str) -> tuple[str, list[str]]:
     name = " ".join(("import", *options))
     return name, [str(folder / "hf"), str(folder / f"ckpt{''.join(options)}"), "--no-tokenizer", *options]
 
 
-def _back(folder: Path) -> list[tuple[str, list[str]]]:
-    checked = [str(folder / "ckpt"), str(folder / "checked"), "--check"]
-    return [("export", [str(folder / "ckpt"), str(folder / "again")]), ("export --check", checked)]
+def _export_commands(folder: Path) -> list[tuple[str, list[str]]]:
+    check_args = [str(folder / "ckpt"), str(folder / "checked"), "--check"]
+    return [("export", [str(folder / "ckpt"), str(folder / "exported")]), ("export --check", check_args)]
 
 
 def _measure_all(runs: list[tuple[str, list[str]]], largest: float, folder: Path) -> bool:
-    found = [_measure(name, words, largest, folder) for name, words in runs]
-    return all(found)
+    fits = [_measure(name, args, largest, folder) for name, args in runs]
+    return all(fits)
 
 
-def _make_checkpoint(folder: Path, model: ModelConfig) -> None:
+def _write_checkpoint(folder: Path, model: ModelConfig) -> None:
     """Write a checkpoint in float32, each tensor in one chunk."""
     folder.mkdir()
     shapes = parameter_shapes(model)
@@ -134,38 +134,42 @@ def _make_checkpoint(folder: Path, model: ModelConfig) -> None:
     write_meta(folder, meta)
 
 
-def _measure(name: str, words: list[str], largest: float, folder: Path) -> bool:
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", MEASURED, name.split()[0], *words], stdout=subprocess.PIPE, text=True)
+def _measure(name: str, args: list[str], largest: float, folder: Path) -> bool:
+    started_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED_COMMAND, name.split()[0], *args], stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"moefold {' '.join((name.split()[0], *words))} failed")
+        raise SystemExit(f"moefold {' '.join((name.split()[0], *args))} failed")
     peak = int(done.stdout.splitlines()[-1]) * 1024
     size = sum(path.stat().st_size for path in (folder / "hf").glob("*.safetensors"))
     limit = LARGEST_FACTOR * largest + FIXED_BYTES
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started_s
     label = f"{name}, {folder.name}"
     numbers = f"{size / 1e9:6.2f}{seconds:8.1f}{largest / 1e6:12.0f}{peak / 1e6:9.0f}{limit / 1e6:10.0f}"
     print(f"{label:44}{numbers}", flush=True)
     return peak < limit
 
 
-def _plan(family: Family, model: ModelConfig) -> StateDictMapping:
+def _mapping(family: Family, model: ModelConfig) -> StateDictMapping:
     return family_mapping(model, family.layouts[0], family)
 
 
-def _largest_bytes(plan: StateDictMapping, dtype: str) -> float:
-    """Of a layer, or of a tensor that is larger."""
-    counts = {name: torch.Size(shape).numel() for name, shape in plan.hf_shapes.items()}
+def _largest_bytes(mapping: StateDictMapping, dtype: str) -> float:
+    """Return the bytes of the first layer, or of the largest tensor if that is larger."""
+    counts = {name: torch.Size(shape).numel() for name, shape in mapping.hf_shapes.items()}
     layer = sum(count for name, count in counts.items() if ".layers.0." in name)
     return max(layer, *counts.values()) * DTYPES[dtype].itemsize
 
 
-def _make(folder: Path, family: Family, model: ModelConfig, dtype: str, *, echo: bool = False) -> None:
-    """Write a folder tensor by tensor, with the embedding once more as the head where that is asked for."""
+def _write_hf_folder(
+    folder: Path, family: Family, model: ModelConfig, dtype: str, *, stores_tied_head: bool = False
+) -> None:
+    """Write a Hugging Face folder tensor by tensor, with a copy of the embedding as the head if `stores_tied_head`."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.write(model)))
-    shapes = {name: (dtype, shape) for name, shape in _plan(family, model).hf_shapes.items()}
-    if echo:
+    shapes = {name: (dtype, shape) for name, shape in _mapping(family, model).hf_shapes.items()}
+    if stores_tied_head:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     layout = plan_file_layout(folder / "model.safetensors", shapes)
     create_file(folder / "model.safetensors", layout)

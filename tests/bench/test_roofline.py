@@ -19,7 +19,7 @@ def cpuinfo(tmp_path, monkeypatch):
     return file
 
 
-def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
+def test_processors_of_one_name_are_distinguished(cpuinfo, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     threads = torch.get_num_threads()
     assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
@@ -29,8 +29,8 @@ def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
     assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-def test_it_says_that_memory_is_kept(monkeypatch):
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_device_description_notes_kept_memory(monkeypatch):
     for name in (*MALLOC_VARIABLES, TUNABLES_VARIABLE, PRELOAD_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     assert describe_device(torch.device("cpu")).endswith(" threads, freed memory is kept")

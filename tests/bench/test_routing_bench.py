@@ -9,7 +9,7 @@ from moefold.model.norm import RMSNorm
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-layer", "deepseek-v3-layer", "mixtral-8x7b-layer"])
-def test_balanced_states_load_all_experts_alike(name):
+def test_balanced_states_load_all_experts_equally(name):
     cfg = bench_config(bench_shapes()[name], dtype="float32", tokens=1024)
     router = Router(cfg.model, cfg.moe)
     if router.expert_bias is not None:

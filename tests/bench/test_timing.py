@@ -9,7 +9,7 @@ def _floats(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes // 4)
 
 
-def test_the_most_that_lives_at_once_counts():
+def test_peak_of_live_memory_counts():
     with StorageMeter() as meter:
         for _ in range(3):
             x = _floats(MIB)
@@ -29,7 +29,7 @@ def test_views_and_results_in_place_take_nothing_more():
     assert len(views) == 4
 
 
-def test_what_is_kept_for_the_backward_pass_lives_until_it_ran():
+def test_saved_tensors_are_live_until_the_backward_pass():
     w = torch.zeros(MIB // 4, requires_grad=True)
     with StorageMeter() as meter:
         loss = (w.exp() * w).sum()

@@ -29,13 +29,13 @@ from tests.e2e.command import moefold
         (["plot", "pyproject.toml", "x.png"], "pyproject.toml is no JSON"),
     ],
 )
-def test_bad_words_are_refused(capsys, words, message):
+def test_invalid_arguments_are_refused(capsys, words, message):
     assert main(["bench", *words]) == 2
     assert capsys.readouterr().err.startswith(f"moefold: error: {message}")
 
 
 @pytest.mark.parametrize("words", [["dispatch"], ["ranks"], ["scaling"], ["plot"], ["leastloaded"]])
-def test_every_command_is_told_and_helps(capsys, words):
+def test_every_command_is_listed_and_has_help(capsys, words):
     assert main(["bench", "--help"]) == 0
     assert f"moefold bench {words[0]}" in capsys.readouterr().out
     assert main(["bench", *words, "--help"]) == 0

@@ -13,12 +13,12 @@ from moefold.cli.main import main
         (["--skew", "0.5", "1.5"], "--skew 1.5 must lie in [0, 1]: it is a fraction of the tokens"),
     ],
 )
-def test_bad_words_are_refused(capsys, words, message):
+def test_invalid_arguments_are_refused(capsys, words, message):
     assert main(["bench", "leastloaded", *words]) == 2
     assert capsys.readouterr().err == f"moefold: error: {message}\n"
 
 
-def test_help_tells_the_sub_word(capsys):
+def test_help_names_the_subcommand(capsys):
     assert main(["bench", "--help"]) == 0
     assert "moefold bench leastloaded" in capsys.readouterr().out
     assert main(["bench", "leastloaded", "--help"]) == 0

@@ -9,7 +9,7 @@ from moefold.host.rank_env import RankEnv
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_speaks_at_once_and_the_others_stay_until_it_has(monkeypatch, rank):
+def test_first_rank_reports_at_once_and_the_others_wait_for_it(monkeypatch, rank):
     waited = []
     monkeypatch.setattr(module.time, "sleep", waited.append)
     with (

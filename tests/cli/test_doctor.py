@@ -14,7 +14,7 @@ def answers(capsys) -> dict[str, str]:
     return {found["topic"]: found["words"] for found in json.loads(capsys.readouterr().out)}
 
 
-def test_doctor_tells_versions_memory_kernels_and_extras(capsys):
+def test_doctor_reports_versions_memory_kernels_and_extras(capsys):
     assert main(["doctor", "--json"]) == 0
     found = answers(capsys)
     assert found["moefold"].startswith(moefold.__version__)

@@ -51,7 +51,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_word_is_one_message(folder, capsys, words):
+def test_invalid_argument_is_one_message(folder, capsys, words):
     assert main(["eval", *words.format(f=folder).split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -60,7 +60,7 @@ def test_a_wrong_word_is_one_message(folder, capsys, words):
     assert err.count("\n") == 1
 
 
-def test_logits_that_the_disk_has_no_room_for_are_refused(folder, capsys):
+def test_logits_larger_than_the_free_disk_space_are_refused(folder, capsys):
     wide, free = folder / "wide", shutil.disk_usage(folder).free
     # Rows that are no larger than the disk, whose logits are.
     described_run(wide, model={"preset": "tiny", "vocab_size": free // (4 * 64) // 4096 * 4096 + 4096})
@@ -74,7 +74,7 @@ def test_logits_that_the_disk_has_no_room_for_are_refused(folder, capsys):
 @pytest.mark.parametrize(
     "words", ["--seq-len 8", "", "--tokens a.npy --text b --seq-len 8", "--tokens a.npy --seq-len x"]
 )
-def test_words_that_lack_or_contradict(folder, capsys, words):
+def test_missing_or_contradictory_arguments(folder, capsys, words):
     assert main(["eval", str(folder / "run"), *words.split()]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("moefold eval: error: ")
 
@@ -89,7 +89,7 @@ def test_words_that_lack_or_contradict(folder, capsys, words):
     ],
     ids=lambda words: " ".join(words[:1] + words[-1:]),
 )
-def test_a_wrong_word_is_answered_without_torch(folder, words):
+def test_invalid_argument_is_reported_without_torch(folder, words):
     program = (
         "import sys; from moefold.cli.main import main; s = main(); assert 'torch' not in sys.modules; sys.exit(s)"
     )

@@ -23,7 +23,7 @@ def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_the_help_can_be_typed(name, capsys):
     for line in commands_of(help_of(name, capsys)):
-        # A list of commands has a word on each beside it.
+        # A list of commands has a description after each.
         check_command(re.split(" {2,}", line)[0])
 
 

@@ -40,7 +40,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_word_is_one_message(run_dir, capsys, words):
+def test_invalid_argument_is_one_message(run_dir, capsys, words):
     assert main(["generate", *words.format(run=run_dir).split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -82,7 +82,7 @@ def test_bytes_that_a_locale_lets_through_are_no_prompt(run_dir, capsys, monkeyp
         ("parallel.tp = 2", False),
     ],
 )
-def test_words_that_are_no_mapping_are_prompts(word, is_setting):
+def test_arguments_that_are_no_mapping_are_prompts(word, is_setting):
     assert _is_override(word) == is_setting
 
 

@@ -1,4 +1,4 @@
-"""Each command that reads a file, against each kind of file that nobody means: one line, little memory and time."""
+"""Run each command that reads a file on each kind of malformed file: one line, little memory and time."""
 
 import json
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["slurm"], ["slurm.sbatch"]),
     ],
 )
-def test_files_are_written_and_the_next_command_is_told(capsys, words, written):
+def test_files_are_written_and_the_next_command_is_printed(capsys, words, written):
     assert main(["init", *words]) == 0
     assert sorted(map(str, (path for path in Path().rglob("*") if path.is_file()))) == sorted(written)
     lines = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_nothing_is_replaced_unless_asked(capsys):
     assert Path("sft.toml").read_text() != "mine"
 
 
-def test_the_list_says_what_each_is_for(capsys):
+def test_list_describes_each_recipe(capsys):
     assert main(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_files())
@@ -60,7 +60,7 @@ def test_the_list_says_what_each_is_for(capsys):
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],
 )
-def test_wrong_words_are_one_message(capsys, words, message):
+def test_invalid_arguments_are_one_message(capsys, words, message):
     assert main(["init", *words]) == 2
     error = capsys.readouterr().err
     assert message in error

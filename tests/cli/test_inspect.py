@@ -127,7 +127,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, layers):
         (["RUN", "--png", "/nonexistent/balance.png"], "--png /nonexistent/balance.png cannot be written"),
     ],
 )
-def test_wrong_words_are_one_message(tmp_path, capsys, words, message):
+def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):
     run_dir = str(_run(tmp_path))
     assert main(["inspect", *(run_dir if word == "RUN" else word for word in words)]) == 2
     out, err = capsys.readouterr()

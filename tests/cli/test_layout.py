@@ -58,22 +58,22 @@ def test_json_is_exactly_the_rank_groups(capsys):
         (["world_size=6", "tp=2", "tp=3"], {"world_size": 6, "tp": 3}),
     ],
 )
-def test_words_name_the_degrees(words, folding):
+def test_arguments_name_the_degrees(words, folding):
     assert parse_layout(words) == (fold(**folding), 8)
 
 
-def test_a_recipe_comes_first_and_words_replace_its_keys(recipe):
+def test_recipe_comes_first_and_arguments_override_its_keys(recipe):
     degrees = {"world_size": 16, "tp": 2, "pp": 2, "ep": 4, "moe_order": "pp-ep-edp-etp"}
     assert parse_layout([recipe]) == (fold(**degrees), 8)
     assert parse_layout([recipe, "ep=2", "gpus_per_node=4"]) == (fold(**degrees | {"ep": 2}), 4)
 
 
-def test_options_may_stand_between_words(capsys):
+def test_options_may_stand_between_arguments(capsys):
     assert run(["world_size=4", "--json", "tp=4"]) == 0
     assert json.loads(capsys.readouterr().out)["attention"]["tp"] == [[0, 1, 2, 3]]
 
 
-def test_table_says_where_each_rank_is(capsys):
+def test_table_gives_the_coordinates_of_each_rank(capsys):
     assert run(QUICKSTART) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["8", "ranks", "on", "1", "node"] in rows
@@ -85,7 +85,7 @@ def test_table_says_where_each_rank_is(capsys):
     assert ["ep", "2", "4", "1", "{0,1,2,3}", "{4,5,6,7}"] in rows
 
 
-def test_table_goes_node_by_node(capsys):
+def test_table_is_ordered_by_node(capsys):
     assert run([*QUICKSTART, "gpus_per_node=3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [line.strip() for line in lines if line.startswith("node ")]
@@ -164,7 +164,7 @@ def test_wide_nodes_are_printed_in_parts(capsys):
         (["world_size=512", "--png", "layout.png"], "world_size=512 must be at most 256 for a picture"),
     ],
 )
-def test_wrong_words_are_refused_in_one_message(capsys, words, message):
+def test_invalid_arguments_are_refused_in_one_message(capsys, words, message):
     with pytest.raises(ConfigError) as refused:
         run(words)
     assert message in str(refused.value)
@@ -172,7 +172,7 @@ def test_wrong_words_are_refused_in_one_message(capsys, words, message):
     assert capsys.readouterr().out == ""
 
 
-def test_no_words_is_a_usage_error(capsys):
+def test_no_arguments_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as stopped:
         run([])
     assert stopped.value.code == 2
@@ -188,7 +188,7 @@ def test_help_names_every_key(capsys):
         assert key in out
 
 
-def test_png_reports_the_file_beside_the_json(tmp_path, capsys):
+def test_png_reports_the_file_with_json_output(tmp_path, capsys):
     path = tmp_path / "layout.png"
     assert run([*QUICKSTART, "--json", "--png", str(path)]) == 0
     printed = capsys.readouterr()

@@ -61,7 +61,7 @@ def check_view(view: View, cards) -> None:
 
 
 @pytest.mark.parametrize(("gpus_per_node", "degrees"), FOLDINGS)
-def test_every_card_tells_the_place_and_the_colour_tells_the_group(tmp_path, gpus_per_node, degrees):
+def test_cards_show_coordinates_and_colours_show_groups(tmp_path, gpus_per_node, degrees):
     layout = fold(**degrees)
     tree = draw(tmp_path, layout, gpus_per_node)
     cards = cards_of(tree, layout)
@@ -171,7 +171,7 @@ def staged(layout: str, **parallel) -> Config:
 
 
 def stage_texts(tree) -> list[list[str]]:
-    """The texts behind "stage 0", behind "stage 1", and so on, up to the next."""
+    """Return the texts after "stage 0", after "stage 1", and so on, each up to the next."""
     texts = [element.text for element in tree.iter(f"{SVG}text")]
     starts = [i for i, text in enumerate(texts) if re.fullmatch(r"stage \d+", text or "")]
     assert [texts[i] for i in starts] == [f"stage {i}" for i in range(len(starts))]

@@ -65,7 +65,7 @@ def test_arguments_that_are_wrong(given, message):
         ("--model_args path={run},chat_template=no.jinja --apply_chat_template --tasks x", "chat_template='no.jinja'"),
     ],
 )
-def test_a_wrong_word_is_one_message(tmp_path, capsys, words, message):
+def test_invalid_argument_is_one_message(tmp_path, capsys, words, message):
     described_run(tmp_path)
     assert main(["lm-eval", *words.format(run=tmp_path).split()]) == 2
     out, err = capsys.readouterr()

@@ -81,7 +81,7 @@ def test_a_command_is_known_with_underscores_too(capsys, given, name):
     assert capsys.readouterr().out.startswith(f"usage: moefold {name}")
 
 
-def test_a_command_gets_its_words_and_gives_its_status(capsys):
+def test_command_gets_its_arguments_and_returns_its_status(capsys):
     assert main(["layout", "world_size=2", "tp=2", "--json"]) == 0
     assert '"tp": [[0, 1]]' in capsys.readouterr().out
 
@@ -112,7 +112,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch):
         main(["layout"])
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_closed_output_pipe_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)
     program = "import sys; from moefold.cli.main import main; sys.exit(main())"

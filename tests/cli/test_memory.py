@@ -143,6 +143,6 @@ def test_all_ranks_are_shown_in_a_narrow_terminal(capsys, monkeypatch):
         ),
     ],
 )
-def test_wrong_words_are_answered(capsys, words, message):
+def test_invalid_arguments_are_reported(capsys, words, message):
     assert main(["memory", RECIPE, *SMALL, *words]) == 2
     assert message in capsys.readouterr().err

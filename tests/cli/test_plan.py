@@ -50,7 +50,7 @@ PRECISE = re.compile(r"\d+(\.\d+)?")
 
 
 def printed(capsys, monkeypatch, columns: int | None, *words: str) -> list[str]:
-    """The lines that a terminal of so many columns shows; None: piped."""
+    """Return the lines printed to a terminal with this number of columns; None: piped."""
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -191,7 +191,7 @@ def test_explain_prices_one_mapping_and_ranks_it(capsys):
     assert found["step_time_s"] == pytest.approx(best["step_time_s"])
 
 
-def test_explain_says_what_the_runtime_says_of_an_illegal_mapping(capsys):
+def test_explain_reports_an_illegal_mapping_like_the_runtime(capsys):
     assert main([*SMALL, "--explain", "tp=3 ep=1"]) == EXIT_FAILED
     assert "illegal: parallel.tp=3 must divide" in capsys.readouterr().out
     assert main([*SMALL, "--json", "--explain", "tp=2", "cp=2", "dp=4"]) == EXIT_FAILED
@@ -200,7 +200,7 @@ def test_explain_says_what_the_runtime_says_of_an_illegal_mapping(capsys):
     assert "dp=1 follows" in record["reason"]
 
 
-def test_explain_says_what_is_too_large(capsys):
+def test_explain_names_what_is_too_large(capsys):
     words = [
         "plan",
         "mixtral-8x7b",
@@ -228,7 +228,7 @@ def test_a_recipe_is_written_that_passes_the_checks(capsys, tmp_path):
     assert again["mappings"][0] == best
 
 
-def test_a_recipe_of_a_bare_model_says_what_to_fill_in(capsys, tmp_path):
+def test_recipe_of_a_bare_model_lists_the_missing_keys(capsys, tmp_path):
     path, corpus = tmp_path / "planned.toml", tmp_path / "corpus.txt"
     answer(capsys, "--recipe", str(path))
     text = path.read_text()
@@ -327,7 +327,7 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
         ([*SMALL, "--method", "coupled", "--recipe", "x.toml"], "add --fix cp=1"),
     ],
 )
-def test_wrong_words_are_answered(capsys, words, message):
+def test_invalid_arguments_are_reported(capsys, words, message):
     assert message in refusal(capsys, *words)
 
 
@@ -346,7 +346,7 @@ def test_what_cannot_be_written_is_refused_before_the_search(capsys, words, mess
     assert message in refusal(capsys, *SMALL, "--fix", "tp=3", *words)
 
 
-def test_a_recipe_says_the_precision_that_was_priced(capsys, tmp_path):
+def test_recipe_has_the_precision_that_was_priced(capsys, tmp_path):
     path, fixed = tmp_path / "planned.toml", ("--fix", "tp=1,cp=1,pp=1,ep=4,mbs=1")
     words = [*SMALL[:3], "b200", *SMALL[4:]]
     narrow = answer(capsys, *fixed, "--precision", "mxfp8", "--recipe", str(path), words=words)
@@ -413,7 +413,7 @@ def test_where_nothing_is_legal_the_reason_is_said(capsys, words, reason):
     assert message.count("\n") == 1
 
 
-def test_a_schedule_that_needs_a_pipeline_says_so(capsys):
+def test_schedule_that_needs_a_pipeline_is_refused(capsys):
     message = refusal(capsys, "plan", "quickstart", *SMALL[2:], "--fix", "pp=1", "schedule=zbv")
     assert "parallel.schedule='zbv' needs parallel.pp of 2 or more" in message
 
@@ -424,14 +424,14 @@ def test_a_fold_of_which_only_some_sizes_overlap_is_ranked(capsys):
     assert len(found["mappings"]) == found["num_folds"] > 0
 
 
-def test_a_budget_that_nothing_fits_says_what_would_do(capsys):
+def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):
     words = ["plan", "mixtral-8x22b", "--gpu", "a100", "--num-gpus", "8", "--seq-len", "4096"]
     message = refusal(capsys, *words, "--global-batch-size", "8")
     assert "the least is" in message
     assert "GPUs or more" in message
 
 
-def test_a_recipe_as_model_says_the_rest(capsys):
+def test_recipe_as_model_sets_the_other_options(capsys):
     found = answer(capsys, words=["plan", "recipes/quickstart.toml", "--gpu", "h100"])
     assert (found["num_gpus"], found["seq_len"], found["global_batch_size"]) == (8, 256, 16)
 

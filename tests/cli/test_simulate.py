@@ -73,7 +73,7 @@ def test_the_precision_of_the_recipe_is_priced_and_the_option_wins(recipe, capsy
     assert simulated(capsys, recipe, "train.precision=fp8-blockwise", "--precision", "bf16") == wide
 
 
-def test_what_auto_makes_again_is_played_and_told(recipe, capsys):
+def test_automatic_recompute_is_simulated_and_reported(recipe, capsys):
     words = [recipe, "train.recompute=['auto']", "run.device=cuda"]
     plain = simulated(capsys, recipe)
     assert simulated(capsys, *words) == plain
@@ -91,14 +91,14 @@ def test_stragglers_are_ranks_of_the_world():
     assert parse_stragglers(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
 
 
-def test_a_stage_goes_at_the_pace_of_its_slowest_rank():
+def test_stage_runs_at_the_speed_of_its_slowest_rank():
     cfg = load_config(None, ["parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "train.global_batch_size=4"])
     assert parse_stragglers(cfg, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
     with pytest.raises(ConfigError, match=r"--straggler 3=0.5: its stage has 2 ranks"):
         parse_stragglers(cfg, ["3=0.5"])
 
 
-def test_timelines_are_written_beside_the_table(recipe, tmp_path, capsys):
+def test_timelines_are_written_with_the_table(recipe, tmp_path, capsys):
     files = [tmp_path / "step.json", tmp_path / "step.png"]
     assert run([recipe, "--timeline", str(files[0]), "--timeline", str(files[1])]) == 0
     printed = capsys.readouterr()
@@ -145,7 +145,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
         (["train.recompute=['auto']", "--gpu", "cpu"], "train.recompute=['auto'] needs train.memory_budget_gib"),
     ],
 )
-def test_wrong_words_are_refused_in_one_message(recipe, capsys, words, message):
+def test_invalid_arguments_are_refused_in_one_message(recipe, capsys, words, message):
     with pytest.raises(ConfigError) as refused:
         run([recipe, *words])
     assert message in str(refused.value)

@@ -96,7 +96,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
 @pytest.mark.parametrize(
     "words", [["train.lr=x"], ["parallel.world_size=4"], ["parallel.world_size=2", "parallel.tp=3"]]
 )
-def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, monkeypatch, words):
+def test_error_on_all_ranks_of_a_host_is_printed_by_the_first(recipe, capsys, torchrun, tmp_path, monkeypatch, words):
     monkeypatch.setattr(command_parser, "RANK0_REPORT_WAIT_S", 0.01)
     command = ["train", recipe, *SMALL, f"run.dir={tmp_path}/run", *words]
     torchrun(local_rank=0)
@@ -107,7 +107,7 @@ def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, tor
     assert capsys.readouterr().err == ""
 
 
-def test_the_first_rank_alone_says_that_a_run_is_finished(recipe, capsys, torchrun, tmp_path):
+def test_only_the_first_rank_reports_a_finished_run(recipe, capsys, torchrun, tmp_path):
     write_checkpoint(tmp_path / "run", 10)
     torchrun(local_rank=1)
     words = [f"run.dir={tmp_path}/run", "run.steps=10", "parallel.world_size=2"]

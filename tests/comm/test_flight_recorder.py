@@ -15,7 +15,7 @@ from moefold.comm.flight_recorder import FlightRecorder, FlightSnapshot, decode_
         (range(0, 64, 4), "ranks 0, 4 ... 60"),
     ],
 )
-def test_ranks_in_words(ranks, words):
+def test_ranks_are_formatted(ranks, words):
     assert format_ranks(ranks) == words
 
 
@@ -29,7 +29,7 @@ def flown(**kwargs: object) -> FlightRecorder:
     return record
 
 
-def test_what_it_says(tmp_path):
+def test_description_of_a_snapshot(tmp_path):
     record = flown()
     seen = record.snapshot()
     assert (seen.step, seen.phase, seen.phase_number) == (7, "forward of micro-batch 1", 2)
@@ -64,7 +64,7 @@ def test_another_process_can_read_the_file(tmp_path):
     assert seen.moved_s == pytest.approx(said.moved_s, abs=0.1)
 
 
-def test_what_is_no_record_says_nothing():
+def test_invalid_record_is_ignored():
     assert decode_snapshot(b"") is None
     assert decode_snapshot(bytes(1024)) is None
 

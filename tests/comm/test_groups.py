@@ -58,7 +58,7 @@ def _fail_on_rank_one() -> None:
     dist.barrier()
 
 
-def test_pool_reports_the_failing_rank_and_works_again(pool):
+def test_pool_reports_the_failing_rank_and_is_reusable(pool):
     from moefold.testing.pool import WorkerError
 
     with pytest.raises(WorkerError, match=r"rank 1: (.|\n)*on purpose"):
@@ -70,5 +70,5 @@ def _held() -> list[str]:
     return list(sys.modules)
 
 
-def test_ranks_find_what_the_pool_was_told_to_hold(pool):
+def test_pool_preloads_the_given_modules(pool):
     assert {"moefold.train.trainer", "tests.preload"} <= set(pool.run(1, _held)[0])

@@ -1,4 +1,4 @@
-"""A forward pass beside a backward pass: at each exchange it goes on, on both sides of the exchange nobody waits."""
+"""A forward pass overlapped with a backward pass is resumed at each collective and blocks neither."""
 
 import threading
 
@@ -53,33 +53,35 @@ def test_rest_begins_with_the_pause_at_which_the_steps_stand():
     assert log == ["a0", "a ends"]
 
 
-def test_nothing_is_beside_but_in_a_backward_pass():
-    beside, log = BackwardOverlap(), []
-    beside.resume()
-    with beside.backward(ResumableTask(_counted(log, "a", 3))):
-        beside.resume()
-    beside.resume()
+def test_overlap_is_active_only_in_a_backward_pass():
+    overlap = BackwardOverlap()
+    log = []
+    overlap.resume()
+    with overlap.backward(ResumableTask(_counted(log, "a", 3))):
+        overlap.resume()
+    overlap.resume()
     assert log == ["a0"]
-    with pytest.raises(ZeroDivisionError), beside.backward(ResumableTask(_counted(log, "b", 3))):
+    with pytest.raises(ZeroDivisionError), overlap.backward(ResumableTask(_counted(log, "b", 3))):
         raise ZeroDivisionError
-    beside.resume()
+    overlap.resume()
     assert log == ["a0"]
 
 
 class _Hook(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor, beside: BackwardOverlap) -> Tensor:
-        ctx.beside = beside
+    def forward(ctx: object, x: Tensor, overlap: BackwardOverlap) -> Tensor:
+        ctx.overlap = overlap
         return x.clone()
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.beside.resume()
+        ctx.overlap.resume()
         return grad, None
 
 
 def test_the_forward_pass_makes_a_graph_in_the_thread_that_trains():
-    beside, seen = BackwardOverlap(), []
+    overlap = BackwardOverlap()
+    seen = []
     w = torch.ones(3, requires_grad=True)
 
     def forward() -> Resumable[Tensor]:
@@ -90,8 +92,8 @@ def test_the_forward_pass_makes_a_graph_in_the_thread_that_trains():
 
     begun = ResumableTask(forward())
     x = torch.ones(3, requires_grad=True)
-    with beside.backward(begun):
-        _Hook.apply(x * 5, beside).sum().backward()
+    with overlap.backward(begun):
+        _Hook.apply(x * 5, overlap).sum().backward()
     assert seen == [(threading.get_ident(), True)]
     assert torch.equal(x.grad, torch.full((3,), 5.0))
     begun.run_to_end().sum().backward()
@@ -179,5 +181,5 @@ def _beside() -> None:
 
 
 @pytest.mark.parity
-def test_the_forward_pass_goes_on_before_the_backward_pass_waits(pool):
+def test_forward_pass_resumes_before_the_backward_pass_waits(pool):
     pool.run(2, _beside, timeout_s=30.0)

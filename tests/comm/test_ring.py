@@ -1,4 +1,4 @@
-"""What travels round a ring arrives as a collective would bring it."""
+"""Ring collectives give the results of torch's collectives."""
 
 import pytest
 import torch

@@ -166,7 +166,7 @@ def test_an_old_unfinished_file_is_cleared_and_a_young_one_is_not(text_folder: P
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 50, 128, 5000])
-def test_a_damaged_entry_is_made_anew(text_folder: Path, tmp_path: Path, keep_bytes: int):
+def test_damaged_entry_is_rebuilt(text_folder: Path, tmp_path: Path, keep_bytes: int):
     entry = make(text_folder, tmp_path / "cache")
     whole = entry.read_bytes()
     entry.write_bytes(whole[:keep_bytes])

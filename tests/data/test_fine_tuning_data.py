@@ -122,7 +122,7 @@ def test_held_out_conversations_are_others_for_every_sequence_length(chats: Path
         assert not held_out & set(texts[0].split("<|im_end|>"))
 
 
-def test_a_changed_template_is_tokenised_anew(chats: Path):
+def test_changed_template_is_retokenised(chats: Path):
     before = open_chats(chats).train.annotated_sample(0)
     template = chats.parent / "t.jinja"
     template.write_text(TEMPLATE)

@@ -44,7 +44,7 @@ def test_another_header_start_or_end_is_noticed(folder, place):
     ]
 
 
-def test_a_file_that_was_written_anew_is_noticed_and_a_copy_is_not(folder):
+def test_rewritten_file_is_detected_and_a_copy_is_not(folder):
     before = fingerprint(recipe(folder))
     content = (folder / "1.npy").read_bytes()
     os.utime(folder / "1.npy", (0, 0))
@@ -69,7 +69,7 @@ def test_what_differs_is_said_by_name(folder):
     ]
 
 
-def test_a_rank_that_sees_other_files_says_which(folder):
+def test_rank_that_sees_other_files_names_them(folder):
     first = fingerprint(recipe(folder))
     assert size_differences(first, file_sizes(recipe(folder))) == []
     (folder / "1.npy").unlink()

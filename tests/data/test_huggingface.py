@@ -116,7 +116,7 @@ def test_a_split_to_evaluate_on(tmp_path: Path):
         assert "held out" not in text_of(dataset, 20)
 
 
-def test_a_change_of_the_file_column_or_split_is_tokenised_anew(tmp_path: Path):
+def test_changed_file_column_or_split_is_retokenised(tmp_path: Path):
     path = as_saved_splits(tmp_path)
     first = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0, cache_dir=tmp_path / "cache")
     again = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0, cache_dir=tmp_path / "cache")

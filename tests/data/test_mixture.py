@@ -73,7 +73,7 @@ def test_states_go_to_their_parts():
     assert Mixture(parts[:1], (1.0,)).state(3) is None
 
 
-def test_a_sample_says_which_part_it_is_of():
+def test_sample_names_its_mixture_part():
     mixture = Mixture([Numbers(0, 100), Numbers(1, 100)], [1, 3])
     for index in range(20):
         part, number = mixture.sample(index).tolist()

@@ -7,7 +7,7 @@ from moefold.data import worker_pool
 from moefold.data.worker_pool import ReadProgress
 
 
-def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):
+def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]):
     with ReadProgress("Reading", 100) as shown:
         shown.advance(100)
     assert capsys.readouterr() == ("", "")
@@ -21,7 +21,7 @@ def test_long_work_prints_plain_lines_into_a_file(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "Reading: 1.0 of 3.0 MB\n"
 
 
-def test_hidden_work_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_hidden_work_prints_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(worker_pool, "_FIRST_UPDATE_S", 0.0)
     with ReadProgress("Reading", 100, is_shown=False) as shown:
         shown.advance(50)

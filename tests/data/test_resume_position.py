@@ -80,7 +80,7 @@ def _life(data: DataConfig, cache: Path, first: int, state: object, steps: int, 
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_interrupted_lives_take_the_samples_of_a_whole_one(tmp_path, kind):
+def test_interrupted_runs_take_the_samples_of_an_uninterrupted_one(tmp_path, kind):
     data = DATA[kind](tmp_path)
     cache = tmp_path / "cache"
     whole, _ = _life(data, cache, 0, None, STEPS, 1)

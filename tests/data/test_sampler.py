@@ -105,7 +105,7 @@ def test_refuses_a_negative_sample():
         make_split().sample(-1)
 
 
-def test_asking_an_empty_part_says_how_to_fill_it():
+def test_error_of_an_empty_split_names_the_remedy():
     empty = Split(PackedSamples(CountingStream(100), S), IndexRanges(()), order_key=None)
     with pytest.raises(ConfigError, match="data.validation_fraction=0 holds no sample out; set it above 0"):
         empty.sample(0)
@@ -119,7 +119,7 @@ def test_no_token_of_validation_is_in_training():
     assert not train & held_out
 
 
-def test_a_sample_says_which_row_it_is():
+def test_origin_of_a_sample_is_its_row():
     split = make_split(50)
     assert split.origin(7) == f"row {split.sample(7)[0] // S}"
     assert split.origin(57) != split.origin(7), "another epoch, another order"

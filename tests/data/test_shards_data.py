@@ -69,7 +69,7 @@ def shards_of(folder: Path, lost: dict[str, str]) -> TokenFileSet:
     return TokenFileSet({f"{folder}/{number}.npy": length for number, length in enumerate(LENGTHS)}, lost)
 
 
-def test_a_mixture_goes_on_with_the_other_samples_of_each_part(tmp_path):
+def test_mixture_continues_with_the_other_samples_of_each_part(tmp_path):
     parts = (owned(tmp_path / "a"), owned(tmp_path / "b"))
     data = recipe(tuple(map(str, parts)), weights=(2, 1), validation_fraction=0.0)
     whole = opened(data, {}).train

@@ -56,7 +56,7 @@ def parquet(folder: Path, i: int) -> Path:
 
 
 def long_parquet(folder: Path, i: int) -> Path:
-    """As long as many samples of a stream, which opens its files anew in every epoch."""
+    """As long as many samples of a stream, which reopens its files in every epoch."""
     datasets = pytest.importorskip("datasets")
     file = folder / f"train-{i}.parquet"
     datasets.Dataset.from_dict({"text": make_text(9000, 20_000 * i).splitlines()}).to_parquet(str(file))

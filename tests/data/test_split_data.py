@@ -25,8 +25,8 @@ def test_parts_never_touch(num_samples: int, fraction: float):
     assert held_out == sorted(set(held_out))
     assert train[-1] < num_samples
     # Sample i ends with the token that sample i+1 begins with, so neighbours must not be in different parts.
-    beside = {i + d for i in held_out for d in (-1, 0, 1)}
-    assert not beside.intersection(train)
+    neighbours = {i + d for i in held_out for d in (-1, 0, 1)}
+    assert not neighbours.intersection(train)
     assert len(held_out) == max(1, round(num_samples * fraction))
 
 

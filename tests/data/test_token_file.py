@@ -18,7 +18,7 @@ def config(*paths: Path, token_dtype: str = "uint16") -> DataConfig:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Tokens 0 .. 99 in three files of both forms and several types, beside files of other kinds."""
+    """Tokens 0 .. 99 in three files of both forms and several types, and files of other kinds."""
     folder = tmp_path / "shards"
     (folder / "late").mkdir(parents=True)
     np.arange(0, 30, dtype="<u2").tofile(folder / "a.bin")
@@ -48,7 +48,7 @@ def test_refuses_tokens_outside(shards: Path, start: int, stop: int):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
-def test_bin_has_the_type_that_the_recipe_says(tmp_path: Path, dtype: str):
+def test_bin_has_the_dtype_of_the_recipe(tmp_path: Path, dtype: str):
     np.arange(50, dtype=dtype).tofile(tmp_path / "x.bin")
     stream = TokenFileStream(token_files(config(tmp_path / "x.bin", token_dtype=dtype)), vocab_size=50)
     assert stream.read(0, 50).tolist() == list(range(50))
@@ -163,7 +163,7 @@ def test_empty_and_unfitting_paths_are_refused(tmp_path: Path, text_folder: Path
         token_files(config(tmp_path / "z.npy", tmp_path))
 
 
-def test_a_sample_says_its_file_token_and_document(tmp_path: Path):
+def test_sample_names_its_file_token_and_document(tmp_path: Path):
     for name, length in (("a.npy", 30), ("b.npy", 40)):
         np.save(tmp_path / name, np.zeros(length, dtype=np.uint16))
     np.array([5, 20, 40], dtype="<i8").tofile(tmp_path / "b.ends")

@@ -135,7 +135,7 @@ def test_what_is_done_stays_and_the_rest_is_made(tmp_path: Path):
     assert tokenize([tmp_path / "a.jsonl"], out).num_new_tokens == 0
 
 
-def test_a_killed_command_goes_on_where_it_was(tmp_path: Path):
+def test_killed_command_resumes_where_it_was(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", 20_000)
     out = tmp_path / "out"
     words = [sys.executable, "-m", "moefold", "tokenize", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes"]
@@ -203,7 +203,7 @@ def test_a_broken_note_is_named(tmp_path: Path, note: str):
         token_files(DataConfig(kind="tokens", path=str(tmp_path / "out")))
 
 
-def test_a_call_that_made_nothing_binds_nobody_to_its_input(tmp_path: Path):
+def test_call_that_wrote_nothing_does_not_fix_the_input(tmp_path: Path):
     texts = write_jsonl(tmp_path / "a.jsonl", 9)
     with pytest.raises(ConfigError, match="no column 'txt'; did you mean 'text'"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", column="txt")

@@ -55,14 +55,14 @@ def test_the_end_of_text_token_is_found(make_tokenizer_file: MakeFile, special: 
 
 
 @pytest.mark.parametrize("declared", ["<stop>", {"content": "<stop>", "special": True}])
-def test_a_config_beside_it_may_name_the_end(make_tokenizer_file: MakeFile, declared: object):
+def test_config_in_the_same_folder_may_name_the_end_token(make_tokenizer_file: MakeFile, declared: object):
     file = make_tokenizer_file("<pad>", "<stop>")
     file.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
     assert JsonTokenizer(file).separator_id == 1
     assert JsonTokenizer(file.parent).identity == JsonTokenizer(file).identity
 
 
-def test_a_broken_config_beside_it_is_refused(make_tokenizer_file: MakeFile):
+def test_broken_config_in_the_same_folder_is_refused(make_tokenizer_file: MakeFile):
     file = make_tokenizer_file("<pad>")
     file.with_name("tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not a readable tokenizer_config.json"):

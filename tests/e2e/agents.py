@@ -1,4 +1,4 @@
-"""Jobs, and nodes of one as torchrun sees them, each an agent of its own: they can be killed as a machine dies."""
+"""Jobs and torchrun agents in subprocesses; each agent acts as a node and can be killed like a failing machine."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from pathlib import Path
 from tests.e2e.command import ROOT, environment
 
 QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
-"""torch notices that a node is gone, and stops waiting for further ones, in seconds instead of half a minute."""
+"""torchrun detects a lost node, and stops waiting for more nodes, within seconds instead of half a minute."""
 
 
 class Job:
-    """Processes of which one started the others, and what they print, which goes into a file."""
+    """A process with its children, whose output goes to a file."""
 
     def __init__(self, command: Sequence[str], log: Path, **variables: str) -> None:
         self.log = log
@@ -33,7 +33,7 @@ class Job:
             )
 
     def kill(self) -> None:
-        """End them all as if the power went."""
+        """Kill all processes at once, as a power failure would."""
         # torchrun gives each rank a session of its own.
         for process in [self.process.pid, *_children(self.process.pid)]:
             with suppress(ProcessLookupError):
@@ -41,7 +41,7 @@ class Job:
         self.process.wait()
 
     def text(self) -> str:
-        """All that was printed so far."""
+        """Return the output so far."""
         return self.log.read_text()
 
 
@@ -79,7 +79,7 @@ def _children(process: int) -> list[int]:
 
 @contextmanager
 def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces, joined by a cable; yields their names."""
+    """Create two network namespaces joined by a veth pair; yield their names."""
     names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
 
     def ip(*words: str) -> None:
@@ -100,7 +100,7 @@ def two_hosts() -> Iterator[list[str]]:
 
 
 def obstacle_to_namespaces() -> str:
-    """Why this machine makes no network namespaces; empty if it does."""
+    """Return why this machine cannot create network namespaces; empty if it can."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "the commands ip and unshare are missing"
     if os.geteuid() != 0:
@@ -113,17 +113,17 @@ def obstacle_to_namespaces() -> str:
 
 
 def agent_on_host(name: str, number: int, words: Sequence[str], folder: Path) -> Agent:
-    """torchrun on one of two hosts, which meet at the first of them.
+    """Start torchrun on one of two hosts; the first one hosts the rendezvous.
 
     Args:
-        name: of its network namespace.
-        number: of the host, from 1.
-        words: what it runs.
-        folder: for what it prints.
+        name: network namespace.
+        number: number of the host, from 1.
+        words: command that torchrun runs.
+        folder: folder of the log.
     """
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n10.213.0.1 node1\n10.213.0.2 node2\n")
-    # A host has a name of its own, which the message gives, and knows that of the other.
+    # Each host has its own name, which messages give, and can resolve the other's.
     naming = f'hostname node{number} && mount --bind {hosts} /etc/hosts && exec "$@"'
     rename = ("unshare", "--uts", "--mount", "sh", "-c", naming, "sh")
     return Agent(
@@ -137,21 +137,21 @@ def agent_on_host(name: str, number: int, words: Sequence[str], folder: Path) ->
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def is_open(meet_at: str) -> bool:
-    """Whether something listens at HOST:PORT."""
+    """Return whether a process listens at HOST:PORT."""
     host, port = meet_at.split(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
 
 
 def wait_for(is_so: Callable[[], bool], agents: Sequence[Agent], timeout_s: float = 120.0) -> float:
-    """Wait until something holds; returns the time at which it did. Fails with what the agents printed."""
+    """Wait until the condition holds and return the time; fail with the output of the agents."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, "\n".join(agent.text() for agent in agents)

@@ -37,7 +37,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def are_up(count: int) -> Callable[[int], bool]:
-    """Whether a command, in a session of its own, runs on so many processes."""
+    """Return whether a command in its own session runs this number of processes."""
     return lambda process: len(processes_of(process)) >= count
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
 
 
-def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(folder, monkeypatch):
+def test_leftovers_of_a_killed_verify_are_removed_and_its_ranks_end(folder, monkeypatch):
     words = ["verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS]
     variables = environment() | {"TMPDIR": str(folder)}
 

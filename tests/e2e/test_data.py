@@ -33,7 +33,7 @@ def test_fine_tuning_from_the_command_line(tmp_path: Path):
     assert metrics(tmp_path / "one")[-1]["eval_loss"] < losses(tmp_path / "one")[0]
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path: Path):
+def test_stream_resumes_where_it_was(tmp_path: Path):
     pytest.importorskip("datasets")
     paths = [str(_rows(tmp_path / name, 400)) for name in ("a.jsonl", "b.jsonl")]
     words = ("data.kind=huggingface", f"data.path={json.dumps(paths)}", "data.weights=[1, 3]", "data.streaming=true")

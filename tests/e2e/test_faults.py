@@ -51,7 +51,7 @@ def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks
     return message_s, again_s
 
 
-def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path):
+def test_lost_node_is_named_and_the_other_resumes_from_checkpoint(uninterrupted, tmp_path):
     run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words = small(run_dir, *ELASTIC)
     agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
@@ -127,7 +127,7 @@ def _torchrun(run_dir: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_rank_that_is_killed_under_torchrun_starts_again_with_the_others(uninterrupted, tmp_path):
+def test_killed_rank_under_torchrun_restarts_with_the_others(uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     process = _torchrun(run_dir, *ELASTIC, "faults.timeout_s=20")
     try:

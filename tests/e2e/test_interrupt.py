@@ -65,7 +65,7 @@ def test_a_closed_terminal_saves(tmp_path, words):
 
 
 @pytest.mark.parametrize("words", [TWO, *slow([((),)])], ids=["two ranks", "one rank"])
-def test_a_closed_output_pipe_saves_and_says_so(tmp_path, words):
+def test_closed_output_pipe_saves_and_reports_it(tmp_path, words):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "moefold", *small(run_dir, "run.steps=100", *SAVES, *words)]
     with subprocess.Popen(
@@ -118,7 +118,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]
 
 
-def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
+def test_second_job_in_the_same_folder_is_refused_first_continues(tmp_path):
     run_dir, words, refused = tmp_path / "run", ("run.steps=100000", "checkpoint.every=5", "faults.timeout_s=20"), []
 
     def start_another(first: int) -> None:

@@ -32,7 +32,7 @@ def test_a_run_resumed_under_another_mapping_leaves_the_same_trace_and_counts(tm
     run_dir = tmp_path / "run"
     words = (*TRACED, "run.steps=4", "checkpoint.every=2")
     train(run_dir, *words, *FOUR)
-    # As if it had been killed in step 4, with a torn record and a draft behind it.
+    # As if it had been killed in step 4, with an incomplete record and a draft after it.
     shutil.rmtree(run_dir / "checkpoints" / "step-000004")
     (run_dir / "routing" / "step-000004.npy").rename(run_dir / "routing" / ".step-000004.npy.tmp")
     with (run_dir / "expert_counts.bin").open("ab") as file:
@@ -86,7 +86,7 @@ def test_a_trace_that_cannot_be_replayed_is_one_message(tmp_path, whole):
     assert not (tmp_path / "run").exists()
 
 
-def test_auto_says_which_dispatcher_it_took(tmp_path):
+def test_auto_reports_the_chosen_dispatcher(tmp_path):
     words = ("run.steps=1", "parallel.world_size=2", "parallel.ep=2", "parallel.dispatcher=auto")
     done = train(tmp_path / "run", *words)
     assert "parallel.dispatcher='auto' took alltoall: deep_ep supports only bfloat16" in done.stdout

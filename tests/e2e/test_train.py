@@ -49,7 +49,7 @@ def test_two_deterministic_runs_are_bit_equal(eight_ranks, tmp_path):
     assert first[:3] == second
 
 
-def test_finished_run_says_so(one_rank):
+def test_finished_run_is_reported(one_rank):
     done = train(one_rank, "checkpoint.every=20")
     assert "step-000020 has all 20 steps of run.steps; nothing to do\n" in done.stdout
     assert len(losses(one_rank)) == 20

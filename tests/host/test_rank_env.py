@@ -99,5 +99,5 @@ def test_the_world_must_be_that_of_the_recipe():
 
 
 @pytest.mark.parametrize("told", ["", "0", "many"])
-def test_ranks_of_a_machine_that_are_not_told_are_all(told):
+def test_local_ranks_default_to_all(told):
     assert read_rank_env({**TORCHRUN, "LOCAL_WORLD_SIZE": told}).local_world_size == 8

@@ -66,7 +66,7 @@ def test_another_family_with_a_dense_layer(pool, qwen3):
 
 
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "cp": 2}], ids=["one", "cp2"])
-def test_a_kept_tail_is_one_more_shorter_sequence(pool, mixtral, mapping):
+def test_included_tail_is_one_more_shorter_sequence(pool, mixtral, mapping):
     ids = row_of_ids(2 * S + 5)
     whole = pool.run(1, run_evaluation, mixtral, {}, ids, False, None)[0]
     found = pool.run(mapping.get("world_size", 1), run_evaluation, mixtral, mapping, ids, True, None)[0]
@@ -99,6 +99,6 @@ def test_tokens_are_dropped_only_if_asked(pool, mixtral):
     assert abs(dropped.loss - plain.loss) > 1e-3
 
 
-def test_perplexity_is_finite_or_says_so():
+def test_perplexity_beyond_float_is_infinite():
     assert Evaluation(2.0, 10).perplexity == pytest.approx(7.389056)
     assert Evaluation(1e4, 10).perplexity == float("inf")

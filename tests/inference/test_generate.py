@@ -40,7 +40,7 @@ def run_generation(path: Path, mapping: dict[str, int], sampling: SamplingParams
 
 
 def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> torch.Tensor:
-    """Logits [len(pieces), B, V] behind each piece of two given rows of ids; of the last stage, else zeros."""
+    """Logits [len(pieces), B, V] after each piece of two given rows of ids; of the last stage, else zeros."""
     model = opened(path, "generate", mapping, 24, 2).model
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
     found, done = [], 0

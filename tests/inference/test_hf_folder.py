@@ -62,7 +62,7 @@ def test_a_folder_computes_what_transformers_does(pool, tmp_path, name, mapping)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
-def test_what_a_folder_says_of_itself(tmp_path, dtype, name):
+def test_sizes_read_from_a_folder(tmp_path, dtype, name):
     folder = save_model(make_model("mixtral"), tmp_path / "model", dtype=dtype)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     source = find_source(str(folder))

@@ -87,7 +87,7 @@ def test_log_likelihood_of_long_texts_takes_each_token_once(lm):
     text = " ".join(WORDS[i % 9] for i in range(20))
     (found,) = lm.loglikelihood_rolling([instance("loglikelihood_rolling", text)], disable_tqdm=True)
     row = ids(text)
-    # The first 12 tokens behind the end-of-text token, then the other 8 behind the 5 before them: 12 are read.
+    # The first 12 tokens after the end-of-text token, then the other 8 after the 5 before them: 12 are read.
     total = expected([0, *row[:12]], 12)[0] + expected(row[-13:], 8)[0]
     assert found == pytest.approx(total, rel=1e-5)
 

@@ -38,7 +38,7 @@ def test_as_many_ranks_as_the_degrees_need_and_a_length_that_they_cut(source, ov
     assert (cfg.parallel.world_size, cfg.train.seq_len, cfg.train.micro_batch_size) == (world_size, seq_len, 3)
 
 
-def test_a_launcher_says_how_many_ranks_there_are(source):
+def test_launcher_sets_the_number_of_ranks(source):
     assert inference_config(source, wish("parallel.tp=2", world_size=4), "evaluate").parallel.dp == 2
 
 
@@ -109,7 +109,7 @@ def test_types_and_devices(source):
         (["parallel.etp=7"], "M"),
     ],
 )
-def test_no_fault_of_a_mapping_tells_to_change_the_model_that_is_trained(tmp_path, mapping, layers):
+def test_no_mapping_error_suggests_changing_the_trained_model(tmp_path, mapping, layers):
     described_run(tmp_path, model={"preset": "tiny", "layer_pattern": layers})
     with pytest.raises(ConfigError) as raised:
         inference_config(find_source(str(tmp_path)), wish(*mapping), "evaluate")

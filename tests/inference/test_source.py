@@ -53,7 +53,7 @@ def test_what_was_passed_over_is_said_by_every_command(tmp_path, capsys):
         assert [line for line in lines if "skipped a damaged checkpoint, step-000030: " in line] == lines[:1], command
 
 
-def test_checkpoints_that_lie_elsewhere(tmp_path):
+def test_checkpoints_in_another_folder(tmp_path):
     elsewhere = tmp_path / "disk"
     described_run(tmp_path / "run", checkpoint={"dir": str(elsewhere)})
     shutil.move(tmp_path / "run" / "checkpoints", elsewhere)
@@ -127,7 +127,7 @@ def test_a_description_of_other_types_is_broken(tmp_path):
             read()
 
 
-def test_checkpoints_that_lie_elsewhere_are_the_same_to_every_command(tmp_path):
+def test_every_command_finds_checkpoints_in_another_folder(tmp_path):
     described_run(tmp_path / "run", checkpoint={"dir": str(tmp_path / "disk")})
     shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "disk")
     assert locate_folder(tmp_path / "run") == tmp_path / "disk"
@@ -140,7 +140,7 @@ def test_a_hugging_face_folder_whose_context_is_no_number(tmp_path):
         find_source(str(tmp_path))
 
 
-def test_a_checkpoint_with_a_key_of_a_later_version_says_so(tmp_path):
+def test_checkpoint_with_a_key_of_a_later_version_is_explained(tmp_path):
     described_run(tmp_path)
     meta = tmp_path / "checkpoints" / "step-000010" / "moefold.json"
     content = json.loads(meta.read_text())

@@ -1,4 +1,4 @@
-"""A process that hangs inside the kernel, as one that reads from a network folder whose server is gone."""
+"""Hang inside the kernel, as a process does that reads from a network folder whose server is gone."""
 
 import ctypes
 import signal
@@ -8,7 +8,7 @@ _STACK_BYTES = 2**16
 
 
 def block(seconds: int) -> None:
-    """Be where no signal but SIGKILL reaches this thread: it waits for its child of a vfork, which sleeps."""
+    """Block this thread from all signals but SIGKILL: it waits for its child of a vfork, which sleeps."""
     libc = ctypes.CDLL(None)
     stack = ctypes.create_string_buffer(_STACK_BYTES)
     top = ctypes.c_void_p((ctypes.addressof(stack) + _STACK_BYTES) & ~15)

@@ -39,7 +39,7 @@ def fail(code: str, rank: int = 0, told: bool = False) -> tuple[int, str, str]:
     return done.returncode, done.stdout.strip(), done.stderr
 
 
-def test_a_rank_that_does_not_fail_goes_on():
+def test_rank_without_error_continues():
     assert fail("pass") == (0, "went on", "")
 
 

@@ -10,7 +10,7 @@ import pytest
 from moefold.launch import runtime_env
 from moefold.launch.runtime_env import keeps_freed_blocks
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 GAPS = """
 import sys, torch
@@ -72,7 +72,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.memset.restype = ctypes.c_void_p
 blocks, before = [None] * 500, resident()
 for i in range(500):
-    # Nothing but these: an object of Python's behind them would hold the end of the heap.
+    # Allocate nothing else: a Python object above them would keep the end of the heap in use.
     blocks[i] = libc.malloc(400_000)
     libc.memset(ctypes.c_void_p(blocks[i]), 1, 400_000)
 for block in blocks:
@@ -103,11 +103,11 @@ def test_an_older_glibc_takes_a_smaller_size_or_is_left_alone(monkeypatch):
 
 
 def test_a_step_has_the_memory_of_the_one_before():
-    """The system clears pages of 160 MB anew where nothing is said; fewer where they may be huge ones."""
+    """By default the system clears the pages of 160 MB again; fewer pages if huge pages are enabled."""
     assert 4 * max(_found(STEPS, "yes"), 1.0) < _found(STEPS, "no")
 
 
-def test_what_a_user_told_glibc_stays():
+def test_glibc_settings_of_the_user_are_preserved():
     # Mapped by itself is each block of a page or more.
     assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") > 10
 

@@ -71,7 +71,7 @@ def test_one_that_comes_when_the_others_are_gone_is_silent():
     assert _said(late) == ""
 
 
-def test_the_word_of_one_that_dies_before_it_has_spoken_goes_to_the_next(tmp_path):
+def test_reporter_that_dies_before_reporting_is_replaced(tmp_path):
     first = _start(1, str(tmp_path / "word"), condition="time.sleep(60)")
     _let_speak(first)
     second = _start(2, str(tmp_path / "word"))
@@ -83,14 +83,14 @@ def test_the_word_of_one_that_dies_before_it_has_spoken_goes_to_the_next(tmp_pat
     assert _said(second) == "rank 2\n"
 
 
-def test_what_another_machine_has_said_is_not_said_again(tmp_path):
+def test_report_of_another_host_is_not_repeated(tmp_path):
     process = _start(1, str(tmp_path / "word"), condition="False")
     _let_speak(process)
     assert _said(process) == ""
     assert has_report(tmp_path / "word")
 
 
-def test_without_a_file_to_share_a_rank_still_speaks_once(monkeypatch, capsys):
+def test_rank_without_a_shared_file_reports_once(monkeypatch, capsys):
     monkeypatch.delattr("os.memfd_create")
     word = SingleReporter(_place(0))
     assert word.shared_path == ""
@@ -99,7 +99,7 @@ def test_without_a_file_to_share_a_rank_still_speaks_once(monkeypatch, capsys):
     assert capsys.readouterr().err == "one\n"
 
 
-def test_a_folder_that_is_gone_keeps_nobody_silent(tmp_path: Path, capsys):
+def test_missing_folder_does_not_prevent_the_report(tmp_path: Path, capsys):
     word = SingleReporter(_place(0, str(tmp_path / "gone" / "word")))
     word.report_once("one")
     assert capsys.readouterr().err == "one\n"

@@ -91,7 +91,7 @@ def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, cap
     assert LIMIT_S < took_s < LIMIT_S + 5
 
 
-def test_a_rank_whose_main_thread_hangs_inside_the_kernel_is_told_from_one_that_is_late(tmp_path, capfd):
+def test_hang_inside_the_kernel_is_distinguished_from_a_late_rank(tmp_path, capfd):
     lines, took_s = _run(_hang_in_the_kernel, tmp_path, capfd)
     assert lines[0].startswith("moefold: rank 1 on ")
     assert lines[0].endswith(" hangs inside the kernel, as in a disk or network folder that does not answer")
@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_is_named_at_once_by_the_launcher(tmp_path, capfd)
     assert took_s < 3
 
 
-def test_a_rank_that_fails_by_itself_has_the_word(tmp_path, capfd):
+def test_rank_that_fails_itself_reports_the_error(tmp_path, capfd):
     lines, _ = _run(_raise, tmp_path, capfd)
     assert lines[0] == (
         f"moefold: rank 1 on {socket.gethostname()} failed in step {ODD_STEP}, loading data; "

@@ -50,7 +50,7 @@ def test_no_file_and_no_step_yet(tmp_path):
 
 
 @pytest.mark.parametrize("resume_step", [0, 2, 3, 9])
-def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path, resume_step):
+def test_resumed_run_continues_after_its_checkpoint(tmp_path, resume_step):
     _write(tmp_path, [1, 2, 3, 4])
     _write(tmp_path, [resume_step + 1], resume_step)
     _assert_holds(tmp_path, [*(step for step in (1, 2, 3, 4) if step <= resume_step), resume_step + 1])

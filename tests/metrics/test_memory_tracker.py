@@ -32,7 +32,7 @@ def test_views_and_changes_in_place_are_no_new_memory():
     assert y.sum() == 100
 
 
-def test_memory_that_is_given_back_and_taken_again_by_resizing():
+def test_memory_freed_and_reallocated_by_resizing():
     x = torch.ones(50)
     with MemoryTracker() as ledger:
         ledger.tag("weights", (x,))
@@ -86,7 +86,7 @@ def test_what_other_threads_free_meanwhile():
     assert everything.total == sum(everything.by_part.values())
 
 
-def test_an_address_that_is_used_anew_is_a_block_of_its_own():
+def test_reused_address_is_a_new_allocation():
     with MemoryTracker() as ledger:
         for size in (1 << 20, 1 << 21) * 20:
             with ledger.part(str(size)):

@@ -42,7 +42,7 @@ def shown_steps(lines: list[str]) -> list[int]:
     return [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]
 
 
-def test_a_line_says_it_all() -> None:
+def test_line_has_all_values() -> None:
     metrics = replace(STEP, step=20, dropped_fraction=0.0123)
     assert format_step(metrics, 1000, 2.75, 3725.4) == (
         "step   20/1000  loss 2.5000  eval 2.7500  lr 0.0003  grad norm 1.25  1:02:05 left  4.1k tokens/s  "
@@ -214,7 +214,7 @@ def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_a_closed_pipe_is_told_once_and_later_lines_are_discarded() -> None:
+def test_closed_pipe_is_reported_once_and_later_lines_are_discarded() -> None:
     reader, writer = os.pipe()
     told: list[str] = []
     with (

@@ -50,18 +50,18 @@ def test_some_steps_as_fast_as_the_others_do_not_hide_it():
     assert len(found[WINDOW_STEPS - 1]) == 1
 
 
-def test_as_many_slow_steps_as_fast_ones_name_nobody():
+def test_as_many_slow_as_fast_steps_name_no_rank():
     watch = stragglers([0, 1])
     assert not any(watch.update(times(0.2 if step % 2 else 0.9, 0.2)) for step in range(5 * WINDOW_STEPS))
 
 
-def test_pauses_name_nobody_however_long():
+def test_long_pauses_name_no_rank():
     watch = stragglers([0, 1, 2, 3])
     steps = [times(*(9.0 if step % 3 == rank else 0.2 for rank in range(4))) for step in range(5 * WINDOW_STEPS)]
     assert not any(map(watch.update, steps))
 
 
-def test_a_rank_is_named_again_only_after_it_was_well_for_long():
+def test_rank_is_named_again_only_after_long_recovery():
     watch = stragglers([0, 1])
     slow, well = times(0.4, 0.2), times(0.2, 0.2)
     assert sum(len(watch.update(slow)) for _ in range(WINDOW_STEPS)) == 1
@@ -72,7 +72,7 @@ def test_a_rank_is_named_again_only_after_it_was_well_for_long():
     assert sum(len(watch.update(slow)) for _ in range(WINDOW_STEPS)) == 1
 
 
-def test_what_no_step_feels_names_nobody():
+def test_slowness_without_effect_on_the_step_names_no_rank():
     watch = stragglers([0, 1])
     assert not any(watch.update(np.array([[0.02, 0.0, 0.98], [0.01, 0.0, 0.99]])) for _ in range(2 * WINDOW_STEPS))
 
@@ -84,6 +84,6 @@ def test_stages_are_judged_by_themselves_and_one_of_two_is_named():
     assert [record["rank"] for record in watch.update(times(0.1, 0.9, 0.1, 0.5))] == [1]
 
 
-def test_steps_that_were_not_timed_name_nobody():
+def test_untimed_steps_name_no_rank():
     watch = stragglers([0, 1])
     assert [watch.update(np.zeros((2, 3))) for _ in range(10)] == [[]] * 10

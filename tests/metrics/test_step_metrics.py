@@ -1,4 +1,4 @@
-"""The metrics of one layer from the totals of a step, beside hand-worked values."""
+"""The metrics of one layer from the totals of a step, against hand-worked values."""
 
 import math
 

@@ -105,7 +105,7 @@ def test_memory_by_part_has_a_number_for_each_rank() -> None:
     }
 
 
-def test_memory_by_part_leaves_out_what_nobody_has() -> None:
+def test_memory_by_part_omits_empty_parts() -> None:
     row = [0.0] * (2 * len(PARTS))
     row[PARTS.index("norms")] = 7.0
     assert MemoryByPart.from_ranks([[0.0] * len(row), row]) == MemoryByPart(

@@ -191,8 +191,8 @@ def test_wandb_offline_continues_one_run(tmp_path: Path, monkeypatch: pytest.Mon
         with MetricsWriter(tmp_path, MetricsConfig(wandb=True), resume_step=resume_step, config={"seed": 0}) as writer:
             writer.write(replace(STEP, step=resume_step + 1))
         ids.append((tmp_path / "wandb_id.txt").read_text().strip())
-    first, resumed, anew = ids
-    assert first == resumed != anew
+    first, resumed, restarted = ids
+    assert first == resumed != restarted
     files = [path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert files.count(f"run-{first}.wandb") == 2
-    assert files.count(f"run-{anew}.wandb") == 1
+    assert files.count(f"run-{restarted}.wandb") == 1

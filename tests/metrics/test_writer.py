@@ -49,7 +49,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 4, "lo', b"\x00\x00\x00", b"{", b'{"step": 4, "loss": 1.0}\n{"st'])
-def test_a_torn_last_line_goes(tmp_path: Path, torn: bytes) -> None:
+def test_incomplete_last_line_is_removed(tmp_path: Path, torn: bytes) -> None:
     write_steps(tmp_path, 1, 3)
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()

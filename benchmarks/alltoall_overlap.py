@@ -1,12 +1,11 @@
-"""What hiding the exchanges of experts behind another micro-batch saves: with timed waits, and on this machine.
+"""Measure the gain of overlapping expert all-to-alls with another micro-batch: with sleeps, and on this machine.
 
-    python benchmarks/overlap.py                       both tables of docs/pipeline.md
-    python benchmarks/overlap.py --unit-ms 20 --steps 3
+    python benchmarks/alltoall_overlap.py                       print both tables of docs/pipeline.md
+    python benchmarks/alltoall_overlap.py --unit-ms 20 --steps 3
 
-In the first table attention and experts sleep (`unit-ms` forward, twice that backward), and every exchange of rows
-takes its time from when it began, so that a rank that does something meanwhile waits for the rest alone. As nobody
-computes for long, two cores show it. In the second nothing is added: ranks share the cores with gloo, which moves the
-rows.
+In the first table attention and experts sleep (`unit-ms` forward, twice that backward), and every all-to-all ends a
+fixed time after its launch, so a rank that works meanwhile waits only for the remainder. As no rank computes for long,
+two cores are enough. In the second table nothing sleeps: ranks share the cores with gloo, which sends the tokens.
 """
 
 import argparse
@@ -44,8 +43,8 @@ MAPPINGS: tuple[dict[str, Any], ...] = (
 NUM_LAYERS = 4
 
 
-class _Wait(torch.autograd.Function):
-    """The identity, which takes its time, forward and twice that backward."""
+class _Sleep(torch.autograd.Function):
+    """Identity that sleeps, twice as long in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -59,69 +58,71 @@ class _Wait(torch.autograd.Function):
         return grad, None
 
 
-class _SlowWork:
-    """An exchange that is over when it is, but no sooner than so many seconds after it began."""
+class _DelayedWork:
+    """Work handle of a collective that ends no sooner than `seconds` after its launch."""
 
     def __init__(self, work: dist.Work, seconds: float) -> None:
-        self._work, self._until = work, time.perf_counter() + seconds
+        self._work = work
+        self._end_s = time.perf_counter() + seconds
 
     def wait(self) -> None:
-        """Wait for both."""
+        """Wait for the collective and for the end of the delay."""
         self._work.wait()
-        time.sleep(max(0.0, self._until - time.perf_counter()))
+        time.sleep(max(0.0, self._end_s - time.perf_counter()))
 
 
-def slow_down(model: ParallelModel, compute_s: float, exchange_s: float) -> None:
-    """Let attention, experts and exchanges take their time."""
+def add_delays(model: ParallelModel, compute_s: float, all_to_all_s: float) -> None:
+    """Patch attention and experts to sleep, and all-to-alls to end after a delay."""
 
-    def waiting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: _Wait.apply(function(*args, **kwargs), compute_s)
+    def sleeping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: _Sleep.apply(function(*args, **kwargs), compute_s)
 
     for stage in model.stages:
         for block in stage.layers.values():
             assert isinstance(block, Block)
             assert isinstance(block.ffn, MoELayer)
-            wrap_method(block.attention, "forward", waiting)
-            wrap_method(block.ffn.experts, "forward", waiting)
-    begin = async_collectives.begin_all_to_all
+            wrap_method(block.attention, "forward", sleeping)
+            wrap_method(block.ffn.experts, "forward", sleeping)
+    begin_all_to_all = async_collectives.begin_all_to_all
 
-    def begin_slowly(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        out, work = begin(*args, **kwargs)
+    def begin_delayed(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, work = begin_all_to_all(*args, **kwargs)
         assert work is not None
-        return out, _SlowWork(work, exchange_s)
+        return out, _DelayedWork(work, all_to_all_s)
 
-    async_collectives.begin_all_to_all = begin_slowly
+    async_collectives.begin_all_to_all = begin_delayed
 
 
-def step_times(cfg: Config, compute_s: float, exchange_s: float, steps: int) -> list[float]:
-    """Seconds of each step on this rank, the first left out."""
+def step_times(cfg: Config, compute_s: float, all_to_all_s: float, steps: int) -> list[float]:
+    """Return the seconds of each step on this rank, without the first."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     if compute_s:
-        slow_down(model, compute_s, exchange_s)
+        add_delays(model, compute_s, all_to_all_s)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader, training = BatchSharder(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
-    found = []
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    training = TrainingStep(model, cfg)
+    times_s = []
     for i in range(steps + 1):
         batch = loader.batch(i * cfg.train.global_batch_size)
         dist.barrier()
-        start = time.perf_counter()
+        started_s = time.perf_counter()
         training.run(batch, i + 1)
-        found.append(time.perf_counter() - start)
-    return found[1:]
+        times_s.append(time.perf_counter() - started_s)
+    return times_s[1:]
 
 
 def measure(
-    pool: WorkerPool, cfg: Config, steps: int, compute_s: float = 0.0, exchange_s: float = 0.0, *, overlaps: bool
+    pool: WorkerPool, cfg: Config, steps: int, compute_s: float = 0.0, all_to_all_s: float = 0.0, *, overlaps: bool
 ) -> float:
-    """Seconds of the median step of the slowest rank."""
-    its = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=overlaps))
-    ranks = pool.run(cfg.parallel.world_size, step_times, its, compute_s, exchange_s, steps, timeout_s=300.0)
+    """Return the seconds of the median step of the slowest rank."""
+    overlap_cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=overlaps))
+    ranks = pool.run(cfg.parallel.world_size, step_times, overlap_cfg, compute_s, all_to_all_s, steps, timeout_s=300.0)
     return max(statistics.median(times) for times in ranks)
 
 
 def recipe(mapping: dict[str, Any], hidden: int, seq_len: int, micro_batches: int) -> Config:
-    """A small model of MoE layers alone."""
+    """Return the recipe of a small model with MoE layers only."""
     dp = mapping["world_size"] // mapping.get("pp", 1)
     return Config(
         run=RunConfig(device="cpu", dtype="float32"),
@@ -150,28 +151,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit-ms", type=float, default=10.0, help="forward time of attention, and of experts")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step (default 8)")
-    parser.add_argument("--steps", type=int, default=1, help="steps, of which the median counts (default 1)")
-    parser.add_argument("--mappings", type=int, default=len(MAPPINGS), help="how many of the mappings (default all)")
+    parser.add_argument("--steps", type=int, default=1, help="steps, of which the median is reported (default 1)")
+    parser.add_argument("--mappings", type=int, default=len(MAPPINGS), help="number of mappings to run (default all)")
     options = parser.parse_args()
-    unit, count, pool = options.unit_ms / 1000, options.micro_batches, WorkerPool()
+    unit_s = options.unit_ms / 1000
+    count = options.micro_batches
+    pool = WorkerPool()
     mappings = MAPPINGS[: options.mappings]
     print(
         f"m={count}, {NUM_LAYERS} layers, attention and experts {options.unit_ms:g} ms forward, twice that backward\n"
     )
-    print("| mapping | exchange ms | compute s | exchanges s | plain s | overlapped s | hidden |")
+    print("| mapping | all-to-all ms | compute s | all-to-alls s | plain s | overlapped s | hidden |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for mapping in mappings:
         cfg = recipe(mapping, 16, 16, count)
         layers = NUM_LAYERS // mapping.get("pp", 1)
-        nothing = measure(pool, cfg, options.steps, unit, overlaps=False)
+        no_delay = measure(pool, cfg, options.steps, unit_s, overlaps=False)
         for share in (0.5, 1.0, 2.0):
-            plain, overlapped = (
-                measure(pool, cfg, options.steps, unit, share * unit, overlaps=overlaps) for overlaps in (False, True)
-            )
-            seconds = (count * layers * 6 * unit, count * layers * 4 * share * unit, plain, overlapped)
+            all_to_all_s = share * unit_s
+            plain = measure(pool, cfg, options.steps, unit_s, all_to_all_s, overlaps=False)
+            overlapped = measure(pool, cfg, options.steps, unit_s, all_to_all_s, overlaps=True)
+            seconds = (count * layers * 6 * unit_s, count * layers * 4 * all_to_all_s, plain, overlapped)
             cells = " | ".join(f"{number:.2f}" for number in seconds)
-            hidden = (plain - overlapped) / (plain - nothing)
-            print(f"| {_name(mapping)} | {1000 * share * unit:g} | {cells} | {hidden:.0%} |", flush=True)
+            hidden = (plain - overlapped) / (plain - no_delay)
+            print(f"| {_name(mapping)} | {1000 * all_to_all_s:g} | {cells} | {hidden:.0%} |", flush=True)
     print("\n| mapping | plain s | overlapped s |\n| --- | --- | --- |")
     for mapping in mappings:
         cfg = recipe(mapping, 256, 128, count)

@@ -1,11 +1,12 @@
-"""Peak memory and time of a step with activations in memory, made again, and on a disk.
+"""Measure peak memory and step time with activations in memory, recomputed, and offloaded to an SSD.
 
-`python benchmarks/offload.py FOLDER [layers]` on one rank and the CPU; FOLDER lies on the disk to be measured. Each way
-runs in a process of its own. Memory is the peak of the resident set in the step over what it was before it, less
-weights' gradients, which are there before; of the resident set the kernel's cache of the file is no part. Waited is the
-time in which training stood still for the disk, io the time in which bytes were carried.
+`python benchmarks/ssd_offload.py FOLDER [layers]`, one rank on the CPU; FOLDER is on the disk to be measured. Each
+strategy runs in its own process. Memory is the peak resident set of a step minus that before it; weight gradients are
+allocated before, and the resident set does not include the page cache. waited_s is the time for which training was
+blocked by the disk, io_s the time in which bytes were copied.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -23,13 +24,14 @@ from moefold.model.transformer import build_model
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.recompute import apply_recompute
 
-TOKENS, VOCABULARY = 4096, 256
+TOKENS = 4096
+VOCAB_SIZE = 256
 STEPS = 3
-WAYS: dict[str, dict[str, object]] = {
+STRATEGIES: dict[str, dict[str, object]] = {
     "all in memory": {},
     "moe, core_attention": {"offload": ("moe", "core_attention")},
     "layer": {"offload": ("layer",)},
-    "layer, waits": {"offload": ("layer",), "offload_waits": True},
+    "layer, synchronous": {"offload": ("layer",), "offload_waits": True},
     "recompute layer": {"recompute": ("layer",)},
     "recompute and offload layer": {"recompute": ("layer",), "offload": ("layer",)},
 }
@@ -37,23 +39,27 @@ COLUMNS = ("peak_mib", "step_s", "stored_mib", "kept_mib", "io_s", "waited_s")
 
 
 def main() -> None:
-    """Measure every way, or, in a process of its own, one."""
-    folder, layers = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16
-    if len(sys.argv) > 3:
-        print(json.dumps(measure(WAYS[sys.argv[3]], folder, layers)))
+    """Measure every strategy, each in a subprocess, or the one given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="folder on the disk to be measured")
+    parser.add_argument("layers", nargs="?", type=int, default=16, help="layers of the model (default 16)")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="measure this one in this process and print JSON")
+    args = parser.parse_args()
+    if args.strategy is not None:
+        print(json.dumps(measure(STRATEGIES[args.strategy], args.folder, args.layers)))
         return
     print(f"{'':28}" + "".join(f"{name:>12}" for name in COLUMNS))
-    for name in WAYS:
-        # Without it freed memory of some sizes stays with the process, and the peak would count it.
+    for name in STRATEGIES:
+        # Otherwise the process keeps freed memory of some sizes, which the peak would include.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        command = [sys.executable, __file__, folder, str(layers), name]
+        command = [sys.executable, __file__, args.folder, str(args.layers), "--strategy", name]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)
         print(f"{name:28}" + "".join(f"{found[column]:12.3f}" for column in COLUMNS), flush=True)
 
 
-def measure(way: dict[str, object], folder: str, layers: int) -> dict[str, float]:
-    """Train some steps; the peak of the largest, and medians of all but the first."""
+def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, float]:
+    """Train some steps; return the largest peak, and medians of the other columns, without the first step."""
     torch.set_num_threads(1)
     model = ModelConfig(
         num_layers=layers,
@@ -62,10 +68,10 @@ def measure(way: dict[str, object], folder: str, layers: int) -> dict[str, float
         num_query_groups=4,
         num_experts=8,
         moe_ffn_hidden_size=512,
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
     )
-    place = {"offload_to": "ssd", "offload_dir": folder, "offload_min_kib": 64} if "offload" in way else {}
-    train = TrainConfig(seq_len=512, micro_batch_size=TOKENS // 512, **way, **place)  # type: ignore[arg-type]
+    target = {"offload_to": "ssd", "offload_dir": folder, "offload_min_kib": 64} if "offload" in strategy else {}
+    train = TrainConfig(seq_len=512, micro_batch_size=TOKENS // 512, **strategy, **target)  # type: ignore[arg-type]
     module = build_model(Config(run=RunConfig(dtype="float32"), model=model, train=train))
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -75,23 +81,23 @@ def measure(way: dict[str, object], folder: str, layers: int) -> dict[str, float
     offload = open_offload(train, torch.device("cpu"), 0)
     if offload is not None:
         apply_offload(module, train.offload, offload)
-    tokens = torch.randint(VOCABULARY, (train.micro_batch_size, train.seq_len))
-    shares = torch.full(tokens.shape, 1 / tokens.numel())
+    tokens = torch.randint(VOCAB_SIZE, (train.micro_batch_size, train.seq_len))
+    weights = torch.full(tokens.shape, 1 / tokens.numel())
     rows = []
     for _ in range(STEPS):
         Path("/proc/self/clear_refs").write_text("5")
-        before = _memory_kib("VmRSS")
-        started = time.perf_counter()
+        before_kib = _memory_kib("VmRSS")
+        started_s = time.perf_counter()
         if offload is not None:
             offload.begin_step()
-        module(tokens, tokens, shares).sum().backward()
-        row = {"step_s": time.perf_counter() - started, "peak_mib": (_memory_kib("VmHWM") - before) / 1024}
+        module(tokens, tokens, weights).sum().backward()
+        row = {"step_s": time.perf_counter() - started_s, "peak_mib": (_memory_kib("VmHWM") - before_kib) / 1024}
         if offload is not None:
             totals = offload.end_step()
             row |= {"stored_mib": totals.stored_bytes / 2**20, "kept_mib": totals.resident_bytes / 2**20}
             row |= {"io_s": totals.io_s, "waited_s": totals.waited_s}
         rows.append(row)
-    # The first step makes the gradients, and knows nothing of the disk yet.
+    # The first step allocates the gradients and has no estimate of the disk bandwidth yet.
     found = {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in COLUMNS}
     return found | {"peak_mib": max(row["peak_mib"] for row in rows[1:])}
 

@@ -1,15 +1,14 @@
-"""How long pipeline ranks wait under each schedule: measured with timed waits for compute, beside the closed forms.
+"""Measure the pipeline bubble of each schedule with sleeps for compute, and compare it with the closed forms.
 
-    python benchmarks/bubble.py                            four ranks, eight micro-batches: as in docs/pipeline.md
-    python benchmarks/bubble.py --micro-batches 16 --unit-ms 30
+    python benchmarks/pipeline_bubble.py                            four ranks, eight micro-batches (docs/pipeline.md)
+    python benchmarks/pipeline_bubble.py --micro-batches 16 --unit-ms 30
 
-Every stage is a module that sleeps: `unit-ms` in the forward pass, and so long again for the gradients of its input and
-for those of its weights, which it postpones where the schedule splits the backward pass. All else is the trainer's: the
-schedule, its messages over gloo, and the postponing of gradients. As nobody computes, a few cores show any number of
-ranks.
+Every stage is a module that sleeps: `unit-ms` for the forward pass, for the input gradient and for the weight gradient,
+which is delayed if the schedule splits the backward pass. The rest is the trainer's code: the schedule, its messages
+over gloo, and the delayed weight gradients. As no rank computes, a few cores can run any number of ranks.
 
-The bubble of a rank is the time between its first and its last work in which it does not work, over the work; that of
-the schedule is the largest of its ranks. (arXiv:2401.10241 takes the same time, and divides by the sum of both.)
+The bubble of a rank is its idle time between its first and its last action, over its busy time; that of a schedule is
+the maximum over its ranks. (arXiv:2401.10241 divides the same idle time by the sum of both.)
 """
 
 import argparse
@@ -31,7 +30,7 @@ from moefold.planner.simulator.simulate import Segment, StageSegments, simulate,
 from moefold.testing.pool import WorkerPool
 from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
 
-Spans = list[tuple[float, float]]
+TimeSpans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,13 @@ class Times:
 
     @property
     def total(self) -> float:
-        """All three."""
+        """Sum of the three."""
         return self.forward + self.input_gradient + self.weight_gradient
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, and what the papers say of its bubble."""
+    """A schedule and the closed form of its bubble from the papers."""
 
     schedule: str
     chunks: int
@@ -75,85 +74,93 @@ FORMS = {
         (p - 1) * (t.forward + t.input_gradient - t.weight_gradient) / (m * v * t.total)
     ),
     "0 where F=I=W": lambda p, m, v, t: 0.0,
-    # DualPipe's (PP/2-1)(F&B+B-3W) with PP=2p stages, B=I+W, and F&B=F+B as nothing overlaps.
+    # DualPipe's (PP/2-1)(F&B+B-3W) with PP=2p stages, B=I+W, and F&B=F+B because nothing overlaps here.
     "(p-1)*(F+2*I-W)/(m*v*(F+I+W))": lambda p, m, v, t: (
         (p - 1) * (t.forward + 2 * t.input_gradient - t.weight_gradient) / (m * v * t.total)
     ),
 }
 
 
-class _Wait(torch.autograd.Function):
-    """The identity, which takes its time, forward and backward."""
+class _Sleep(torch.autograd.Function):
+    """Identity that sleeps in the forward and in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: "WaitingStage") -> Tensor:
+    def forward(ctx: Any, x: Tensor, stage: "SleepingStage") -> Tensor:
         ctx.stage = stage
-        stage.work(stage.times.forward)
+        stage.sleep(stage.times.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         stage = ctx.stage
-        stage.work(stage.times.input_gradient)
-        if stage.later is None:
+        stage.sleep(stage.times.input_gradient)
+        if stage.wgrad_store is None:
             stage.weight_gradient()
         else:
             stage.wgrad_store.put((stage.weight,), stage.weight_gradient)
         return grad.clone(), None
 
 
-class WaitingStage(nn.Module):
-    """A pipeline stage that sleeps for as long as it would compute, and notes when."""
+class SleepingStage(nn.Module):
+    """Pipeline stage that sleeps instead of computing, and records when."""
 
-    def __init__(self, times: Times, spans: Spans) -> None:
+    def __init__(self, times: Times, spans: TimeSpans) -> None:
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(1))
         self.weight = nn.Parameter(torch.zeros(1))
         self.times = times
-        self.later: WeightGradStoreProtocol | None = None
+        self.wgrad_store: WeightGradStoreProtocol | None = None
         self._spans = spans
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 1] -> [B, 1]."""
-        return _Wait.apply(x + self.anchor, self)
+        """Map [B, 1] to [B, 1]."""
+        return _Sleep.apply(x + self.anchor, self)
 
-    def work(self, seconds: float) -> None:
-        """Sleep."""
+    def sleep(self, seconds: float) -> None:
+        """Sleep and record the time span."""
         start = time.perf_counter()
         time.sleep(seconds)
         self._spans.append((start, time.perf_counter()))
 
     def weight_gradient(self) -> tuple[Tensor]:
-        """Sleep for the gradient of the weights."""
-        self.work(self.times.weight_gradient)
+        """Sleep for the weight gradient."""
+        self.sleep(self.times.weight_gradient)
         return (torch.zeros(1),)
 
 
 def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float]]:
-    """One pipeline rank: (idle, busy) seconds of each repeat."""
-    p, count = cfg.parallel, cfg.num_micro_batches
-    spans: Spans = []
+    """Run one pipeline rank; return its (idle, busy) seconds of each repeat."""
+    parallel = cfg.parallel
+    num_micro_batches = cfg.num_micro_batches
+    spans: TimeSpans = []
     x = torch.zeros(1, 1, device="meta", requires_grad=True)
     stages = []
-    for number, rank in enumerate(stage_ranks(p)):
+    for number, rank in enumerate(stage_ranks(parallel)):
         if rank != dist.get_rank():
             continue
-        module = WaitingStage(times, spans)
-        late = None
-        if SCHEDULES[p.schedule].splits_backward:
-            late = WeightGradStore(module, reduces_each_micro_batch=False)
-            set_on_modules(module, "wgrad_store", late)
+        module = SleepingStage(times, spans)
+        wgrad_store = None
+        if SCHEDULES[parallel.schedule].splits_backward:
+            wgrad_store = WeightGradStore(module, reduces_each_micro_batch=False)
+            set_on_modules(module, "wgrad_store", wgrad_store)
         shapes: dict[str, Any] = {"input_args": (x,), "output_args": (x,)}
         stages.append(
-            PipelineStage(module, number, p.pp * p.virtual_stages, torch.device("cpu"), dw_builder=late, **shapes)
+            PipelineStage(
+                module,
+                number,
+                parallel.pp * parallel.virtual_stages,
+                torch.device("cpu"),
+                dw_builder=wgrad_store,
+                **shapes,
+            )
         )
     schedule = training_schedule(cfg, list(stages), lambda y, target: y.sum())
-    batch = (torch.zeros(count, 1, requires_grad=True),) if stages[0].is_first else ()
+    batch = (torch.zeros(num_micro_batches, 1, requires_grad=True),) if stages[0].is_first else ()
     measured = []
     for _ in range(repeats + 1):
         dist.barrier()
         spans.clear()
-        schedule.step(*batch, target=torch.zeros(count, 1), return_outputs=False)
+        schedule.step(*batch, target=torch.zeros(num_micro_batches, 1), return_outputs=False)
         busy = sum(stop - start for start, stop in spans)
         measured.append((spans[-1][1] - spans[0][0] - busy, busy))
     return measured[1:]
@@ -162,7 +169,7 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
 def measure(
     pool: WorkerPool, case: Case, pp: int, micro_batches: int, times: Times, repeats: int
 ) -> tuple[float, float]:
-    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its order."""
+    """Return the bubble of a schedule, measured (best of the repeats) and simulated."""
     cfg = Config(
         parallel=ParallelConfig(world_size=pp, pp=pp, schedule=case.schedule, virtual_stages=case.chunks),
         train=TrainConfig(global_batch_size=micro_batches),
@@ -173,7 +180,7 @@ def measure(
 
 
 def simulated(case: Case, pp: int, micro_batches: int, times: Times) -> float:
-    """The bubble of the order of work where messages take no time."""
+    """Return the bubble of the schedule's action order if messages took no time."""
     forward, inputs, weights = (
         (Segment("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
     )
@@ -187,10 +194,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step (default 8)")
-    parser.add_argument("--unit-ms", type=float, default=40.0, help="time of one third of a stage's work (default 40)")
-    parser.add_argument("--repeats", type=int, default=3, help="steps, of which the best counts (default 3)")
+    parser.add_argument("--unit-ms", type=float, default=40.0, help="time of F, I and W each (default 40)")
+    parser.add_argument("--repeats", type=int, default=3, help="steps, of which the best is reported (default 3)")
     options = parser.parse_args()
-    unit, pool = options.unit_ms / 1000, WorkerPool()
+    unit = options.unit_ms / 1000
+    pool = WorkerPool()
     equal = Times(unit, unit, unit)
     unequal = replace(equal, input_gradient=1.5 * unit, weight_gradient=0.5 * unit)
     print(f"p={options.pp} ranks, m={options.micro_batches} micro-batches, unit {options.unit_ms:g} ms\n")
@@ -201,7 +209,7 @@ def main() -> None:
             if times is unequal and case.schedule == "zbv":
                 continue
             closed = FORMS[case.form](options.pp, options.micro_batches, case.chunks, times)
-            found, expected = measure(pool, case, options.pp, options.micro_batches, times, options.repeats)
+            measured, expected = measure(pool, case, options.pp, options.micro_batches, times, options.repeats)
             cells = (
                 case.schedule,
                 case.chunks,
@@ -209,7 +217,7 @@ def main() -> None:
                 f"`{case.form}`",
                 f"{closed:.3f}",
                 f"{expected:.3f}",
-                f"{found:.3f}",
+                f"{measured:.3f}",
             )
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 

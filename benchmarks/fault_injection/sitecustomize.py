@@ -1,6 +1,6 @@
-"""Python imports this at its start where PYTHONPATH names the folder: a process then does odd things by signal.
+"""Inject faults by signal into a Python process whose PYTHONPATH has this folder; Python imports the file at startup.
 
-SIGUSR1: its main thread sleeps, as one that waits for a slow disk. SIGUSR2: it hangs inside the kernel for a minute.
+SIGUSR1: the main thread sleeps, as if it waited for a slow disk. SIGUSR2: it hangs inside the kernel for a minute.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""One rank's training, step by step, for the benchmarks that measure what goes on beside it."""
+"""Training loop of one rank, called step by step by benchmarks that vary what runs concurrently with it."""
 
 import argparse
 import tempfile
@@ -23,16 +23,16 @@ from moefold.validate.config import check_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
-RankMain = Callable[[Config, "RankRun", argparse.Namespace], None]
+RankMain = Callable[[Config, "RankTrainer", argparse.Namespace], None]
 
 
-class RankRun:
-    """The part of this rank: model, optimizer and data."""
+class RankTrainer:
+    """Model, optimizer and data of one rank."""
 
-    def __init__(self, cfg: Config, place: RankEnv, groups: ParallelGroups) -> None:
+    def __init__(self, cfg: Config, rank_env: RankEnv, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        self.is_first = place.rank == 0
+        self.is_first = rank_env.rank == 0
         self.groups = groups
         self.training = TrainingStep(model, cfg)
         self.num_steps = 0
@@ -40,11 +40,11 @@ class RankRun:
         self._batch_size = cfg.train.global_batch_size
 
     def step(self, number: int = 0, delay_s: float = 0.0) -> tuple[float, StepResult]:
-        """Train one step; its time in seconds, and what it found.
+        """Train one step; return its duration in seconds and its result.
 
         Args:
-            number: of the step; the next one unless it is given.
-            delay_s: so long this rank dawdles, as part of its own work.
+            number: step number; 0: the next one.
+            delay_s: time that this rank sleeps, counted as its compute time.
         """
         started_s = time.perf_counter()
         number = number or self.num_steps + 1
@@ -57,7 +57,7 @@ class RankRun:
 
 
 def run_recipe(main: RankMain, args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
-    """Let all ranks of a recipe run `main`, watched as in training; `overrides` come before those of the user."""
+    """Run `main` on all ranks of a recipe, with the watchdog of training; the user's overrides replace `overrides`."""
     cfg = load_config(args.recipe, [*overrides, "run.steps=1000000", *args.overrides])
     with tempfile.TemporaryDirectory() as folder:
         cfg = replace(cfg, run=replace(cfg.run, dir=folder))
@@ -67,23 +67,23 @@ def run_recipe(main: RankMain, args: argparse.Namespace, overrides: Sequence[str
         run_ranks(partial(_rank, main, cfg, args), cfg.parallel.world_size, device_type, None)
 
 
-def parser(text: str | None) -> argparse.ArgumentParser:
-    """A command line with a recipe and overrides."""
-    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--recipe", type=Path, default=RECIPE)
-    made.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return made
+def build_parser(description: str | None) -> argparse.ArgumentParser:
+    """Build a command-line parser with a recipe and overrides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="recipe to train (default quickstart)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override recipe keys")
+    return parser
 
 
-def _rank(main: RankMain, cfg: Config, args: argparse.Namespace, place: RankEnv, device_type: str) -> int:
-    with _watched(cfg, place, device_type) as groups:
-        main(cfg, RankRun(cfg, place, groups), args)
+def _rank(main: RankMain, cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
+    with _init_rank(cfg, rank_env, device_type) as groups:
+        main(cfg, RankTrainer(cfg, rank_env, groups), args)
     return 0
 
 
 @contextmanager
-def _watched(cfg: Config, place: RankEnv, device_type: str) -> Iterator[ParallelGroups]:
-    limit_s = cfg.faults.timeout_s
-    watchdog = Watchdog(place, limit_s, device_type)
-    with init_distributed(place, device_type, limit_s, watchdog.start) as device, watchdog:
+def _init_rank(cfg: Config, rank_env: RankEnv, device_type: str) -> Iterator[ParallelGroups]:
+    timeout_s = cfg.faults.timeout_s
+    watchdog = Watchdog(rank_env, timeout_s, device_type)
+    with init_distributed(rank_env, device_type, timeout_s, watchdog.start) as device, watchdog:
         yield ParallelGroups.create(check_config(cfg), device, watchdog.flight_recorder)

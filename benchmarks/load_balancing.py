@@ -1,9 +1,9 @@
-"""What the ways to balance experts cost and give: four runs from the same start, one table, one picture.
+"""Compare methods of load balancing of experts: four runs from the same weights, one table, one picture.
 
-    python benchmarks/balance.py                    docs/balance.md and docs/images/balance.png, some minutes on a CPU
-    python benchmarks/balance.py --steps 50 --docs /tmp/docs
+    python benchmarks/load_balancing.py             docs/balance.md and docs/images/balance.png, a few minutes on a CPU
+    python benchmarks/load_balancing.py --steps 50 --docs /tmp/docs
 
-Each run is `moefold train` in a process of its own: the quickstart's model on python-docs, one seed, the same batches.
+Each run is `moefold train` in its own process: the quickstart's model on python-docs, one seed, the same batches.
 """
 
 import argparse
@@ -35,43 +35,44 @@ RECIPE = (
     "train.eval_samples=128",
     "checkpoint.resume=never",
 )
-INK, FAINT = "#1c2430", "#b0b0b0"
+INK = "#1c2430"
+FAINT = "#b0b0b0"
 END_PART = 10
-"""The end of a run is its last tenth."""
+"""The results are means over the last 1/END_PART of a run."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A way to balance."""
+class Method:
+    """A method of load balancing, and the overrides that select it."""
 
     name: str
     title: str
     colour: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
 
 
-KINDS = (
-    Kind("none", "none", "#8d99ae", ("moe.aux_loss=0.0",)),
-    Kind("micro_batch", "aux, micro-batch", "#4c78a8", ("moe.aux_loss=0.01", "moe.aux_kind=micro_batch")),
-    Kind("global_batch", "aux, global batch", "#2a9d6f", ("moe.aux_loss=0.01", "moe.aux_kind=global_batch")),
-    Kind("expert_bias", "expert bias, no aux", "#d1495b", ("moe.aux_loss=0.0", "model.expert_bias=true")),
+METHODS = (
+    Method("none", "none", "#8d99ae", ("moe.aux_loss=0.0",)),
+    Method("micro_batch", "aux, micro-batch", "#4c78a8", ("moe.aux_loss=0.01", "moe.aux_kind=micro_batch")),
+    Method("global_batch", "aux, global batch", "#2a9d6f", ("moe.aux_loss=0.01", "moe.aux_kind=global_batch")),
+    Method("expert_bias", "expert bias, no aux", "#d1495b", ("moe.aux_loss=0.0", "model.expert_bias=true")),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run wrote."""
+    """Curves and expert balance of one run."""
 
-    kind: Kind
+    method: Method
     curves: Curves
     balance: ExpertBalance
 
     def end_loss(self) -> float:
-        """Mean training loss of the last tenth, in nats per byte."""
+        """Return the mean training loss of the last tenth, in nats per byte."""
         return float(np.mean(self.curves.loss[-max(1, len(self.curves.loss) // END_PART) :]))
 
     def load(self) -> list[float]:
-        """Max/mean load of each step, mean over the layers."""
+        """Return the max/mean load of each step, averaged over the layers."""
         values: list[float] = self.balance.load.mean(1).tolist()
         return values
 
@@ -80,16 +81,16 @@ def main() -> int:
     """Train, then write the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/balance"), help="folder of the four runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs/balance"), help="folder of the runs")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of balance.md and images/balance.png")
-    parser.add_argument("--reuse", action="store_true", help="train nothing: draw the runs that are there")
+    parser.add_argument("--reuse", action="store_true", help="do not train: draw the existing runs")
     arguments = parser.parse_args()
-    for kind in () if arguments.reuse else KINDS:
-        _train(kind, arguments.runs / kind.name, arguments.steps)
+    for method in () if arguments.reuse else METHODS:
+        _train(method, arguments.runs / method.name, arguments.steps)
     results = []
-    for kind in KINDS:
-        run_dir = arguments.runs / kind.name
-        results.append(Result(kind, read_curves(run_dir), read_balance(run_dir)))
+    for method in METHODS:
+        run_dir = arguments.runs / method.name
+        results.append(Result(method, read_curves(run_dir), read_balance(run_dir)))
     picture = arguments.docs / "images" / "balance.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(results, picture)
@@ -99,25 +100,28 @@ def main() -> int:
     return 0
 
 
-def _train(kind: Kind, run_dir: Path, steps: int) -> None:
+def _train(method: Method, run_dir: Path, steps: int) -> None:
     recipe = run_dir.parent / "empty.toml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.touch()
-    words = [*RECIPE, *kind.words, f"run.dir={run_dir}", f"run.steps={steps}", f"train.eval_every={steps}"]
-    print(f"{kind.title}:", flush=True)
-    subprocess.run([sys.executable, "-m", "moefold", "train", str(recipe), *words], check=True, env=dict(os.environ))
+    overrides = [*RECIPE, *method.overrides, f"run.dir={run_dir}", f"run.steps={steps}", f"train.eval_every={steps}"]
+    print(f"{method.title}:", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "moefold", "train", str(recipe), *overrides], check=True, env=dict(os.environ)
+    )
 
 
 def _page(results: list[Result], steps: int) -> str:
     model = results[0].balance
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     lines = [
-        "# Ways to balance experts, side by side",
+        "# Ways to balance experts, compared",
         "",
-        f"Made by `python benchmarks/balance.py`: {len(results)} runs of {steps} steps from the same weights over the",
-        f"same batches of `python-docs`, the quickstart's model ({len(model.layers)} MoE layers of {model.num_experts}",
-        "experts, top-2), 16 samples of 128 bytes a step in micro-batches of 2, float32, one process on a CPU",
-        f"({machine}). One seed: such differences in loss rank nothing.",
+        f"Written by `python benchmarks/load_balancing.py`: {len(results)} runs of {steps} steps from the same weights",
+        "over the same batches of `python-docs`, with the model of the quickstart",
+        f"({len(model.layers)} MoE layers of {model.num_experts} experts, top-2), 16 samples of 128 bytes a step in",
+        f"micro-batches of 2, float32, one process on a CPU ({machine}).",
+        "With one seed, differences in loss of this size do not rank the methods.",
         "",
         "![Loss and expert load of the runs](images/balance.png)",
         "",
@@ -132,18 +136,18 @@ def _page(results: list[Result], steps: int) -> str:
         entropy = np.mean([summary.router_entropy for summary in summaries if summary.router_entropy is not None])
         held_out = result.curves.eval_loss[-1]
         lines.append(
-            f"| {result.kind.title} | {result.end_loss():.3f} | {held_out:.3f} | {load:.2f} | {cv:.3f} | {dead} | "
+            f"| {result.method.title} | {result.end_loss():.3f} | {held_out:.3f} | {load:.2f} | {cv:.3f} | {dead} | "
             f"{entropy:.2f} |"
         )
     lines += [
         "",
-        "Losses are nats per byte. Load, cv (standard deviation over mean of the experts' copies in a step) and",
-        "entropy are means over the layers and the last tenth of the steps; a dead expert got no copy in all of that",
-        "tenth. The settings of each run:",
+        "Losses are nats per byte. Load, cv (standard deviation over mean of the routed tokens of each expert in a",
+        "step) and entropy are means over the layers and the last tenth of the steps. A dead expert received no token",
+        "in all of that tenth. The settings of each run:",
         "",
-        *(f"- {result.kind.title}: `{' '.join(result.kind.words)}`" for result in results),
+        *(f"- {result.method.title}: `{' '.join(result.method.overrides)}`" for result in results),
         "",
-        "`moefold inspect runs/balance/KIND` shows each of them expert by expert.",
+        "`moefold inspect runs/balance/METHOD` shows each run expert by expert.",
         "",
     ]
     return "\n".join(lines)
@@ -154,18 +158,21 @@ def _draw(results: list[Result], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for result in results:
-        steps, half = result.curves.steps, max(3, len(result.curves.steps) // 60)
-        colour = result.kind.colour
+        steps = result.curves.steps
+        half_window = max(3, len(steps) // 60)
+        colour = result.method.colour
         left.plot(steps, result.curves.loss, color=colour, linewidth=0.6, alpha=0.2)
-        left.plot(steps, smooth(result.curves.loss, half), color=colour, linewidth=1.7, label=result.kind.title)
+        left.plot(
+            steps, smooth(result.curves.loss, half_window), color=colour, linewidth=1.7, label=result.method.title
+        )
         right.plot(result.balance.steps, result.load(), color=colour, linewidth=0.6, alpha=0.2)
-        right.plot(result.balance.steps, smooth(result.load(), half), color=colour, linewidth=1.7)
+        right.plot(result.balance.steps, smooth(result.load(), half_window), color=colour, linewidth=1.7)
     end_losses = [loss for result in results for loss in result.curves.loss[len(result.curves.loss) // 20 :]]
     left.set_ylim(min(end_losses) - 0.1, max(end_losses) + 0.1)
     left.legend(frameon=False, fontsize=9, labelcolor=INK)
     right.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
     right.set_ylim(bottom=0.9)
-    names = ("training loss, nats per byte", "load of the fullest expert, max / mean, mean of the layers")
+    names = ("training loss, nats per byte", "max / mean load of the experts, mean over the layers")
     for axes, name in zip((left, right), names, strict=True):
         axes.set_title(name, loc="left", fontsize=10, color=INK)
         axes.set_xlabel("step", color=INK, fontsize=9)
