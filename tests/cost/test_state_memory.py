@@ -9,7 +9,7 @@ import pytest
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.state_memory import StateMemory, optimizer_offload_memory, rank_state_bytes
+from moefold.cost.state_memory import StateMemory, rank_state_bytes
 from moefold.errors import ConfigError
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
@@ -84,7 +84,7 @@ def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
     everything = [rank.states.optimizer for rank in compute_rank_memory(cfg)]
     first = [rank * cfg.parallel.world_size // cfg.parallel.pp for rank in range(cfg.parallel.pp)]
     assert stays == [sharded_state_bytes(one, rank).optimizer for rank in first], cfg
-    away = [optimizer_offload_memory(one, rank) for rank in range(cfg.parallel.pp)]
+    away = StateMemory(one).offloaded_moments
     assert [left + moments.offloaded for left, moments in zip(stays, away, strict=True)] == everything
     assert all(moments.in_transit <= moments.offloaded for moments in away)
 
@@ -95,7 +95,7 @@ def test_an_update_that_needs_more_than_the_passes_counts():
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
     (rank,) = compute_rank_memory(cfg)
     # Both moments of three parameters as large as the embedding.
-    assert optimizer_offload_memory(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
+    assert StateMemory(cfg).offloaded_moments[0].in_transit == 3 * 2 * 4 * 64 * 4096
     assert rank.optimizer_in_transit == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
     assert compute_rank_memory(without)[0].optimizer_in_transit == 0

@@ -5,6 +5,7 @@ the product with a row of sizes, which depends on the mapping only: for one reci
 of a search in `planner/memory/`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +114,26 @@ def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
     counts = [kinds.count(kind) for kind in range(len(LAYER_KINDS))]
     counts[LAYER_KINDS.index(model.layer_kinds[-1])] += parts.num_mtp_layers
     return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
+
+
+def state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: MemoryColumns) -> Counts:
+    """Return the state counts of a rank, [`MemoryColumns.state_size`]."""
+    row = np.zeros(columns.state_size)
+    own = [chunks[stage] for stage in stages]
+    row[columns.state_column("stage")] = len(own)
+    for chunk in own:
+        row[columns.state_column("embedding")] += chunk.has_embedding
+        row[columns.state_column("head")] += chunk.has_loss
+        row[columns.state_column("mtp")] += chunk.num_mtp_layers
+        for kind in chunk.kinds:
+            row[kind] += 1
+        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
+        row[columns.first_kind_set + bits] += 1
+    if own and own[-1].has_loss and not own[-1].has_embedding:
+        # The last stage's copy of the embedding, if the model needs one; "following" if the rank has the first as well.
+        name = "following_embedding" if own[0].has_embedding else "second_embedding"
+        row[columns.state_column(name)] += 1
+    return row
 
 
 def drop_dominated(rows: Counts) -> Counts:

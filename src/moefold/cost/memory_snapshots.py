@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated
+from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.pipeline_action import SlotRow, split_pairs
 from moefold.topology.schedule_tables import SCHEDULES, schedule_row
@@ -404,23 +404,3 @@ def _ends_of_runs(kinds: Sequence[int]) -> list[int]:
     """Return the first and last layer of each run of a kind."""
     last = len(kinds) - 1
     return [i for i, kind in enumerate(kinds) if i in (0, last) or kind != kinds[i - 1] or kind != kinds[i + 1]]
-
-
-def state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: MemoryColumns) -> Counts:
-    """Return the state counts of a rank, [`MemoryColumns.state_size`]."""
-    row = np.zeros(columns.state_size)
-    own = [chunks[stage] for stage in stages]
-    row[columns.state_column("stage")] = len(own)
-    for chunk in own:
-        row[columns.state_column("embedding")] += chunk.has_embedding
-        row[columns.state_column("head")] += chunk.has_loss
-        row[columns.state_column("mtp")] += chunk.num_mtp_layers
-        for kind in chunk.kinds:
-            row[kind] += 1
-        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
-        row[columns.first_kind_set + bits] += 1
-    if own and own[-1].has_loss and not own[-1].has_embedding:
-        # The last stage's copy of the embedding, if the model needs one; "following" if the rank has the first as well.
-        name = "following_embedding" if own[0].has_embedding else "second_embedding"
-        row[columns.state_column(name)] += 1
-    return row

@@ -9,11 +9,10 @@ import numpy as np
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable, recipe_chunk
+from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
 from moefold.cost.memory_snapshots import RankSnapshots, ScheduleSpec, find_rank_snapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
-from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import StateMemory, optimizer_offload_memory
+from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
 from moefold.topology.schedule_tables import schedule_slots
 
@@ -63,7 +62,7 @@ def compute_rank_memory(
     recompute: Iterable[str] | None = None,
     kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
-    states: tuple[StateBytes, ...] | None = None,
+    states: StateMemory | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank.
 
@@ -72,17 +71,17 @@ def compute_rank_memory(
         recompute: parts that are recomputed; None: those of the recipe.
         kernels: kernel profile of the device.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
-        states: `StateMemory.max_by_pp_rank`, if the caller has it already.
+        states: state memory of the recipe, if the caller has it already.
     """
-    states = StateMemory(cfg).max_by_pp_rank if states is None else states
+    states = states or StateMemory(cfg)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
     table = activation_table(formula)
     found = []
-    for rank, snapshots in enumerate(_rank_snapshots(cfg)):
+    ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)
+    for rank, (snapshots, state_bytes, moments) in enumerate(ranks):
         peak = _activation_peak(snapshots, formula, table)
         pipeline = snapshots.num_awaited * formula.hidden_bytes
-        moments = optimizer_offload_memory(cfg, rank)
-        resident = replace(states[rank], optimizer=states[rank].optimizer - moments.offloaded)
+        resident = replace(state_bytes, optimizer=state_bytes.optimizer - moments.offloaded)
         update = max(0, moments.in_transit - peak.total - pipeline)
         found.append(RankMemory(rank, resident, peak, pipeline, update))
     return tuple(found)
@@ -92,9 +91,7 @@ def compute_rank_memory(
 def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
-    plan = plan_stages(cfg)
-    chunks = [recipe_chunk(cfg.model, stage.parts) for stage in plan.stages]
-    stages_by_rank = [[stage.number for stage in plan.of_rank(rank)] for rank in range(p.pp)]
+    chunks, stages_by_rank = recipe_stages(cfg)
     schedule_spec = ScheduleSpec(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
     return find_rank_snapshots(schedule_spec, chunks, stages_by_rank, schedule_slots(cfg), RECIPE_COLUMNS)
 

@@ -6,25 +6,70 @@ unreduced gradient sums. Not counted: code and buffers of libraries, and the all
 Also the optimizer state that `train.offload_optimizer` removes from a rank's memory and that an update fetches.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from heapq import nlargest
+
+import numpy as np
 
 from moefold.config.schema import Config
+from moefold.cost.memory_columns import (
+    LAYER_KINDS,
+    RECIPE_COLUMNS,
+    ByteTable,
+    Counts,
+    MemoryColumns,
+    ModelChunk,
+    recipe_chunk,
+    state_counts,
+)
 from moefold.cost.param_shapes import WeightShape
 from moefold.cost.stages import plan_stages
-from moefold.cost.unit_memory import (
-    ZERO_STATES,
-    ShardSpec,
-    StateBytes,
-    UnitMemory,
-    cast_copy_bytes,
-    make_shard_spec,
-    rope_buffer_bytes,
-    unit_names,
-    unit_weights,
-)
-from moefold.topology.pipeline_layout import Stage
+from moefold.cost.unit_memory import ShardSpec, StateBytes, UnitMemory, rope_buffer_bytes, unit_weights
+
+STATE_FIELDS = tuple(field.name for field in fields(StateBytes))
+"""Parts of a table of states."""
+PARAMS_IN_TRANSIT = 3
+"""Parameters whose offloaded moments are in memory at once: one being fetched, one in use, one being written back."""
+
+
+def state_table(
+    units: Mapping[int, StateBytes],
+    columns: MemoryColumns,
+    *,
+    has_second_embedding: bool,
+    gathers_one_layer: bool,
+    rope_bytes: int,
+) -> ByteTable:
+    """Return the bytes of each state column, [`STATE_FIELDS`, columns].
+
+    Args:
+        units: states of the kinds of layers, the embedding, the head and MTP layers, by column.
+        columns: columns of the model.
+        has_second_embedding: whether the last stage needs a copy of the embedding.
+        gathers_one_layer: whether the layers of a stage gather their weights one after another, as with ZeRO-3.
+        rope_bytes: bytes of a stage's RoPE table.
+    """
+    table = np.zeros((len(STATE_FIELDS), columns.state_size))
+    for column, states in units.items():
+        table[:, column] = [getattr(states, name) for name in STATE_FIELDS]
+    if has_second_embedding:
+        for name in ("second_embedding", "following_embedding"):
+            table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
+        # The copy on the rank of the first has no moments, and no gradient of its own after the reduction.
+        table[STATE_FIELDS.index("optimizer"), columns.state_column("following_embedding")] = 0
+    table[STATE_FIELDS.index("buffers"), columns.state_column("stage")] = rope_bytes
+    if gathers_one_layer:
+        # The FSDP root's own weights stay gathered; of the layers of a stage, only the largest counts.
+        gathered = table[STATE_FIELDS.index("gathered")]
+        for bit, column in enumerate([*range(columns.num_kinds), columns.state_column("mtp")]):
+            for bits in range(2 << columns.num_kinds):
+                if bits >> bit & 1:
+                    kind_set = columns.first_kind_set + bits
+                    gathered[kind_set] = max(gathered[kind_set], gathered[column])
+            gathered[column] = 0
+    return table
 
 
 def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
@@ -38,50 +83,71 @@ def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_d
         dense_dp_rank: rank within the dp x cp group over which dense weights are sharded.
         expert_dp_rank: rank within the edp group over which experts are sharded.
     """
-    return StateMemory(cfg).rank_bytes(pp_rank, dense_dp_rank, expert_dp_rank)
+    return StateMemory(cfg).by_pp_rank((dense_dp_rank, expert_dp_rank))[pp_rank]
+
+
+def recipe_stages(cfg: Config) -> tuple[list[ModelChunk], list[list[int]]]:
+    """Return the layers of each stage, and the stage indices of each pipeline rank."""
+    plan = plan_stages(cfg)
+    chunks = [recipe_chunk(cfg.model, stage.parts) for stage in plan.stages]
+    return chunks, [[stage.number for stage in plan.of_rank(rank)] for rank in range(cfg.parallel.pp)]
 
 
 class StateMemory(UnitMemory):
     """State bytes of all ranks of a config; the cost grows with the number of stages, not of tensors."""
 
-    def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg)
-        self._stage_plan = plan_stages(cfg)
-
-    def rank_bytes(self, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
-        """See `rank_state_bytes`."""
-        members = (dense_dp_rank, expert_dp_rank) if self._is_sharded else (0, 0)
-        stages = self._stage_plan.of_rank(pp_rank)
-        total = sum(
-            (self._unit_states(name, *members) for stage in stages for name in unit_names(self._cfg, stage)),
-            ZERO_STATES,
-        )
-        if self._cfg.model.last_stage_needs_embedding and len(stages) > 1 and stages[0].is_first and stages[-1].is_last:
-            # The second copy of the embedding has no moments, and no gradient of its own after the reduction.
-            total += replace(ZERO_STATES, optimizer=-self._unit_states("embedding", *members).optimizer)
-        gathered = sum(self._gathered_bytes(stage) for stage in stages)
-        return replace(total, gathered=gathered, buffers=total.buffers + len(stages) * rope_buffer_bytes(self._cfg))
-
     @cached_property
     def max_by_pp_rank(self) -> tuple[StateBytes, ...]:
         """State bytes of the first rank of every pipeline stage, the maximum of its stage."""
-        return tuple(self.rank_bytes(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
+        return self.by_pp_rank((0, 0))
 
-    def _gathered_bytes(self, stage: Stage) -> int:
-        """Return the bytes of the compute-type copies of a stage's weights."""
-        names = unit_names(self._cfg, stage)
-        if not self._is_fsdp:
-            return cast_copy_bytes(self._cfg, names)
-        sizes = [self._shard_spec.gathered_bytes(self._sharded_weights(name)) for name in names]
-        if self._cfg.parallel.zero < 3:
-            return sum(sizes)
-        layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
-        # With ZeRO-3 the FSDP root's own weights stay gathered; of the layers, one at a time.
-        return sum(sizes) - sum(layers) + max(layers, default=0)
+    def by_pp_rank(self, dp_ranks: tuple[int, int]) -> tuple[StateBytes, ...]:
+        """Return the state bytes of each pipeline rank, for given data-parallel ranks; see `rank_state_bytes`."""
+        cfg = self._cfg
+        dp_ranks = dp_ranks if self._is_sharded else (0, 0)
+        table = state_table(
+            {column: self.unit_states(name, dp_ranks) for column, name in self._units.items()},
+            RECIPE_COLUMNS,
+            has_second_embedding=cfg.model.last_stage_needs_embedding,
+            gathers_one_layer=self._is_fsdp and cfg.parallel.zero == 3,
+            rope_bytes=rope_buffer_bytes(cfg),
+        )
+        return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
 
+    @cached_property
+    def offloaded_moments(self) -> tuple["OptimizerOffloadMemory", ...]:
+        """Offloaded moments on the first rank of every pipeline stage."""
+        cfg = self._cfg
+        p = cfg.parallel
+        if cfg.train.offload_optimizer == "none":
+            return (OptimizerOffloadMemory(),) * p.pp
+        sizes: dict[int, list[int]] = {}
+        for column, name in self._units.items():
+            weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
+            sizes[column] = list(offloaded_moment_sizes(self.shard_spec, weights, cfg.train.offload_min_kib))
+        if cfg.model.last_stage_needs_embedding:
+            sizes[RECIPE_COLUMNS.state_column("second_embedding")] = sizes[RECIPE_COLUMNS.state_column("embedding")]
+        counts = np.array(self._counts)
+        offloaded = counts[:, list(sizes)] @ [sum(unit) for unit in sizes.values()]
+        in_transit = moments_in_transit(sizes, counts)
+        return tuple(
+            OptimizerOffloadMemory(int(size), int(most)) for size, most in zip(offloaded, in_transit, strict=True)
+        )
 
-PARAMS_IN_TRANSIT = 3
-"""Parameters whose offloaded moments are in memory at once: one being fetched, one in use, one being written back."""
+    @cached_property
+    def _units(self) -> dict[int, str]:
+        """Name of each unit of the model, by its state column."""
+        model = self._cfg.model
+        ends = ("embedding", "head", "mtp") if model.mtp_layers else ("embedding", "head")
+        return {LAYER_KINDS.index(letter): letter for letter in sorted(set(model.layer_kinds))} | {
+            RECIPE_COLUMNS.state_column(name): name for name in ends
+        }
+
+    @cached_property
+    def _counts(self) -> list[Counts]:
+        """State counts of each pipeline rank."""
+        chunks, stages_by_rank = recipe_stages(self._cfg)
+        return [state_counts(chunks, stages, RECIPE_COLUMNS) for stages in stages_by_rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +160,8 @@ class OptimizerOffloadMemory:
     """Maximum bytes in memory during an update: the moments of `PARAMS_IN_TRANSIT` parameters."""
 
 
-def optimizer_offload_memory(cfg: Config, pp_rank: int) -> OptimizerOffloadMemory:
-    """Count the moments that are large enough for `optim/state_offload.py` to offload.
-
-    Args:
-        cfg: a recipe that `check_config` passed.
-        pp_rank: pipeline rank.
-    """
-    p = cfg.parallel
-    train = cfg.train
-    if train.offload_optimizer == "none":
-        return OptimizerOffloadMemory()
-    names = [name for stage in plan_stages(cfg).of_rank(pp_rank) for name in unit_names(cfg, stage)]
-    if names.count("embedding") > 1:
-        # The second copy of the embedding has no moments.
-        names.remove("embedding")
-    degrees = (p.dp * p.cp, p.edp) if p.world_size > 1 and p.zero > 0 else (1, 1)
-    weights = (weight.shard(p.tp, p.ep, p.etp) for name in names for weight in unit_weights(cfg, name))
-    sizes = list(
-        offloaded_moment_sizes(
-            make_shard_spec(cfg, degrees, accumulates_gradients=False), weights, train.offload_min_kib
-        )
-    )
-    return OptimizerOffloadMemory(sum(sizes), sum(sorted(sizes)[-PARAMS_IN_TRANSIT:]))
-
-
 def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape], min_kib: int) -> Iterator[int]:
-    """Yield the moment bytes of each weight whose moments are offloaded.
+    """Yield the moment bytes of each weight that is large enough for `optim/state_offload.py` to offload.
 
     Args:
         shard_spec: shard spec of the rank.
@@ -131,3 +172,28 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape]
         moment_bytes = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
         if moment_bytes >= max(min_kib * 2**10, 1):
             yield moment_bytes * shard_spec.num_moments(weight)
+
+
+def moments_in_transit(sizes: Mapping[int, Sequence[int]], counts: Counts) -> Counts:
+    """Return the most bytes of offloaded moments in memory during an update, [ranks].
+
+    Args:
+        sizes: bytes of the moments of each weight of a unit, by its state column. A copy of the embedding on the rank
+            of the first has no moments; on another rank it does.
+        counts: state counts, [ranks, columns].
+    """
+    rows, which = np.unique(counts[:, list(sizes)], axis=0, return_inverse=True)
+    sums = [
+        sum(
+            nlargest(
+                PARAMS_IN_TRANSIT,
+                (
+                    size
+                    for count, unit in zip(row, sizes.values(), strict=True)
+                    for size in [*unit] * min(int(count), PARAMS_IN_TRANSIT)
+                ),
+            )
+        )
+        for row in rows
+    ]
+    return np.array(sums, dtype=float)[which.reshape(-1)]

@@ -155,9 +155,6 @@ def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
     return layer_weights(cfg.model, name)
 
 
-ZERO_STATES = StateBytes()
-
-
 class UnitMemory:
     """State bytes of single units (a layer, the embedding, the head), wherever a pipeline places them."""
 
@@ -167,29 +164,33 @@ class UnitMemory:
         self._is_fsdp = p.world_size > 1
         self._is_sharded = self._is_fsdp and p.zero > 0
         degrees = (p.dp * p.cp if self._is_sharded else 1, p.edp if self._is_sharded else 1)
-        self._shard_spec = make_shard_spec(
+        self.shard_spec = make_shard_spec(
             cfg, degrees, accumulates_gradients=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
         )
-        self._unit_cache: dict[tuple[str, int, int], StateBytes] = {}
+        self._unit_cache: dict[tuple[str, tuple[int, int]], StateBytes] = {}
 
     def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
         """Return the state bytes of one of `unit_names` in a step, on the first rank of a stage."""
-        states = self._unit_states(name, 0, 0)
-        weights = self._sharded_weights(name)
-        gathered = self._shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
-        gathered = 0 if self._cfg.parallel.zero == 3 else gathered
+        states = self.unit_states(name)
+        gathered = 0 if self._cfg.parallel.zero == 3 else states.gathered
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
-    def _unit_states(self, name: str, dense_dp_rank: int, expert_dp_rank: int) -> StateBytes:
-        """Return the state bytes of a layer, the embedding or the head; cached."""
-        key = (name, dense_dp_rank, expert_dp_rank)
-        if key not in self._unit_cache:
-            states = self._shard_spec.state_bytes(self._sharded_weights(name), (dense_dp_rank, expert_dp_rank))
-            has_experts = name == "M" or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
-            self._unit_cache[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
-        return self._unit_cache[key]
+    def unit_states(self, name: str, dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
+        """Return the state bytes of one of `unit_names`, with all of its weights gathered; cached.
 
-    def _sharded_weights(self, name: str) -> list[WeightShape]:
-        p = self._cfg.parallel
-        return [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
+        Args:
+            name: a layer, the embedding, the head or an MTP layer.
+            dp_ranks: ranks within the groups over which dense weights and experts are sharded.
+        """
+        if (name, dp_ranks) not in self._unit_cache:
+            p = self._cfg.parallel
+            weights = [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
+            gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
+            has_experts = name == "M" or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
+            self._unit_cache[name, dp_ranks] = replace(
+                self.shard_spec.state_bytes(weights, dp_ranks),
+                gathered=gathered,
+                buffers=expert_buffer_bytes(self._cfg) if has_experts else 0,
+            )
+        return self._unit_cache[name, dp_ranks]

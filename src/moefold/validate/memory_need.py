@@ -14,7 +14,7 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import StateMemory, optimizer_offload_memory
+from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
@@ -73,15 +73,15 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     shortened = _with_fewer_micro_batches(cfg)
     p = shortened.parallel
     if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:
-        peaks = StateMemory(shortened).max_by_pp_rank
+        memory = StateMemory(shortened)
         return tuple(
-            _state_bytes(states, optimizer_offload_memory(shortened, rank).offloaded)
-            for rank, states in enumerate(peaks)
+            _state_bytes(states, moments.offloaded)
+            for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
         )
     # "auto" needs at least as much as recomputing whole layers.
     recompute = ("layer",) if AUTO in cfg.train.recompute else None
-    memory = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
-    return tuple(_rank_bytes(cfg, rank) for rank in memory)
+    ranks = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
+    return tuple(_rank_bytes(cfg, rank) for rank in ranks)
 
 
 def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
@@ -191,13 +191,9 @@ def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
     """Describe the states of the whole model, which no setting reduces, and the hardware they need."""
     total = count_parameters(cfg.model).total
     single_rank = replace(cfg, parallel=type(cfg.parallel)())
-    state_bytes = StateMemory(single_rank).max_by_pp_rank[0]
-    states = (
-        state_bytes.weights
-        + state_bytes.gradients
-        + state_bytes.optimizer
-        - optimizer_offload_memory(single_rank, 0).offloaded
-    )
+    memory = StateMemory(single_rank)
+    state_bytes = memory.max_by_pp_rank[0]
+    states = state_bytes.weights + state_bytes.gradients + state_bytes.optimizer - memory.offloaded_moments[0].offloaded
     if states < host.available.size:
         train = cfg.train
         return f"lower train.micro_batch_size (now {train.micro_batch_size}) or train.seq_len (now {train.seq_len})"

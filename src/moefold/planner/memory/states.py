@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.param_shapes import WeightShape
-from moefold.cost.state_memory import PARAMS_IN_TRANSIT, offloaded_moment_sizes
+from moefold.cost.state_memory import (
+    PARAMS_IN_TRANSIT,
+    STATE_FIELDS,
+    moments_in_transit,
+    offloaded_moment_sizes,
+    state_table,
+)
 from moefold.cost.unit_memory import (
     ShardSpec,
+    StateBytes,
     cast_copy_bytes,
     compute_dtype_bytes,
     expert_buffer_bytes,
@@ -30,6 +37,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
+"""Parts of `STATE_FIELDS`; gradients are the reduced ones or their unsharded sums, whichever are larger."""
 
 
 class StateMemoryTable:
@@ -47,7 +55,7 @@ class StateMemoryTable:
         self.workload = workload
         self.cfg = cfg
         self.columns = columns
-        self._unit_bytes_cache: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+        self._unit_bytes_cache: dict[tuple[object, ...], StateBytes] = {}
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
         self._total_bytes: dict[tuple[object, ...], ByteTable] = {}
@@ -119,38 +127,23 @@ class StateMemoryTable:
     def _build_table(
         self, mapping: ParallelMapping, degrees: tuple[int, int], accumulates_gradients: bool, is_offloaded: bool
     ) -> ByteTable:
-        columns = self.columns
-        gathered = {}
-        table = np.zeros((len(STATE_PARTS), columns.state_size))
-        for column, name in self.units():
-            weights, gathered_bytes, summed, optimizer, buffers = self._unit_bytes(
+        units = {
+            column: self._unit_bytes(
                 name, mapping, degrees, accumulates_gradients=accumulates_gradients, is_offloaded=is_offloaded
             )
-            table[:, column] = weights, gathered_bytes, summed, optimizer, buffers
-            gathered[name] = gathered_bytes
-        if self.model_spec.has_second_embedding:
-            for name in ("second_embedding", "following_embedding"):
-                table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
-            table[STATE_PARTS.index("optimizer"), columns.state_column("following_embedding")] = 0
-        table[STATE_PARTS.index("buffers"), columns.state_column("stage")] = self._rope_bytes(mapping)
+            for column, name in self.units()
+        }
+        table = state_table(
+            units,
+            self.columns,
+            has_second_embedding=self.model_spec.has_second_embedding,
+            gathers_one_layer=mapping.zero == 3 and mapping.world_size > 1,
+            rope_bytes=self._rope_bytes(mapping),
+        )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
         if is_offloaded and self.workload.is_megatron:
             # Megatron-Core updates on the host, and keeps the master weights there.
             table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
-        if mapping.zero == 3 and mapping.world_size > 1:
-            self._keep_largest_gathered_layer(table, gathered)
         return table
-
-    def _keep_largest_gathered_layer(self, table: ByteTable, gathered: dict[str | int, int]) -> None:
-        """Count only the largest gathered layer of each stage: ZeRO-3 gathers one layer after another."""
-        row = table[STATE_PARTS.index("gathered")]
-        columns = self.columns
-        layers = [*range(columns.num_kinds), "mtp"]
-        for kind, name in enumerate(layers):
-            row[kind if name != "mtp" else columns.state_column("mtp")] = 0
-            size = gathered.get(name, 0)
-            for bits in range(2 ** len(layers)):
-                if bits >> kind & 1:
-                    row[columns.first_kind_set + bits] = max(row[columns.first_kind_set + bits], size)
 
     def _unit_bytes(
         self,
@@ -160,11 +153,11 @@ class StateMemoryTable:
         *,
         accumulates_gradients: bool,
         is_offloaded: bool,
-    ) -> tuple[int, ...]:
+    ) -> StateBytes:
         if mapping.world_size == 1:
             return self._single_rank_bytes(name, is_offloaded=is_offloaded)
         shard_spec = self._shard_spec(degrees, accumulates_gradients)
-        total = (0, 0, 0, 0)
+        total = StateBytes(buffers=self._buffer_bytes(name))
         for is_expert, shard_degrees in (
             (False, (mapping.tp, degrees[0])),
             (True, (mapping.ep, mapping.etp, degrees[1])),
@@ -179,10 +172,10 @@ class StateMemoryTable:
                 self._unit_bytes_cache[key] = self._sharded_bytes(
                     shard_spec, weights, shard_spec.gathered_bytes(weights), is_offloaded=is_offloaded
                 )
-            total = _add_bytes(total, self._unit_bytes_cache[key])
-        return (*total, self._buffer_bytes(name))
+            total += self._unit_bytes_cache[key]
+        return total
 
-    def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
+    def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> StateBytes:
         weights = self.weights(name, 1)
         if self.model_spec.config is not None:
             gathered_bytes = cast_copy_bytes(self.cfg, [self._unit_name(name)])
@@ -191,16 +184,17 @@ class StateMemoryTable:
         counted = self._sharded_bytes(
             self._shard_spec((1, 1), accumulates_gradients=False), weights, gathered_bytes, is_offloaded=is_offloaded
         )
-        return (*counted, self._buffer_bytes(name))
+        return replace(counted, buffers=self._buffer_bytes(name))
 
     def _sharded_bytes(
         self, shard_spec: ShardSpec, weights: Sequence[WeightShape], gathered_bytes: int, *, is_offloaded: bool
-    ) -> tuple[int, int, int, int]:
+    ) -> StateBytes:
         states = shard_spec.state_bytes(weights)
         optimizer = states.optimizer
         if is_offloaded:
             optimizer -= sum(offloaded_moment_sizes(shard_spec, weights, self.cfg.train.offload_min_kib))
-        return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
+        gradients = max(states.gradients, states.gradient_sums)
+        return StateBytes(weights=states.weights, gathered=gathered_bytes, gradients=gradients, optimizer=optimizer)
 
     def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
         shard_spec = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
@@ -247,10 +241,6 @@ def layer_letter(model_spec: ModelSpec, kind: int) -> str:
     return "M" if layer is not None and layer.kind == "moe" else "D"
 
 
-def _add_bytes(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
-
-
 def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[WeightShape, ...]:
     """Return the weights of a model without a runtime config: one matrix for all weights with equal sharding."""
     hidden = model_spec.hidden_size
@@ -290,18 +280,11 @@ class OptimizerPrefetch:
         # Megatron-Core updates on the host.
         if OFFLOADED_OPTIMIZER not in mapping.offload or self._state_memory.workload.is_megatron:
             return found
-        units = [(column, self._largest_of_unit(name, mapping)) for column, name in self._state_memory.units()]
+        columns = self._state_memory.columns
+        sizes = {column: self._largest_of_unit(name, mapping) for column, name in self._state_memory.units()}
         if self._state_memory.model_spec.has_second_embedding:
-            # A second embedding on the rank of the first has no moments; on another rank it does.
-            units.append(
-                (
-                    self._state_memory.columns.state_column("second_embedding"),
-                    self._largest_of_unit("embedding", mapping),
-                )
-            )
-        rows, which = np.unique(state_counts[:, [column for column, _ in units]], axis=0, return_inverse=True)
-        sums = np.array([_sum_of_largest(row, [sizes for _, sizes in units]) for row in rows], dtype=float)
-        return sums[which.reshape(-1)]
+            sizes[columns.state_column("second_embedding")] = sizes[columns.state_column("embedding")]
+        return moments_in_transit(sizes, state_counts)
 
     def _largest_of_unit(self, name: str | int, mapping: ParallelMapping) -> list[int]:
         """Return the largest offloaded moments of one unit."""
@@ -316,10 +299,3 @@ class OptimizerPrefetch:
         if key not in self._largest:
             self._largest[key] = nlargest(PARAMS_IN_TRANSIT, self._state_memory.offloaded_sizes(name, mapping))
         return self._largest[key]
-
-
-def _sum_of_largest(counts: NDArray[np.float64], sizes: Sequence[list[int]]) -> int:
-    all_sizes = [
-        size for count, unit in zip(counts, sizes, strict=True) for size in unit * min(int(count), PARAMS_IN_TRANSIT)
-    ]
-    return sum(nlargest(PARAMS_IN_TRANSIT, all_sizes))

@@ -1,0 +1,253 @@
+"""Saved tensors of the blocks of a layer, by the name of the block. Torch-free.
+
+Each function lists the tensors that the operations of a block save, the norm before it included. To add a block, add
+its entry to `ATTENTION_MEMORY` or `FEED_FORWARD_MEMORY`. Letters as in `activation_memory.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moefold.config.schema import Config
+from moefold.cost.expert_memory import ExpertMemory
+from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
+from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.topology.dispatchers import dispatcher_of
+
+
+class BlockSizes:
+    """What the saved tensors of a block depend on: one micro-batch on one rank.
+
+    Args:
+        cfg: a recipe that `check_config` passed.
+        recompute: parts that are recomputed.
+        kernels: kernel profile of the device.
+        imbalance: routed tokens of the busiest rank over the mean of all ranks.
+    """
+
+    def __init__(self, cfg: Config, recompute: frozenset[str], kernels: KernelProfile, imbalance: float) -> None:
+        p = cfg.parallel
+        train = cfg.train
+        self.cfg = cfg
+        self.recompute = recompute
+        self.kernels = kernels
+        self.imbalance = imbalance
+        self.item_bytes = compute_dtype_bytes(cfg)
+        self.high_precision_bytes = max(4, self.item_bytes)
+        self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
+        self.tokens = self.gathered_tokens // p.tp
+        self.experts = ExpertMemory(cfg, recompute, kernels, imbalance)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one hidden state of every token between the sub-layers."""
+        return self.tokens * self.cfg.model.hidden_size * self.item_bytes
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this rank."""
+        return self.cfg.model.num_attention_heads // self.cfg.parallel.tp
+
+    def gathered_bytes(self, width: int) -> int:
+        """Return the bytes of values of a width for every token inside the sub-layers."""
+        return self.gathered_tokens * self.item_bytes * width
+
+    def norm(self, tokens: int, width: int, *, full_width: bool = False) -> int:
+        """Return the bytes that a norm saves besides its input and output: one number per token.
+
+        A norm over all heads together consists of single operations: it also saves the normalised values, and in
+        bfloat16 these and its input in float32.
+        """
+        if not full_width:
+            return tokens * self.high_precision_bytes
+        return tokens * (
+            width * self.high_precision_bytes * (1 if self.item_bytes == self.high_precision_bytes else 2)
+            + self.high_precision_bytes
+        )
+
+    def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
+        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp."""
+        saved = BytesByPart()
+        hidden = self.cfg.model.hidden_size
+        if "norms" not in self.recompute:
+            saved["norms"] += self.norm(self.tokens, hidden)
+            saved["norms"] += self.hidden_bytes if saves_output else 0
+        if self.cfg.parallel.tp > 1 and part:
+            saved[part] += self.gathered_bytes(hidden)
+        return saved
+
+    def swiglu(self, width: int) -> int:
+        """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
+        num_saved = 3 if self.kernels.fused_swiglu else 4
+        return num_saved * self.gathered_bytes(width) // self.cfg.parallel.tp
+
+    def swiglu_wgrad(self, width: int) -> int:
+        """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
+        return self.gathered_bytes(2 * self.cfg.model.hidden_size + 3 * width // self.cfg.parallel.tp)
+
+
+def _nothing(sizes: BlockSizes) -> BytesByPart:
+    return BytesByPart()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMemory:
+    """Activation bytes of one kind of attention, or of feed-forward network."""
+
+    saved: Callable[[BlockSizes], BytesByPart]
+    """Saved for backward, without the input."""
+    delayed_wgrad: Callable[[BlockSizes], BytesByPart]
+    """GEMM inputs and output gradients, which a split backward pass holds."""
+    concurrent_wgrad: Callable[[BlockSizes], BytesByPart] = _nothing
+    """Delayed weight-gradient bytes that exist while the saved tensors do."""
+    transient: Callable[[BlockSizes], BytesByPart] = _nothing
+    """Peak of temporary bytes while the block runs or is recomputed."""
+    saved_if_recomputed: Callable[[BlockSizes], BytesByPart] = _nothing
+    """Saved even if the whole layer is recomputed."""
+
+
+def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    query, key_value = _gqa_widths(sizes)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(query + key_value)
+    if model.qk_norm:
+        width = query + key_value // 2
+        over_heads = model.qk_norm_width == "all_heads"
+        saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
+    return saved + _saved_by_core_attention(sizes, model.head_size)
+
+
+def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
+    query, key_value = _gqa_widths(sizes)
+    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + 2 * query + key_value))
+
+
+def _gqa_widths(sizes: BlockSizes) -> tuple[int, int]:
+    """Return the widths of this rank's queries, and of its keys and values together."""
+    model = sizes.cfg.model
+    groups = max(1, model.num_query_groups // sizes.cfg.parallel.tp)
+    return sizes.heads * model.head_size, 2 * groups * model.head_size
+
+
+def _saved_by_mla(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the latents, and of the heads projected from them."""
+    model = sizes.cfg.model
+    rank = model.kv_lora_rank
+    rope = model.qk_rope_head_dim
+    query_rank = model.q_lora_rank
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + rope)
+    saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + rank + rope)
+    saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
+    if "mla_up" not in sizes.recompute:
+        width = max(model.head_size, model.v_head_dim)
+        values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
+        saved["attention"] += sizes.gathered_bytes(sizes.heads * (2 * width + values))
+    return saved + _saved_by_core_attention(sizes, model.v_head_dim)
+
+
+def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    heads = sizes.heads * (3 * model.head_size + model.v_head_dim)
+    return BytesByPart(attention=sizes.gathered_bytes(2 * model.hidden_size + heads))
+
+
+def _saved_by_core_attention(sizes: BlockSizes, value_head_size: int) -> BytesByPart:
+    p = sizes.cfg.parallel
+    # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
+    copies = 2 if p.cp > 1 and p.context == "ulysses" else 1
+    output = sizes.gathered_bytes(sizes.heads * value_head_size) * copies
+    is_recomputed = "core_attention" in sizes.recompute
+    log_sum = 0 if is_recomputed else sizes.gathered_tokens * sizes.heads * sizes.high_precision_bytes
+    return BytesByPart({"core attention": output + log_sum})
+
+
+def _saved_by_dense(sizes: BlockSizes) -> BytesByPart:
+    if "dense_mlp" in sizes.recompute:
+        return sizes.norm_with_output(saves_output=True)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
+    saved["dense MLP"] += sizes.swiglu(sizes.cfg.model.ffn_hidden_size)
+    return saved
+
+
+def _dense_wgrad(sizes: BlockSizes) -> BytesByPart:
+    return BytesByPart({"dense MLP": sizes.swiglu_wgrad(sizes.cfg.model.ffn_hidden_size)})
+
+
+def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    p = sizes.cfg.parallel
+    if "moe" in sizes.recompute:
+        return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    has_shared = model.shared_expert_ffn_hidden_size > 0
+    saves_input = has_shared and (p.tp == 1 or "shared_experts" in sizes.recompute)
+    saved = sizes.norm_with_output(saves_output=saves_input or not is_low_precision)
+    if has_shared and "shared_experts" not in sizes.recompute:
+        saved["shared experts"] += sizes.swiglu(model.shared_expert_ffn_hidden_size)
+        saved["shared experts"] += sizes.gathered_bytes(model.hidden_size) if p.tp > 1 else 0
+    routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
+        sizes.high_precision_bytes + INT_BYTES
+    )
+    saved["router"] += sizes.tokens * routing_bytes
+    copies_input = is_low_precision and not sizes.kernels.low_precision_router
+    saved["router"] += sizes.tokens * model.hidden_size * sizes.high_precision_bytes if copies_input else 0
+    return saved + sizes.experts.saved()
+
+
+def _moe_wgrad(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    delayed = BytesByPart()
+    if not dispatcher_of(sizes.cfg).moves_experts:
+        width = 2 * model.hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
+        delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
+    if model.shared_expert_ffn_hidden_size:
+        delayed["shared experts"] = sizes.swiglu_wgrad(model.shared_expert_ffn_hidden_size)
+    return delayed
+
+
+def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the hidden values and inner gradients of looped experts.
+
+    Experts that run one after another free their inner projections when the last expert is done.
+    """
+    model = sizes.cfg.model
+    if sizes.kernels.grouped_experts or dispatcher_of(sizes.cfg).moves_experts:
+        return BytesByPart()
+    # The output gradient replaces the output where that is saved.
+    inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
+    width = inner + model.hidden_size * sizes.cfg.moe.weight_in_expert
+    return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
+
+
+def _transient_moe(sizes: BlockSizes) -> BytesByPart:
+    """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
+    p = sizes.cfg.parallel
+    experts = sizes.experts
+    combine_bytes = experts.combine_buffer()
+    if p.ep * p.etp > 1:
+        # Outputs in expert order and in sender order; before that, the partial sums of all etp ranks are added.
+        outputs = experts.expert_tokens * experts.token_bytes
+        reduce_bytes = outputs if p.etp > 1 else 0
+        combine_bytes = BytesByPart({"dispatch buffers": 2 * outputs + max(combine_bytes.total(), reduce_bytes)})
+        combine_bytes = max(combine_bytes, experts.allgather_combine_buffer(), key=BytesByPart.total)
+    return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
+
+
+ATTENTION_MEMORY = {
+    "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
+    "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+}
+"""Memory of each attention, by its name in `model.attention`."""
+
+FEED_FORWARD_MEMORY = {
+    "D": BlockMemory(saved=_saved_by_dense, delayed_wgrad=_dense_wgrad),
+    "M": BlockMemory(
+        saved=_saved_by_moe,
+        delayed_wgrad=_moe_wgrad,
+        concurrent_wgrad=_concurrent_moe_wgrad,
+        transient=_transient_moe,
+        saved_if_recomputed=lambda sizes: sizes.experts.permute_indices(),
+    ),
+}
+"""Memory of each feed-forward network, by its letter in `model.layer_pattern`."""
