@@ -18,6 +18,13 @@ from moefold.api import load_recipe as load_recipe
 from moefold.api import plan as plan
 from moefold.api import result_as_dict as result_as_dict
 from moefold.api import train_model as train_model
+from moefold.data.dataset import ProgramData as ProgramData
+from moefold.data.sample import Sample as Sample
+from moefold.data.sampler import Sampler as Sampler
+from moefold.model.head import ModelOutput as ModelOutput
+from moefold.model.loss_function import LossFunction as LossFunction
+from moefold.model.loss_function import NextTokenLoss as NextTokenLoss
+from moefold.model.loss_function import weighted_sum as weighted_sum
 from moefold.train.callbacks.callback import Callback as Callback
 
 __version__: str
