@@ -111,9 +111,9 @@ def test_example_of_a_dispatcher_equals_the_builtin(pool: WorkerPool) -> None:
 @pytest.mark.parity
 def test_example_of_a_block_equals_one_rank(pool: WorkerPool) -> None:
     """Train two steps on two ranks with tp=2 and on one, with AdamW and with Muon."""
-    gated = {"attention": "gated", "num_query_groups": 4}
     for optimizer in ("adamw", "muon"):
-        one = tiny(model=gated, train={"optimizer": optimizer})
+        builtin = tiny(model={"num_query_groups": 4}, train={"optimizer": optimizer})
+        one = _with(builtin, "model", attention="gated")
         [(alone, num_parameters)] = pool.run(1, _run_with_block, one, 2)
         assert sum(weight.numel() for weight in alone.weights.values()) == num_parameters
         assert alone.gradients["layers.0.attention.wg"].abs().max() > 0
