@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "drop on each rank": ({}, {"capacity_factor": 0.75, "drop_scope": "sub_sequence", "pad_to_capacity": True}),
 }
 MAPPINGS: list[dict[str, object]] = [
+    {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
     {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
     {"ep": 8, "zero": 2},
