@@ -24,8 +24,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_schedule import training_schedule
-from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
 from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
@@ -141,7 +142,7 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
         late = None
         if SCHEDULES[p.schedule].splits_backward:
             late = WeightGradStore(module, reduces_each_micro_batch=False)
-            install_wgrad_store(module, late)
+            set_on_modules(module, "wgrad_store", late)
         shapes: dict[str, Any] = {"input_args": (x,), "output_args": (x,)}
         stages.append(
             PipelineStage(module, number, p.pp * p.virtual_stages, torch.device("cpu"), dw_builder=late, **shapes)

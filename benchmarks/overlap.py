@@ -25,9 +25,11 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.data import open_dataset
+from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block
-from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
 from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -79,8 +81,8 @@ def slow_down(model: ParallelModel, compute_s: float, exchange_s: float) -> None
         for block in stage.layers.values():
             assert isinstance(block, Block)
             assert isinstance(block.ffn, MoELayer)
-            block.attention.forward = waiting(block.attention.forward)  # type: ignore[method-assign]
-            block.ffn.experts.forward = waiting(block.ffn.experts.forward)  # type: ignore[method-assign]
+            wrap_method(block.attention, "forward", waiting)
+            wrap_method(block.ffn.experts, "forward", waiting)
     begin = async_collectives.begin_all_to_all
 
     def begin_slowly(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

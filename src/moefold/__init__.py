@@ -9,6 +9,13 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Callback": "train.callbacks.callback",
+    "LossFunction": "model.loss_function",
+    "ModelOutput": "model.head",
+    "NextTokenLoss": "model.loss_function",
+    "ProgramData": "data.dataset",
+    "Sample": "data.sample",
+    "Sampler": "data.sampler",
+    "weighted_sum": "model.loss_function",
     **dict.fromkeys(
         (
             "Config",

@@ -35,8 +35,10 @@ from moefold.validate.config import check_config
 if TYPE_CHECKING:
     import numpy as np
 
+    from moefold.data import ProgramData
     from moefold.inference.scoring import Evaluation
     from moefold.inference.worker import Generation
+    from moefold.model.loss_function import LossFunction
     from moefold.model.transformer import Transformer
     from moefold.train.callbacks.callback import Callback
     from moefold.train.worker import TrainOutcome
@@ -155,6 +157,8 @@ def train_model(
     recipe: str | Path | LoadedRecipe | Config,
     overrides: Sequence[str] = (),
     *,
+    loss: "LossFunction | None" = None,
+    data: "ProgramData | None" = None,
     callbacks: "Sequence[Callback]" = (),
 ) -> "TrainOutcome":
     """Train from a recipe, as `moefold train` does: in a new run folder, or from the last checkpoint of the run.
@@ -165,8 +169,10 @@ def train_model(
     Args:
         recipe: a TOML file, or what `load_recipe` or `load_config` returned.
         overrides: words of the form `section.key=value`, for a file.
-        callbacks: hooks of the training loop. Ranks that are started work on copies of them, which must be picklable
-            for GPU ranks; `if __name__ == "__main__"` must then guard the call.
+        loss: the loss to minimise; None: next-token prediction.
+        data: the samples of a recipe with `data.kind="program"`.
+        callbacks: hooks of the training loop. Ranks that are started work on copies of all three, which must be
+            picklable for GPU ranks; `if __name__ == "__main__"` must then guard the call.
 
     Returns:
         The exit status and the run folder. The status is not 0 if a signal has stopped the run.
@@ -177,7 +183,7 @@ def train_model(
     """
     loaded = _loaded(recipe, overrides)
     rank_env = read_rank_env()
-    setup = set_up_run(loaded, rank_env)
+    setup = set_up_run(loaded, rank_env, data)
     if setup.is_finished:
         from moefold.train.worker import TrainOutcome
 
@@ -186,9 +192,10 @@ def train_model(
     prepare_data(setup, rank_env)
 
     from moefold.launch.rank0 import collect_from_ranks
-    from moefold.train.worker import train_on_rank
+    from moefold.train.worker import ProgramParts, train_on_rank
 
-    main = partial(train_on_rank, setup.cfg, setup.messages, tuple(callbacks))
+    program = ProgramParts(loss, data, tuple(callbacks))
+    main = partial(train_on_rank, setup.cfg, setup.messages, program)
     return collect_from_ranks(main, setup.folder.cfg.parallel.world_size, device_type, rank_env)
 
 

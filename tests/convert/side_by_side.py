@@ -25,7 +25,8 @@ from moefold.convert.init_from import load_initial_weights
 from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.data import open_dataset
-from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors

@@ -118,7 +118,8 @@ def test_the_further_loss_is_that_of_transformers(tmp_path):
     now, after, ahead = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
     shares = torch.full((2, 1, SEQ_LEN), 1 / (2 * SEQ_LEN))
     with torch.no_grad():
-        mine = ours.train()(now, after, torch.zeros(2, SEQ_LEN), None, ahead[:, None], shares)[1]
+        columns = {"labels": after, "weights": torch.zeros(2, SEQ_LEN)}
+        mine = ours.train()(now, **columns, mtp_labels=ahead[:, None], mtp_weights=shares)[1]
         hidden = made.model.model(input_ids=now).last_hidden_state
         hidden = made.further.forward_layer(0, hidden, torch.arange(SEQ_LEN)[None], None, input_ids=after)
         logits = made.model.lm_head(hidden)

@@ -70,3 +70,21 @@ def test_document_end_marks_every_kind_of_data(part):
 def test_arrays_of_the_wrong_length_do_not_pass():
     with pytest.raises(ValueError, match="broadcast"):
         stack_samples([Sample(np.arange(5), weights=np.ones(5))], 4)
+
+
+def test_columns_are_stacked_by_name() -> None:
+    values = np.arange(4.0)
+    batch = stack_samples(
+        [Sample(np.arange(5), token_columns={"a": values}, sample_columns={"b": np.float64(2)})] * 2, 4
+    )
+    assert batch.token_columns["a"].tolist() == [values.tolist()] * 2
+    assert batch.sample_columns["b"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [({"a": np.zeros(5)}, "5 values per sample, and needs 4"), ({"labels": np.zeros(4)}, "labels")],
+)
+def test_wrong_columns_are_rejected(columns: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stack_samples([Sample(np.arange(5), token_columns=columns)], 4)

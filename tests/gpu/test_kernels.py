@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 256, "head_dim": 64, "moe_ffn_hidden_size": 256}
 def test_kernels_on_and_off_give_the_same_losses():
     cfg = small_recipe("bfloat16", **SIZES)
     plain = replace(cfg, run=replace(cfg.run, kernels="plain"))
-    assert type(select_kernels(cfg, torch.device("cuda")).expert_ops).__name__ == "TritonRows"
+    assert type(select_kernels(cfg, torch.device("cuda")).expert_ops).__name__ == "TritonExpertOps"
     on, off = losses_on(cfg, "cuda", 10, 29561), losses_on(plain, "cuda", 10, 29562)
     assert on == pytest.approx(off, rel=1e-2)
     assert on[-1] < on[0]
@@ -32,7 +32,7 @@ def test_fp8_on_the_matrix_units_follows_the_simulation():
     cfg = small_recipe("bfloat16", **SIZES)
     cfg = replace(cfg, train=replace(cfg.train, precision="fp8-blockwise"))
     simulated = replace(cfg, run=replace(cfg.run, kernels="plain"))
-    assert type(select_kernels(cfg, torch.device("cuda")).expert_ops).__name__ == "Fp8Rows"
+    assert type(select_kernels(cfg, torch.device("cuda")).expert_ops).__name__ == "Fp8ExpertOps"
     real, plain = losses_on(cfg, "cuda", 10, 29563), losses_on(simulated, "cuda", 10, 29564)
     assert real == pytest.approx(plain, rel=1e-2)
 
@@ -44,7 +44,7 @@ def test_a_dropless_layer_waits_for_nothing():
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     kernels = select_kernels(replace(cfg, run=replace(cfg.run, deterministic=True)), device)
-    layer.experts.kernels, layer.router.kernel = kernels.expert_ops, kernels.router
+    layer.experts.ops, layer.router.kernels = kernels.expert_ops, kernels
     x = torch.randn(64, 2, SIZES["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
     samples = torch.arange(2, device=device)
     grad = torch.randn_like(x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, TrainConfig
 from moefold.offload.backend import CopyEngine
 from moefold.optim.adamw import build_optimizer, named_moments
@@ -22,12 +23,12 @@ pytestmark = [
 def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    shapes = {f"layers.{i}.ffn.w_up": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
+    shapes = {f"layers.{i}.attention.wq": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
     given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
     alone = make_group((0,), 0, None)
     optimizer: torch.optim.Optimizer
     if cfg.optimizer == "muon":
-        optimizer = build_muon(given, Config(train=cfg), alone, home)
+        optimizer = build_muon(given, Config(model=ModelConfig(num_layers=6), train=cfg), alone, home)
     else:
         optimizer = build_optimizer(given, cfg, home)
     for _ in range(5):

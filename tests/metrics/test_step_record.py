@@ -34,6 +34,7 @@ KEYS = [
     "offload",
     "memory_by_part",
     "rank_times",
+    "loss_terms",
 ]
 
 

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.linear import linear
-from moefold.model.moe.experts import ExpertWeights, SequentialExpertOptions, grouped_experts, sequential_experts
+from moefold.model.moe.fused_experts import fused_experts
+from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parallel.wgrad_store import WeightGradStore
 
 COUNTS = [3, 0, 5, 2]
@@ -24,11 +27,11 @@ def _sliced(x: Tensor, weight: Tensor, bias: Tensor, *, later: WeightGradStore |
 
 
 def _looped(x: Tensor, *weights: Tensor, later: WeightGradStore | None) -> Tensor:
-    return sequential_experts(x, ExpertWeights(*weights), SequentialExpertOptions(COUNTS, wgrad_store=later))
+    return fused_experts(x, ExpertWeights(*weights), ExpertOptions(COUNTS), SequentialExpertOps(), wgrad_store=later)
 
 
 def _grouped(x: Tensor, *weights: Tensor, later: WeightGradStore | None) -> Tensor:
-    return grouped_experts(x, ExpertWeights(*weights), COUNTS, wgrad_store=later)
+    return fused_experts(x, ExpertWeights(*weights), ExpertOptions(COUNTS), GroupedMMExpertOps(), wgrad_store=later)
 
 
 DENSE = ((6, 8), (5, 8), (5,))

@@ -145,7 +145,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
         yield
         return x.exp()
 
-    stage = offload.wrap_stage(offload.wrap_resumable(part), tuple)
+    stage = offload.wrap_stage(offload.wrap(part), tuple)
     first, second, third = (_vector(value / 10).requires_grad_() for value in (1, 2, 3))
     offload.begin_step()
     a = ResumableTask(stage(first))
@@ -330,9 +330,10 @@ def _model(model, parts: tuple[str, ...], **train: object):
     if offload is not None:
         apply_offload(module, parts, offload)
     tokens = torch.randint(8, (2, T // 2), generator=torch.Generator().manual_seed(1))
-    further = tokens[:, None].expand(-1, model.mtp_layers, -1) if model.mtp_layers else None
-    shares = torch.ones(tokens.shape)
-    return module, offload, lambda: module(tokens, tokens, shares, mtp_labels=further).sum()
+    columns = {"labels": tokens, "weights": torch.ones(tokens.shape)}
+    if model.mtp_layers:
+        columns["mtp_labels"] = tokens[:, None].expand(-1, model.mtp_layers, -1)
+    return module, offload, lambda: module(tokens, **columns).sum()
 
 
 @pytest.mark.parametrize(("part", "formula"), PARTS)

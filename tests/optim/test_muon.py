@@ -4,10 +4,11 @@ from torch import nn
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, TrainConfig
+from moefold.cost.layer_spec import model_weights
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.optim.adamw import named_moments, set_learning_rate
-from moefold.optim.muon import build_muon, logical_matrices, newton_schulz, uses_muon
+from moefold.optim.muon import build_muon, logical_matrices, newton_schulz
 from moefold.testing.pool import make_group
 from moefold.verify.oracle_optimizer import MUON_GROUP_PATTERNS, matrix_indices
 from moefold.verify.oracle_optimizer import newton_schulz as oracle_newton_schulz
@@ -49,8 +50,9 @@ def test_a_matrix_without_a_gradient_stays_where_it_is():
 def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
     names = [name for name, _ in build_model(Config(model=MODEL)).named_parameters()]
     groups = TrainConfig().muon_groups
-    taken = {name for name in names if uses_muon(name, groups)}
-    by_group = {group: {name for name in taken if uses_muon(name, (group,))} for group in groups}
+    weights = model_weights(MODEL)
+    taken = {name for name in names if weights[name].in_muon_groups(groups)}
+    by_group = {group: {name for name in taken if weights[name].in_muon_groups((group,))} for group in groups}
     assert all(by_group.values())
     assert sum(map(len, by_group.values())) == len(taken)
     rest = {name.split(".", 2)[-1] if name.startswith("layers") else name for name in set(names) - taken}
@@ -64,7 +66,7 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
 @pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])
 def test_logical_matrices_are_those_of_the_oracle(name, rows):
     whole = torch.arange(rows * 2.0).view(rows, 2)
-    views = logical_matrices(LATENT, f"layers.0.attention.{name}", whole)
+    views = logical_matrices(model_weights(LATENT)[f"layers.0.attention.{name}"], whole)
     mine = [part.flatten(0, -2) for part in views]
     theirs = [whole[index] for index in matrix_indices(LATENT, name, whole)]
     assert len(mine) == len(theirs)

@@ -20,7 +20,7 @@ ALONE = make_group((0,), 0, None)
 
 def _parameters() -> dict[str, nn.Parameter]:
     torch.manual_seed(0)
-    shapes = {"layers.0.ffn.w_up": (40, 30), "layers.0.experts.w_up": (3, 8, 10), "head.norm.weight": (30,)}
+    shapes = {"layers.0.attention.wq": (40, 30), "layers.0.ffn.experts.w_up": (3, 8, 10), "head.norm.weight": (30,)}
     return {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
 

@@ -64,7 +64,7 @@ def test_every_number_of_micro_batches_ends_with_all_work_done(schedule, chunks)
             continue
         accepted += 1
         built = training_schedule(cfg, _stages(cfg), lambda y, target: y.sum())
-        rows = _actions(built.pipeline_order)
+        rows = _actions(built.pipeline_order_with_comms)
         assert find_deadlock([one_per_slot(row) for row in rows]) is None, count
         forward = {(a.stage, a.micro_batch) for row in rows for a in row if a.kind == "F"}
         weights = [(a.stage, a.micro_batch) for row in rows for a in row if a.kind in "BW"]

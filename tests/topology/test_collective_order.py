@@ -14,7 +14,7 @@ from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.collective_order import collective_sequence, order_mismatches
 from moefold.topology.layout import fold
-from moefold.topology.schedule_tables import overlapped_rows
+from moefold.topology.schedule_tables import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.validate.config import check_config
 from moefold.validate.parallel import validate_collective_order
@@ -22,8 +22,7 @@ from tests.verify.recipes import tiny
 
 
 def _words(cfg, rank=0):
-    p = cfg.parallel
-    rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
+    rows = runtime_slots(cfg)
     return [
         str(begin)
         for begin in collective_sequence(cfg, {s.number: s for s in plan_stages(cfg).of_rank(rank)}, rows[rank])
@@ -58,7 +57,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     layout = fold(world_size=4, pp=2, ep=2)
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
     assert list(validate_collective_order(cfg)) == []
-    rows = overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches)
+    rows = runtime_slots(cfg)
     stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
     first, last = (collective_sequence(cfg, stages[rank], rows[rank]) for rank in range(2))
     assert list(order_mismatches([first, first, last, last], layout)) == []
@@ -75,9 +74,9 @@ def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
     from moefold.validate import parallel as checks_overlap
 
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
-    rows = list(overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches))
+    rows = list(runtime_slots(cfg))
     stuck = (tuple(reversed(rows[0])), rows[1])
-    monkeypatch.setattr(checks_overlap, "overlapped_rows", lambda *args: stuck)
+    monkeypatch.setattr(checks_overlap, "runtime_slots", lambda cfg: stuck)
     assert "pipeline rank 0 would deadlock" in next(checks_overlap.validate_collective_order(cfg))
     off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
     assert list(validate_collective_order(off)) == []

@@ -1,61 +1,107 @@
-"""The order of work that the memory formulas read is the one that torch runs."""
+"""The rows of the built-in schedules are those that torch's own classes of these schedules run."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.parallel.pipeline_schedule import training_schedule
-from moefold.topology.schedule_tables import build_schedule_table, stage_ranks
+from moefold.parallel.pipeline_schedule import SINGLE_STAGE, training_schedule
+from moefold.topology.schedule_tables import SCHEDULES, schedule_slots, stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+CLASSES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
 CASES += [("zero-bubble", 3), ("zbv", 2), ("dualpipev", 2)]
 
 
-def _torch_rows(cfg: Config, pp: int) -> list[str]:
+def _stages(cfg: Config) -> list[PipelineStage]:
+    x = torch.zeros(1, 1, device="meta")
+    ranks, device = stage_ranks(cfg.parallel), torch.device("cpu")
+    return [
+        PipelineStage(nn.Identity(), i, len(ranks), device, input_args=(x,), output_args=(x,))
+        for i, rank in enumerate(ranks)
+        if rank == 0
+    ]
+
+
+def _of_torch(cfg: Config):
+    cls, stages = CLASSES[cfg.parallel.schedule], _stages(cfg)
+    stages = stages[0] if cfg.parallel.schedule in SINGLE_STAGE else stages
+    return cls(stages, cfg.num_micro_batches, loss_fn=lambda y, target: y.sum(), scale_grads=False)
+
+
+@contextmanager
+def _group(pp: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=pp, store=FakeStore())
     try:
-        x = torch.zeros(1, 1, device="meta")
-        ranks, device = stage_ranks(cfg.parallel), torch.device("cpu")
-        stages = [
-            PipelineStage(nn.Identity(), i, len(ranks), device, input_args=(x,), output_args=(x,))
-            for i, rank in enumerate(ranks)
-            if rank == 0
-        ]
-        built = training_schedule(cfg, stages, lambda y, target: y.sum())
-        order = getattr(built, "pipeline_order", None) or built._get_pipeline_order()
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def _torch_rows(cfg: Config, pp: int) -> list[str]:
+    with _group(pp):
+        built = _of_torch(cfg)
+        order = getattr(built, "pipeline_order", None) or built._get_pipeline_order()
     return [" ".join("".join(part) for word in order[r] for part in COMPUTE.findall(str(word))) for r in sorted(order)]
+
+
+def _legal_configs(schedule: str, chunks: int, pp: int) -> Iterator[Config]:
+    for count in range(1, 4 * pp + 2):
+        cfg = Config(
+            parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks),
+            train=TrainConfig(global_batch_size=count),
+        )
+        if not list(validate_micro_batch_count(cfg)):
+            yield cfg
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5])
 @pytest.mark.parametrize(("schedule", "chunks"), CASES)
 def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
     compared = 0
-    for count in range(1, 4 * pp + 2):
-        cfg = Config(
-            parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks),
-            train=TrainConfig(global_batch_size=count),
-        )
-        if list(validate_micro_batch_count(cfg)) or (schedule == "1f1b" and count < pp):
-            continue
-        rows, wanted = [" ".join(map(str, row)) for row in build_schedule_table(cfg).rows], _torch_rows(cfg, pp)
+    for cfg in _legal_configs(schedule, chunks, pp):
+        rows = [" ".join(str(action) for (action,) in row) for row in schedule_slots(cfg)]
+        wanted = _torch_rows(cfg, pp)
         if schedule == "1f1b":
             # Torch draws this schedule from micro-batch 1 on the last rank, and runs it from 0.
             rows[-1], wanted[-1] = (re.sub(r"\d+( |$)", r"\1", row) for row in (rows[-1], wanted[-1]))
-        assert rows == wanted, count
+        assert rows == wanted, cfg.num_micro_batches
         compared += 1
     assert compared > pp
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize(("schedule", "chunks"), CASES[2:])
+def test_messages_and_gathers_are_those_of_torch(schedule, chunks, pp):
+    for cfg in _legal_configs(schedule, chunks, pp):
+        with _group(pp):
+            mine = training_schedule(cfg, _stages(cfg), lambda y, target: y.sum())
+            theirs = _of_torch(cfg)
+        assert mine.pipeline_order_with_comms == theirs.pipeline_order_with_comms, cfg.num_micro_batches
+        assert mine.stage_index_to_group_rank == theirs.stage_index_to_group_rank
+
+
+def test_only_torch_classes_for_one_stage_free_messages_early():
+    assert {name for name, spec in SCHEDULES.items() if spec.frees_sent_messages} == set(SINGLE_STAGE)
+    assert all(CLASSES[name] is cls for name, cls in SINGLE_STAGE.items())
+
+
 def test_without_a_pipeline_micro_batches_follow_each_other():
-    (row,) = build_schedule_table(Config(train=TrainConfig(global_batch_size=2))).rows
-    assert " ".join(map(str, row)) == "0F0 0B0 0F1 0B1"
+    (row,) = schedule_slots(Config(train=TrainConfig(global_batch_size=2)))
+    assert " ".join(str(action) for (action,) in row) == "0F0 0B0 0F1 0B1"

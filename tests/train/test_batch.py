@@ -46,18 +46,20 @@ def test_ranks_read_the_parts_of_one_batch(pool, mapping, micro_batch_size):
     train = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
     cfg = tiny(train=train, **mapping)
     ((_, _, expected),) = pool.run(1, _read, tiny(train=train), 24)
-    tokens, labels, weights = (torch.zeros_like(x) for x in (expected.tokens, expected.labels, expected.weights))
+    tokens = torch.zeros_like(expected.tokens)
+    labels = torch.zeros_like(expected.columns["labels"])
+    weights = torch.zeros_like(expected.columns["weights"])
     for dp_rank, positions, part in pool.run(cfg.parallel.world_size, _read, cfg, 24):
         count = 8 // cfg.parallel.dp
         rows = torch.arange(dp_rank * count, (dp_rank + 1) * count)[:, None]
         tokens[rows, positions] = part.tokens
-        labels[rows, positions] = part.labels
-        weights[rows, positions] = part.weights
+        labels[rows, positions] = part.columns["labels"]
+        weights[rows, positions] = part.columns["weights"]
     assert torch.equal(tokens, expected.tokens)
-    assert torch.equal(labels, expected.labels)
-    assert torch.equal(weights, expected.weights)
+    assert torch.equal(labels, expected.columns["labels"])
+    assert torch.equal(weights, expected.columns["weights"])
     assert float(weights.sum()) == pytest.approx(1.0)
-    assert torch.equal(expected.tokens[:, 1:], expected.labels[:, :-1])
+    assert torch.equal(expected.tokens[:, 1:], expected.columns["labels"][:, :-1])
 
 
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
@@ -65,14 +67,15 @@ def test_further_tokens_come_from_the_sample_and_end_with_it(pool, context):
     cfg = tiny(model={"mtp_layers": 3}, world_size=2, cp=2, context=context)
     ((_, _, whole),) = pool.run(1, _read, tiny(model={"mtp_layers": 3}), 24)
     for depth in (1, 2, 3):
-        labels, weights = whole.mtp_labels[:, depth - 1], whole.mtp_weights[:, depth - 1]
-        assert torch.equal(labels[:, :-depth], whole.labels[:, depth:])
+        labels = whole.columns["mtp_labels"][:, depth - 1]
+        weights = whole.columns["mtp_weights"][:, depth - 1]
+        assert torch.equal(labels[:, :-depth], whole.columns["labels"][:, depth:])
         assert torch.count_nonzero(weights[:, -depth:]) == 0
         # Four samples of 16 positions: as many targets as positions that have one.
         assert weights[:, :-depth].unique().tolist() == pytest.approx([1 / (4 * (16 - depth))])
     for _, positions, part in pool.run(2, _read, cfg, 24):
-        assert torch.equal(part.mtp_labels, whole.mtp_labels[..., positions])
-        assert torch.equal(part.mtp_weights, whole.mtp_weights[..., positions])
+        assert torch.equal(part.columns["mtp_labels"], whole.columns["mtp_labels"][..., positions])
+        assert torch.equal(part.columns["mtp_weights"], whole.columns["mtp_weights"][..., positions])
 
 
 def test_consecutive_batches_take_consecutive_samples(pool):
@@ -89,7 +92,7 @@ def _evaluated(pool, cfg: Config, num_samples: int) -> dict[tuple[int, ...], flo
     found: dict[tuple[int, ...], float] = {}
     for _, batches in pool.run(cfg.parallel.world_size, _evaluation, cfg, num_samples):
         for batch in batches:
-            for tokens, weights in zip(batch.tokens.tolist(), batch.weights.sum(1).tolist(), strict=True):
+            for tokens, weights in zip(batch.tokens.tolist(), batch.columns["weights"].sum(1).tolist(), strict=True):
                 if weights:
                     found[tuple(tokens)] = found.get(tuple(tokens), 0.0) + weights
     return found

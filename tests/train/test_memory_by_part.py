@@ -8,7 +8,7 @@ from moefold.config.schema import Config, MetricsConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED
-from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_METHODS, TRACKED_RESUMABLES
+from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_LAYERS, TRACKED_METHODS
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
 from tests.verify.recipes import tiny
@@ -93,6 +93,6 @@ def test_two_micro_batches_at_a_time_are_in_memory(pool):
 
 
 def test_every_name_is_known():
-    names = {part for *_, part in TRACKED_METHODS} | {part for _, part in TRACKED_RESUMABLES} | {DISPATCH_PART}
+    names = {part for *_, part in (*TRACKED_METHODS, *TRACKED_LAYERS)} | {DISPATCH_PART}
     assert names <= set(PARTS)
     assert len(set(PARTS)) == len(PARTS)

@@ -6,32 +6,6 @@ from moefold.train.start import check_machine
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS, check_offload_device
 
-CASES = [
-    ('["mla_up"]', ["model.attention=mla"], "train.offload has 'mla_up', which saves nothing of its own; choose from"),
-    ('["attention"]', [], "train.offload has 'attention', which saves nothing of its own; choose from 'norms', "),
-    ('["moe", "moe"]', [], "train.offload names 'moe' 2 times; name it once"),
-    ('["dense_mlp"]', [], "train.offload has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"),
-    ('["shared_experts"]', [], "and model.shared_expert_ffn_hidden_size=0 means none; leave it out"),
-    ('["moe", "expert_activation"]', [], "train.offload has 'expert_activation' and 'moe', which includes it; leave"),
-    ('["layer", "norms"]', [], "train.offload has 'norms' and 'layer', which includes it; leave one of them out"),
-    (
-        '["core_attention"]',
-        ['train.recompute=["layer"]'],
-        "train.offload has 'core_attention', of which train.recompute=['layer'] saves nothing; leave it out, or "
-        "offload 'layer', whose input is saved",
-    ),
-    ('["layer"]', ["train.offload_to=ssd"], "train.offload_to='ssd' needs train.offload_dir, a folder on a local disk"),
-    ('["layer"]', ["train.offload_min_kib=-1"], "train.offload_min_kib=-1 must be at least 0 (0: all)"),
-    ('["layer"]', ["train.offload_limit_gib=-1"], "train.offload_limit_gib=-1.0 must be at least 0 (0: no limit)"),
-]
-
-
-@pytest.mark.parametrize(("parts", "others", "message"), CASES)
-def test_what_cannot_be_is_refused(parts, others, message):
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config(None, [f"train.offload={parts}", *others]))
-    assert message in str(error.value)
-
 
 @pytest.mark.parametrize("part", OFFLOAD_PARTS)
 @pytest.mark.parametrize("again", [False, True])

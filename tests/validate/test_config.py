@@ -63,18 +63,6 @@ def test_the_variants_that_the_mixtral_recipe_speaks_of_are_legal(overrides, dp,
     assert layout.moe.group(8, "ep") == tuple(range(8, 16))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["parallel.world_size=8", "parallel.tp=3"], "parallel.tp=3 must divide world_size/pp=8; choose one of 1"),
-        (["parallel.world_size=8", "parallel.ep=16"], "parallel.ep=16 must divide world_size/(etp*pp)=8"),
-        (["parallel.order=tp-cp"], "parallel.order='tp-cp' must name each of tp, cp, dp, pp once"),
-    ],
-)
-def test_degrees_that_do_not_fold_are_refused(overrides, message):
-    assert refused(*overrides).startswith(message)
-
-
 def test_faults_of_different_rules_are_listed_together():
     lines = refused("model.top_k=9", "train.min_lr=1", "train.warmup_steps=200").splitlines()
     assert lines[0] == "3 settings cannot work:"

@@ -50,21 +50,22 @@ def test_packed_equals_each_document_alone(scaling):
     weights = torch.rand(3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed, alone = _model(cfg), _model(cfg)
     packed.set_positions(torch.arange(16))
-    loss = packed(tokens[:, :-1], tokens[:, 1:], weights, document_starts=starts)
+    loss = packed(tokens[:, :-1], labels=tokens[:, 1:], weights=weights, document_starts=starts)
     loss.backward()
     total = 0.0
     for b, row in enumerate(LENGTHS):
         for i, length in enumerate(row):
             span = slice(sum(row[:i]), sum(row[:i]) + length)
             alone.set_positions(torch.arange(length))
-            part = alone(tokens[b : b + 1, :-1][:, span], tokens[b : b + 1, 1:][:, span], weights[b : b + 1, span])
+            targets = {"labels": tokens[b : b + 1, 1:][:, span], "weights": weights[b : b + 1, span]}
+            part = alone(tokens[b : b + 1, :-1][:, span], **targets)
             part.backward()
             total += float(part.detach())
     assert float(loss.detach()) == pytest.approx(total, rel=1e-12)
     expected = _gradients(alone)
     for name, gradient in _gradients(packed).items():
         assert (gradient - expected[name]).abs().max() <= 1e-11 * expected[name].abs().max(), name
-    crossing = packed(tokens[:, :-1], tokens[:, 1:], weights)
+    crossing = packed(tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
     assert abs(float(crossing.detach()) - total) > 1e-3
 
 
@@ -141,8 +142,8 @@ def _weights(cfg: Config, positions: list[int]) -> tuple[int, np.ndarray, list[n
     groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size), torch.device("cpu"))
     split = Split(Weighted(), IndexRanges((range(64),)), order_key=None)
     loader = BatchSharder(split, cfg, groups, torch.tensor(positions))
-    evaluation = [batch.weights.numpy() for batch in loader.eval_batches(6)]
-    return groups.attn.dp.rank, loader.batch(0).weights.numpy(), evaluation
+    evaluation = [batch.columns["weights"].numpy() for batch in loader.eval_batches(6)]
+    return groups.attn.dp.rank, loader.batch(0).columns["weights"].numpy(), evaluation
 
 
 @pytest.mark.parity

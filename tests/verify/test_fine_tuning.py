@@ -107,7 +107,7 @@ def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pyte
     share = torch.from_numpy(weights / weights.sum())
     packed, alone = _model(cfg), _model(cfg)
     packed.set_positions(torch.arange(S))
-    loss = packed(inputs, labels, share, document_starts=torch.from_numpy(starts))
+    loss = packed(inputs, labels=labels, weights=share, document_starts=torch.from_numpy(starts))
     loss.backward()
     # Each conversation by itself: its mean over its own targets counts as many times as it has targets.
     num_targets, total = 0, 0.0
@@ -119,7 +119,8 @@ def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pyte
             if not mine.any():
                 continue
             alone.set_positions(torch.arange(tokens.shape[1] - 1))
-            part = alone(tokens[:, :-1], tokens[:, 1:], mine / mine.sum()) * mine.sum() / weights.sum()
+            part = alone(tokens[:, :-1], labels=tokens[:, 1:], weights=mine / mine.sum())
+            part = part * mine.sum() / weights.sum()
             part.backward()
             total += float(part.detach())
             num_targets += int(mine.sum())
@@ -129,5 +130,5 @@ def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pyte
     for name, parameter in packed.named_parameters():
         error = (parameter.grad - gradients[name]).abs().max()
         assert error <= 1e-11 * gradients[name].abs().max(), name
-    crossing = packed(inputs, labels, share)
+    crossing = packed(inputs, labels=labels, weights=share)
     assert abs(float(crossing.detach()) - total) > 1e-4

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, ParallelConfig
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
 from tests.verify.recipes import tiny, without_mapping

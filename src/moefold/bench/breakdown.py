@@ -12,15 +12,14 @@ from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.init import init_weights
-from moefold.model.moe.dispatch.base import RoutingMap
+from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.permute import permute, plan_permutation, unpermute
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.adamw import build_optimizer
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
-from moefold.parallel.parallelize import apply_kernels
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
 ADAMW_BYTES_PER_WEIGHT = 28
@@ -179,7 +178,7 @@ class StepBreakdown:
         inner = 3 * sum(self._rows_per_expert) * model.moe_ffn_hidden_size * self._element_bytes
         yield StepPart(
             "expert GEMMs",
-            _forward_backward(lambda x: moe.experts(x, self._rows_per_expert), x_RH, moe.experts),
+            _forward_backward(lambda x: moe.experts(ExpertInput(x, self._rows_per_expert)), x_RH, moe.experts),
             layers,
             self.expert_flops,
             4 * rows_bytes + 2 * inner + self._weight_bytes(moe.experts),

@@ -14,6 +14,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import Layout, divisors, fold
@@ -219,7 +220,7 @@ class _DispatchLayer:
             preprocess,
             lambda rows: dispatcher.dispatch_communicate(rows, plan),
             lambda rows: dispatcher.dispatch_postprocess(rows, plan),
-            lambda rows: self._experts(rows, plan.tokens_per_expert),
+            lambda rows: self._experts(ExpertInput(rows, plan.tokens_per_expert)),
             lambda rows: dispatcher.combine_preprocess(rows, plan),
             lambda rows: dispatcher.combine_communicate(rows, plan),
             lambda rows: dispatcher.combine_postprocess(rows, plan),

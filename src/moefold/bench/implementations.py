@@ -21,8 +21,8 @@ from moefold.model.init import init_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.parallel.gradients import Batch
-from moefold.parallel.parallelize import apply_kernels, parallelize
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.parallelize import parallelize
+from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 
@@ -121,7 +121,8 @@ class _ModelSteps:
             )
         training = TrainingStep(model, self._cfg)
         weights = torch.full(self._tokens.shape, 1.0 / self._tokens.numel(), device=self._device)
-        batch = Batch(self._tokens, self._labels, weights, torch.arange(len(self._tokens), device=self._device))
+        sample_ids = torch.arange(len(self._tokens), device=self._device)
+        batch = Batch(self._tokens, {"labels": self._labels, "weights": weights, "sample_ids": sample_ids})
         self._result = training.run(batch, 1)
 
         def step() -> None:

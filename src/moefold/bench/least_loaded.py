@@ -13,6 +13,7 @@ from moefold.bench.timing import StorageMeter, time_interleaved
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 from moefold.model.moe.experts import Experts
 from moefold.progress import ProgressCallback, ignore_progress
@@ -106,7 +107,7 @@ class _SkewedLayer:
     def step(self) -> Sequence[int]:
         """Run forward and backward; return the routed tokens of each expert computed on this rank."""
         rows, plan = self._dispatcher.dispatch(self._x, self._routing_map)
-        y = self._experts(rows, plan.tokens_per_expert, self._dispatcher.migration(plan))
+        y = self._experts(ExpertInput(rows, plan.tokens_per_expert, migration=self._dispatcher.migration(plan)))
         y = self._dispatcher.combine(y, plan)
         torch.autograd.backward(y, y.detach())
         for leaf in (*self._experts.parameters(), self._x, self._routing_map.probs_TK):
@@ -174,7 +175,7 @@ def _experts_cpu_s(workload: SkewedWorkload, rows_per_expert: Sequence[int]) -> 
     times_s = []
     for _ in range(1 + NUM_MEASUREMENTS):
         started_s = time.process_time()
-        torch.autograd.backward(experts(x, rows_per_expert), grad)
+        torch.autograd.backward(experts(ExpertInput(x, rows_per_expert)), grad)
         times_s.append(time.process_time() - started_s)
     return min(times_s)
 

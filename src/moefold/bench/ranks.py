@@ -20,9 +20,10 @@ from moefold.comm.torch_compat import TorchDispatchMode, operator_name
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.attention import CausalAttention
+from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
-from moefold.model.norm import RMSNorm
 from moefold.model.transformer import Transformer
+from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cpu.swiglu import CSwiGLU
 from moefold.parallel.parallelize import parallelize
@@ -185,19 +186,26 @@ class _RankTrainer:
         for module in stage.modules():
             if isinstance(getattr(module, "gemm", None), CGemm):
                 module.gemm = self._timed_gemm
-            linear_backend = getattr(module, "linear_backend", None)
-            if isinstance(linear_backend, UnquantizedLinear) and isinstance(linear_backend.gemm, CGemm):
-                module.linear_backend = UnquantizedLinear(self._timed_gemm)
             core = getattr(module, "core_attention", None)
             if isinstance(core, CausalAttention) and core.kernel is not None:
                 core.kernel = _TimedKernel(core.kernel, ATTENTION, self)
-            if isinstance(module, RMSNorm) and module.kernel is not None:
-                module.kernel = _TimedKernel(module.kernel, TENSOR_OPS, self)
+            if isinstance(getattr(module, "kernels", None), Kernels):
+                module.kernels = self._timed_kernels(module.kernels)
         for layer in stage.moe_layers().values():
+            expert_ops = layer.experts.ops
+            if isinstance(expert_ops, SequentialExpertOps) and isinstance(expert_ops.gemm, CGemm):
+                layer.experts.ops = SequentialExpertOps(self._timed_gemm)
             if isinstance(layer.experts.activation, CSwiGLU):
                 layer.experts.activation = _TimedKernel(layer.experts.activation, TENSOR_OPS, self)
         if stage.rope is not None and stage.rope.kernel is not None:
             stage.rope = replace(stage.rope, kernel=_TimedKernel(stage.rope.kernel, TENSOR_OPS, self))
+
+    def _timed_kernels(self, kernels: Kernels) -> Kernels:
+        linear_backend = kernels.linear_backend
+        if isinstance(linear_backend, UnquantizedLinear) and isinstance(linear_backend.gemm, CGemm):
+            linear_backend = UnquantizedLinear(self._timed_gemm)
+        norm: Any = None if kernels.norm is None else _TimedKernel(kernels.norm, TENSOR_OPS, self)
+        return replace(kernels, linear_backend=linear_backend, norm=norm)
 
     @property
     def _timed_gemm(self) -> CGemm:

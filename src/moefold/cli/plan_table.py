@@ -16,6 +16,8 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
+from moefold.topology.dispatchers import dispatcher_spec
+from moefold.topology.schedule_tables import SCHEDULES
 from moefold.validate.memory import OFFLOAD_PARTS
 
 GIB = 2**30
@@ -134,6 +136,11 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
     return found
 
 
+def _is_searched(key: str, choice: str) -> bool:
+    """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
+    return not (SCHEDULES[choice].reads_file if key == "schedule" else dispatcher_spec(choice).prefers)
+
+
 def _parse_value(key: str, text: str, label: str) -> Any:
     if key in NUMBER_AXES:
         minimum, maximum = (0, 3) if key == "zero" else (1, None)
@@ -143,7 +150,7 @@ def _parse_value(key: str, text: str, label: str) -> Any:
             raise ConfigError(f"{label} must be {legal}")
         return number
     if key in CHOICE_AXES:
-        choices = [choice for choice in get_args(key_types("parallel")[key]) if choice not in ("csv", "auto")]
+        choices = [choice for choice in get_args(key_types("parallel")[key]) if _is_searched(key, choice)]
         if text not in choices:
             guess = closest_match(text, choices)
             raise ConfigError(

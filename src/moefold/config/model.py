@@ -195,6 +195,11 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def value_head_size(self) -> int:
+        """Width of one value head."""
+        return self.v_head_dim if self.attention == "mla" else self.head_size
+
+    @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)

@@ -283,10 +283,10 @@ class TrainConfig:
 class DataConfig:
     """Source of the training tokens."""
 
-    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft"] = "python-docs"
+    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "program"] = "python-docs"
     """python-docs: documentation texts of this Python. text: files or folders. tokens: memory-mapped ids. synthetic:
     generated. huggingface: any source of the package `datasets`. sft: conversations for supervised fine-tuning
-    ([data.md](data.md))."""
+    ([data.md](data.md)). program: samples that a Python program passes to `train_model` ([api.md](api.md))."""
     path: str | tuple[str, ...] = ""
     """File or folder, or a list of them (text, tokens, sft); huggingface: also a name on the hub."""
     weights: tuple[float, ...] = ()

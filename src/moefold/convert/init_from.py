@@ -32,7 +32,7 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weights import HfSource, WeightSource, load_shards, parameter_shapes
 from moefold.model.init import initial_values, seed_for
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 
 
 def open_weights(path: Path) -> WeightSource:

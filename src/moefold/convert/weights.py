@@ -11,7 +11,6 @@ from torch import Tensor
 from moefold.checkpoint.streaming_io import CheckpointSource, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
 from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.families import Family, TensorRules
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
@@ -19,9 +18,9 @@ from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_t
 from moefold.convert.mtp import is_mtp_tensor
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
+from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError, format_list
 from moefold.model.init import local_slice
-from moefold.model.transformer import build_model
 
 MTP_REASON = "multi-token prediction"
 """Reason to ignore a tensor of an MTP layer that is left out."""
@@ -137,11 +136,11 @@ def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every parameter and buffer of a model, by name."""
-    with torch.device("meta"):
-        whole_model = build_model(Config(model=model))
-    tensors = {**dict(whole_model.named_parameters()), **dict(whole_model.named_buffers())}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    """Return the shape of every parameter and expert bias of a model, by name."""
+    shapes: dict[str, Shape] = {name: weight.shape for name, weight in model_weights(model).items()}
+    if model.expert_bias:
+        shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_experts,) for i in model.moe_layer_numbers}
+    return shapes
 
 
 def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> StateDictMapping:

@@ -18,9 +18,20 @@ Conventions:
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
 
 from moefold.config.model import ModelConfig
+from moefold.cost.layer_spec import (
+    attention_spec,
+    embedding_weight,
+    head_weights,
+    layer_weights,
+    mtp_layer_weights,
+)
+from moefold.cost.param_shapes import ModelPart, WeightShape
 
 TRAIN_TO_FORWARD = 3
 """FLOPs of a training step over those of its forward pass."""
@@ -101,23 +112,17 @@ class FlopCount:
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model, over all ranks."""
-    hidden, layers, dense_layers, moe_layers = _sizes(model)
-    biases = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_size if model.qkv_bias else 0
-    biases += hidden if model.attention_output_bias else 0
-    biases += model.num_attention_heads if model.attention_sinks else 0
-    expert = _swiglu(hidden, model.moe_ffn_hidden_size)
-    expert += 2 * model.moe_ffn_hidden_size + hidden if model.moe_bias else 0
+    counts: Counter[ModelPart] = Counter()
+    for kind, number in Counter(model.layer_kinds).items():
+        for weight in layer_weights(model, kind):
+            counts[weight.part] += number * weight.numel
+    for weight in (embedding_weight(model), *head_weights(model)):
+        counts[weight.part] += weight.numel
+    if model.mtp_layers:
+        counts["mtp"] = model.mtp_layers * sum(weight.numel for weight in mtp_layer_weights(model))
     return ParameterCount(
-        embedding=model.vocab_size * hidden,
-        head=0 if model.tie_embeddings else model.vocab_size * hidden,
-        attention=layers * (_attention_weights(model) + biases),
-        dense_mlp=dense_layers * _swiglu(hidden, model.ffn_hidden_size),
-        router=moe_layers * (hidden + model.router_bias) * model.num_experts,
-        experts=moe_layers * model.num_experts * expert,
-        shared_experts=moe_layers * _shared_experts(model),
-        norms=layers * (2 * hidden + _attention_norms(model)) + hidden,
-        mtp=_mtp_parameters(model) if model.mtp_layers else 0,
-        active_experts=moe_layers * model.top_k * expert,
+        **{part: counts[part] for part in get_args(ModelPart)},
+        active_experts=counts["experts"] * model.top_k // model.num_experts,
     )
 
 
@@ -128,86 +133,43 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         seq_len: tokens of the whole sequence, over all context-parallel ranks.
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
-    hidden, layers, dense_layers, moe_layers = _sizes(model)
-    value_size = model.v_head_dim if model.attention == "mla" else model.head_size
-    keys = sum(_keys_per_token(window, seq_len, causal) for window in model.layer_windows)
+    core_flops = attention_spec(model).core_flops
+    mean_keys = [keys_per_token(window, seq_len, causal=causal) for window in model.layer_windows]
+    flops: Counter[ModelPart] = Counter()
+    for kind, number in Counter(model.layer_kinds).items():
+        flops.update({part: number * count for part, count in _gemm_flops(model, layer_weights(model, kind)).items()})
+    head = 2 * model.hidden_size * model.vocab_size
+    mtp = 0
+    if model.mtp_layers:
+        gemms = _gemm_flops(model, mtp_layer_weights(model))
+        mtp = model.mtp_layers * (sum(gemms.values()) + round(core_flops(model, mean_keys[-1])) + head)
     return FlopCount(
-        attention_projections=2 * layers * _attention_weights(model),
-        attention_core=round(2 * keys * model.num_attention_heads * (model.head_size + value_size)),
-        dense_mlp=2 * dense_layers * _swiglu(hidden, model.ffn_hidden_size),
-        router=2 * moe_layers * hidden * model.num_experts,
-        experts=2 * moe_layers * model.top_k * _swiglu(hidden, model.moe_ffn_hidden_size),
-        shared_experts=2 * moe_layers * _shared_experts(model),
-        head=2 * hidden * model.vocab_size,
-        mtp=_mtp_flops(model, seq_len, causal=causal) if model.mtp_layers else 0,
+        attention_projections=flops["attention"],
+        attention_core=round(sum(core_flops(model, keys) for keys in mean_keys)),
+        dense_mlp=flops["dense_mlp"],
+        router=flops["router"],
+        experts=flops["experts"],
+        shared_experts=flops["shared_experts"],
+        head=head,
+        mtp=mtp,
     )
 
 
-def _last_layer(model: ModelConfig) -> ModelConfig:
-    """Return a one-layer model with the last layer, the kind of the MTP layers."""
-    pattern = "W" if model.layer_windows[-1] else "F"
-    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1], attention_pattern=pattern)
-
-
-def _mtp_parameters(model: ModelConfig) -> int:
-    one = count_parameters(_last_layer(model))
-    hidden = model.hidden_size
-    # The final norm of the one-layer model counts as the norm after each MTP layer.
-    layer = one.total - one.embedding - one.head
-    return model.mtp_layers * (layer + 2 * hidden * hidden + 2 * hidden)
-
-
-def _mtp_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
-    one = train_flops_per_token(_last_layer(model), seq_len, causal=causal)
-    return model.mtp_layers * (one.forward + 2 * 2 * model.hidden_size**2)
-
-
-def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
-    """Return hidden size, layers, dense layers and MoE layers."""
-    moe_layers = model.layer_kinds.count("M")
-    return model.hidden_size, model.num_layers, model.num_layers - moe_layers, moe_layers
-
-
-def _attention_weights(model: ModelConfig) -> int:
-    """Return the projection weights of one attention layer."""
-    hidden = model.hidden_size
-    heads = model.num_attention_heads
-    head = model.head_size
-    if model.attention == "gqa":
-        return hidden * (heads + 2 * model.num_query_groups) * head + heads * head * hidden
-    rank = model.q_lora_rank
-    query = (hidden + heads * head) * rank if rank else hidden * heads * head
-    down = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
-    up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    return query + down + up + heads * model.v_head_dim * hidden
-
-
-def _attention_norms(model: ModelConfig) -> int:
-    """Return the norm weights inside one attention layer."""
-    if model.attention == "mla":
-        return model.q_lora_rank + model.kv_lora_rank
-    if not model.qk_norm:
-        return 0
-    heads = model.num_attention_heads + model.num_query_groups if model.qk_norm_width == "all_heads" else 2
-    return heads * model.head_size
-
-
-def _keys_per_token(window: int, seq_len: int, causal: bool) -> float:
+def keys_per_token(window: int, seq_len: int, *, causal: bool) -> float:
     """Return the keys that a token attends to in one layer, averaged over the sequence."""
     if 0 < window < seq_len:
         return window - window * window / (2 * seq_len)
     return seq_len / 2 if causal else seq_len
 
 
-def _swiglu(hidden_size: int, ffn_hidden_size: int) -> int:
-    """Return the parameters of gate, up and down projection."""
-    return 3 * hidden_size * ffn_hidden_size
-
-
-def _shared_experts(model: ModelConfig) -> int:
-    """Return the parameters of one layer's shared expert and its gate (one output column)."""
-    width = model.shared_expert_ffn_hidden_size
-    return _swiglu(model.hidden_size, width) + (model.hidden_size if width and model.shared_expert_gate else 0)
+def _gemm_flops(model: ModelConfig, weights: Iterable[WeightShape]) -> Counter[ModelPart]:
+    """Return the FLOPs of one token's GEMMs with the weights of a layer, by part."""
+    flops: Counter[ModelPart] = Counter()
+    for weight in weights:
+        if weight.is_matrix:
+            active = weight.numel * model.top_k // model.num_experts if weight.is_expert else weight.numel
+            flops[weight.part] += 2 * active
+    return flops
 
 
 _PARTIAL_DEVICE = re.compile(r"\b(mig|grid|vgpu|laptop)\b")

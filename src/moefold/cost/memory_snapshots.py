@@ -13,13 +13,11 @@ import numpy as np
 
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
-from moefold.topology.pipeline_action import SlotRow, one_per_slot
-from moefold.topology.schedule_tables import SCHEDULES, overlapped_row, rank_row, to_slot_row
+from moefold.topology.pipeline_action import SlotRow, split_pairs
+from moefold.topology.schedule_tables import SCHEDULES, schedule_row
 
-BLOCKING_SENDS = ("gpipe", "1f1b")
-"""Schedules of torch that free what they have sent before the step ends."""
 STEADY_MICRO_BATCHES_PER_RANK = 3
-"""Micro-batches for each rank after which the steady phase only repeats; see `ScheduleSpec.shortest_equivalent`."""
+"""Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""
 
 
 RunningChunks = tuple[int, int]
@@ -52,8 +50,6 @@ class RankSnapshots:
 
     stages: tuple[int, ...]
     """Stage indices of the rank."""
-    states: Counts
-    """State counts, [`MemoryColumns.state_size`]."""
     activations: Counts
     """Activation counts, [snapshots, `MemoryColumns.size`]."""
     occurrence: Counts
@@ -65,7 +61,7 @@ class RankSnapshots:
 
 
 @dataclass(frozen=True)
-class ScheduleSpec:
+class StepSchedule:
     """The schedule of a step."""
 
     schedule: str
@@ -77,23 +73,24 @@ class ScheduleSpec:
     """True if sent tensors stay until the step ends, and all receive buffers are allocated when it begins."""
 
     @property
-    def shortest_equivalent(self) -> "ScheduleSpec":
+    def shortest_equivalent(self) -> "StepSchedule":
         """The same schedule with the fewest micro-batches that have all its snapshots.
 
         More micro-batches only repeat the steady phase.
         """
         n = self.num_micro_batches
         limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
-        if n <= limit or self.schedule == "gpipe" and self.pp > 1:
+        spec = SCHEDULES[self.schedule]
+        if n <= limit or not spec.repeats_steady_phase and self.pp > 1:
             return self
         # Rounds that are not pp long change with the number of micro-batches.
         per_round = n // max(1, n // self.pp)
-        repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
+        repeats = per_round == self.pp or not spec.runs_equal_rounds and self.vpp < 3
         return replace(self, num_micro_batches=limit) if repeats else self
 
 
 def find_snapshots(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
@@ -109,7 +106,7 @@ def find_snapshots(
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
     found = []
     for rank, stages in enumerate(stages_by_rank):
-        rows, _ = walk.snapshots(schedule_row(schedule_spec, rank), stages)
+        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages)
         found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
@@ -119,7 +116,7 @@ def find_snapshots(
 
 
 def find_peak_candidates(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
@@ -138,7 +135,7 @@ def find_peak_candidates(
     held = []
     found = []
     for rank in (0, len(stages_by_rank) - 1):
-        rows, _ = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
+        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages_by_rank[rank])
         # Most layers in flight; among these the most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)
         others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
@@ -149,7 +146,7 @@ def find_peak_candidates(
 
 
 def find_rank_snapshots(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     rows: Sequence[SlotRow],
@@ -170,21 +167,16 @@ def find_rank_snapshots(
         counts, in_flight = walk.snapshots(row, stages)
         num_awaited = walk.num_recv_buffers(stages) * schedule_spec.num_micro_batches
         end = columns.size
-        states = state_counts(chunks, stages, columns)
-        found.append(RankSnapshots(tuple(stages), states, counts[:, :end], counts[:, end:-1], in_flight, num_awaited))
+        found.append(RankSnapshots(tuple(stages), counts[:, :end], counts[:, end:-1], in_flight, num_awaited))
     return tuple(found)
 
 
 @lru_cache(maxsize=16384)
-def schedule_row(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
-    """Return the slots of a pipeline rank."""
-    count = schedule_spec.num_micro_batches
-    if schedule_spec.overlap:
-        return to_slot_row(overlapped_row(schedule_spec.schedule, rank, schedule_spec.pp, schedule_spec.vpp, count))
-    if schedule_spec.pp == 1:
-        return one_per_slot(rank_row("1f1b", 0, 1, 1, count))
-    name = "interleaved" if schedule_spec.schedule == "1f1b" and schedule_spec.vpp > 1 else schedule_spec.schedule
-    return one_per_slot(rank_row(name, rank, schedule_spec.pp, schedule_spec.vpp, count))
+def _slots_of_rank(schedule_spec: StepSchedule, rank: int) -> SlotRow:
+    """Return the slots of a pipeline rank; only with overlap are two micro-batches in one slot."""
+    s = schedule_spec
+    row = schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
+    return row if s.overlap else split_pairs(row)
 
 
 class _RankWalker:
@@ -201,7 +193,7 @@ class _RankWalker:
 
     def __init__(
         self,
-        schedule_spec: ScheduleSpec,
+        schedule_spec: StepSchedule,
         chunks: Sequence[ModelChunk],
         stages_by_rank: Sequence[Sequence[int]],
         columns: MemoryColumns,
@@ -385,7 +377,7 @@ class _RankWalker:
 
     def _keeps_sent_messages(self) -> bool:
         order = self.schedule_spec
-        frees_sent = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        frees_sent = SCHEDULES[order.schedule].frees_sent_messages and order.vpp == 1 and not order.overlap
         return order.keeps_sent_messages and order.pp > 1 and not frees_sent
 
     def num_recv_buffers(self, stages: Iterable[int]) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from moefold.config.schema import Config
+from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
-from moefold.cost.param_shapes import WeightShape, embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.param_shapes import WeightShape
 from moefold.topology.pipeline_layout import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -85,7 +86,7 @@ class ShardSpec:
         return self.optimizer.num_matrix_moments if self._is_gathered(weight) else self.optimizer.num_moments
 
     def _is_gathered(self, weight: WeightShape) -> bool:
-        return weight.uses_muon and weight.part in self.matrix_groups
+        return weight.in_muon_groups(self.matrix_groups)
 
     def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
         """Return the bytes of the gathered weights."""
@@ -150,8 +151,8 @@ def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
         case "head":
             return head_weights(cfg.model)
         case "mtp":
-            return mtp_layer_weights(cfg.model, cfg.parallel.tp)
-    return layer_weights(cfg.model, name, cfg.parallel.tp)
+            return mtp_layer_weights(cfg.model)
+    return layer_weights(cfg.model, name)
 
 
 class UnitMemory:

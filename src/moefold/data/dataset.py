@@ -1,7 +1,7 @@
 """Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from moefold.data.cache import cached_tokens
 from moefold.data.huggingface import text_tables
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.mixture import Mixture
-from moefold.data.sample import EodAnnotatedSamples, SampleSource
+from moefold.data.sample import EodAnnotatedSamples, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
 from moefold.data.sft import open_conversations, pack_conversations
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
@@ -38,6 +38,43 @@ class Dataset:
     """Held-out samples; empty if data.validation_fraction is 0. Shuffled in the same order for every seed."""
     tokenizer: Tokenizer
     """Converts text to ids and back."""
+
+
+class NoSamples(Sampler):
+    """No sample."""
+
+    has_annotations = False
+
+    def __len__(self) -> int:
+        """Return 0."""
+        return 0
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Raise ConfigError."""
+        raise ConfigError("there is no sample")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramData:
+    """Samples that a program passes to `train_model`, for data.kind="program".
+
+    A program derives from `Sampler` and returns in `annotated_sample` tokens, weights of the targets and the columns
+    of its loss. Every rank has its own copy and reads the samples of its data-parallel rank. Sample `index` must be the
+    same on every rank; the position of a run is the number of samples it has read.
+    """
+
+    train: Sampler
+    validation: Sampler = field(default_factory=NoSamples)
+
+    def check(self, seq_len: int) -> None:
+        """Check that samples have the length of the recipe's.
+
+        Raises:
+            ConfigError: they have not.
+        """
+        for sampler in (self.train, self.validation):
+            if len(sampler) and sampler.seq_len != seq_len:
+                raise ConfigError(f"train.seq_len={seq_len} must be the seq_len of the samples, {sampler.seq_len}")
 
 
 def open_dataset(
@@ -145,6 +182,11 @@ class _DatasetBuilder:
 
     def _source(self, tokenizer: Tokenizer, split: str) -> SampleSource:
         data = self.data
+        if data.kind == "program":
+            raise ConfigError(
+                'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, '
+                "data=...); choose another kind for a command"
+            )
         if data.kind == "synthetic":
             check_no_data_path(data)
             samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)

@@ -4,12 +4,15 @@ A source of samples that implements `annotated_sample` next to `sample` (an `Ann
 attention masks and the weighted mean of the loss follow from it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+BUILTIN_COLUMNS = frozenset({"labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts"})
+"""Columns that a batch has by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,10 @@ class Sample:
 
     The loss is the weighted mean over the targets of the global batch.
     """
+    token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further columns of the batch for a loss function, one value or more per input token, [..., S]."""
+    sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further columns of the batch with values per sample, of any shape."""
 
 
 class SampleSource(Protocol):
@@ -92,6 +99,10 @@ class SampleBatch:
     """[count, S + 1]; None if and only if the source has no annotations. The same holds for `weights`."""
     weights: NDArray[np.float64] | None = None
     """[count, S]; as the source gave them, so first tokens of documents may still have a nonzero weight."""
+    token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[count, ..., S] each."""
+    sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[count, ...] each."""
 
     @property
     def inputs(self) -> NDArray[np.int64]:
@@ -124,7 +135,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     """Stack samples of an annotated source.
 
     Raises:
-        ValueError: a sample has arrays of the wrong length.
+        ValueError: a sample has arrays of the wrong length, or a column with the name of a built-in one.
     """
     tokens = np.empty((len(samples), seq_len + 1), dtype=np.int64)
     documents = np.zeros((len(samples), seq_len + 1), dtype=np.int32)
@@ -135,7 +146,19 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
             documents[i] = sample.document_ids
         if sample.weights is not None:
             weights[i] = sample.weights
-    return SampleBatch(tokens, documents, weights)
+    token_columns = _stack_columns([sample.token_columns for sample in samples])
+    sample_columns = _stack_columns([sample.sample_columns for sample in samples])
+    for name, values in token_columns.items():
+        if values.shape[-1] != seq_len:
+            raise ValueError(f"the column {name!r} has {values.shape[-1]} values per sample, and needs {seq_len}")
+    if clashes := BUILTIN_COLUMNS & {*token_columns, *sample_columns}:
+        raise ValueError(f"a batch has the columns {sorted(clashes)} by itself; choose other names")
+    return SampleBatch(tokens, documents, weights, token_columns, sample_columns)
+
+
+def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Stack the columns of samples, all of which have the same ones."""
+    return {name: np.stack([part[name] for part in columns]) for name in columns[0]}
 
 
 def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:

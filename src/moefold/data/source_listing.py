@@ -22,7 +22,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """
     if data.kind == "python-docs":
         return [(file.path.name, file.path) for file in python_docs_corpus().files]
-    if data.kind == "synthetic":
+    if data.kind in ("synthetic", "program"):
         return []
     found = []
     for name in (data.path,) if isinstance(data.path, str) else data.path:

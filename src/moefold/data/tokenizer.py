@@ -208,15 +208,16 @@ class NumberTokenizer:
 def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a recipe, checked against the model's vocabulary size.
 
-    Ids are shown as numbers for `synthetic`, and for `tokens` with the default `bytes` and a vocabulary other than 256.
+    Ids are shown as numbers for `synthetic` and `program`, and for `tokens` with the default `bytes` and a vocabulary
+    other than 256.
 
     Raises:
         ConfigError: the tokenizer is missing or broken, does not belong to the kind of data, or has more ids than the
             model's embedding has rows.
     """
-    if data.kind == "synthetic":
+    if data.kind in ("synthetic", "program"):
         if data.tokenizer != "bytes":
-            raise ConfigError(f'data.tokenizer={data.tokenizer!r} is not used by data.kind="synthetic"; leave it out')
+            raise ConfigError(f'data.tokenizer={data.tokenizer!r} is not used by data.kind="{data.kind}"; leave it out')
         return NumberTokenizer(vocab_size)
     if data.kind == "tokens" and data.tokenizer == "bytes" and vocab_size != ByteTokenizer.vocab_size:
         return NumberTokenizer(vocab_size)

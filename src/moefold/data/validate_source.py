@@ -34,6 +34,8 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     if data.kind == "huggingface":
         check_package()
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
+    if data.kind == "program":
+        return
     if data.kind == "sft":
         conversation_files(data)
         load_chat_template(data)

@@ -78,7 +78,7 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
         labels, is_scored = labels.t().to(device), is_scored.t().to(device)
         losses = model.stage.head.vocab_parallel.cross_entropy(logits, labels).double()
         scores[0] = -(losses * is_scored).sum(0)
-        is_argmax = model.gather_logits(logits).argmax(-1) == labels
+        is_argmax = model.stage.head.vocab_parallel.gather(logits).argmax(-1) == labels
         scores[1] = (is_argmax | ~is_scored).all(0)
     model.wait_send()
     model.stage.set_positions(model.positions)

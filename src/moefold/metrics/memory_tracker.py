@@ -10,18 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode, local_tensor, storage_key, tree_iter
+from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Phase = Literal["before", "forward", "backward"]
 UNTAGGED = "other"
 GATHERED_WEIGHTS = "gathered weights"
@@ -71,30 +69,9 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self._part_stack.pop()
 
-    def scoped(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a function so that its allocations are attributed to a part."""
-
-        @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self.part(name):
-                return function(*args, **kwargs)
-
-        return run
-
-    def scoped_resumable(self, name: str, function: Callable[P, Resumable[T]]) -> Callable[P, Resumable[T]]:
-        """Wrap a resumable function so that its allocations, but not those made while it pauses, belong to a part."""
-
-        @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> Resumable[T]:
-            task = ResumableTask(function(*args, **kwargs))
-            while True:
-                with self.part(name):
-                    task.resume()
-                if task.is_done:
-                    return task.run_to_end()
-                yield
-
-        return run
+    def scoped(self, name: str, function: Function) -> Function:
+        """Wrap a function, plain or resumable, so that its allocations are attributed to a part."""
+        return wrap_calls(function, lambda *args, **kwargs: CallContext(partial(self.part, name)))
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Assign tensors to a part, wherever they were allocated."""
@@ -169,22 +146,22 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> "MemoryTracker":
         self._thread_id = threading.get_ident()
         # FSDP frees and refills gathered weights by storage.resize_(), which is not dispatched.
-        self._resize = torch.UntypedStorage.resize_
-        resize = self._resize
+        self._undo_resize = wrap_method(torch.UntypedStorage, "resize_", self._track_resize)
+        super().__enter__()
+        return self
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo_resize()
+
+    def _track_resize(self, resize: Function) -> Function:
         @wraps(resize)
         def tracked_resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._record_resize(storage, size)
             return result
 
-        torch.UntypedStorage.resize_ = tracked_resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        return tracked_resize
 
     def _allocation(self, tensor: Tensor) -> Allocation:
         storage = local_tensor(tensor).untyped_storage()

@@ -182,7 +182,7 @@ class StepMetrics:
     step: int
     """Optimizer step, 1-based."""
     loss: float
-    """Mean language-model cross-entropy per token of the global batch, in nats."""
+    """Mean language-model cross-entropy per token of the global batch, in nats; or the sum of `loss_terms`."""
     aux_loss: float
     """Load-balancing loss: the sum over layers, times its coefficient."""
     z_loss: float
@@ -231,6 +231,9 @@ class StepMetrics:
     rank_times: RankTimeMetrics | None = None
     """Compute and wait times of the ranks; None with one rank or faults.straggler_factor=0."""
 
+    loss_terms: dict[str, float] | None = None
+    """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
+
     @property
     def worst_expert_load(self) -> float | None:
         """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""
@@ -274,6 +277,8 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
     if isinstance(value, MemoryByPart):
         return asdict(value)
     if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimeMetrics | OffloadMetrics):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.resumable import Resumable
 from moefold.comm.torch_compat import innermost_saved_tensor_hooks
+from moefold.model.module_wrapper import CallContext, Function, as_resumable, wrap_calls
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -52,7 +53,7 @@ def checkpoint_without_output(function: TensorFunction, *tensors: Tensor) -> Ite
         yield outputs
 
 
-def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_wrapper(function: Function) -> Function:
     """Wrap a function so that it saves only its arguments, and is recomputed in the backward pass.
 
     Its collectives are repeated: every rank of their groups recomputes at the same place.
@@ -65,41 +66,30 @@ def checkpoint_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def checkpoint_resumable(
-    function: Callable[..., Resumable[Tensor]], on_yield: Callable[[], None]
-) -> Callable[..., Any]:
-    """Wrap a resumable function like `checkpoint_wrapper`.
+def checkpoint_resumable(function: Function, on_yield: Callable[[], None]) -> Function:
+    """Wrap a function, plain or resumable, like `checkpoint_wrapper`; the recomputation runs to its end.
 
-    torch's checkpoint cannot: its saved-tensor hooks would also catch operations that run between the yields.
+    torch's checkpoint stops at the last saved tensor, which may come before a collective on one rank and after it on
+    another, and its saved-tensor hooks would also catch operations that run between the yields.
 
     Args:
-        function: returns a `Resumable`; its tensors are positional arguments.
+        function: its tensors are positional arguments.
         on_yield: called at each yield of the recomputation.
     """
 
-    def run(*args: Any) -> Resumable[Tensor]:
+    def begin(*args: Any) -> CallContext | None:
         if not torch.is_grad_enabled():
-            return (yield from function(*args))
+            return None
         resumable_checkpoint = _ResumableCheckpoint(function, args, on_yield)
-        steps = function(*args)
-        while True:
-            with saved_tensors_hooks(resumable_checkpoint.pack, _unpack_resumable):
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    result: Tensor = end.value
-                    return result
-            yield
+        return CallContext(lambda: saved_tensors_hooks(resumable_checkpoint.pack, _unpack_resumable))
 
-    return run
+    return wrap_calls(function, begin)
 
 
 class _ResumableCheckpoint:
-    """Recomputation of the tensors that one call of a resumable function would have saved."""
+    """Recomputation of the tensors that one call of a function would have saved."""
 
-    def __init__(
-        self, function: Callable[..., Resumable[Tensor]], args: Sequence[Any], on_yield: Callable[[], None]
-    ) -> None:
+    def __init__(self, function: Function, args: Sequence[Any], on_yield: Callable[[], None]) -> None:
         self._function = function
         self._on_yield = on_yield
         self._non_tensor_args = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -124,8 +114,8 @@ class _ResumableCheckpoint:
 
     def _recompute(self) -> None:
         args = list(self._non_tensor_args)
-        saved_inputs = self._saved_inputs.grad_fn.saved_tensors  # type: ignore[union-attr]
-        for i, tensor, requires_grad in zip(self._tensor_indices, saved_inputs, self._requires_grad, strict=True):
+        node: Any = self._saved_inputs.grad_fn
+        for i, tensor, requires_grad in zip(self._tensor_indices, node.saved_tensors, self._requires_grad, strict=True):
             args[i] = tensor.detach().requires_grad_(requires_grad)
         recomputed: dict[int, Tensor] = {}
 
@@ -134,7 +124,7 @@ class _ResumableCheckpoint:
 
         with torch.enable_grad():
             # Run to the end even if nothing more is saved: all ranks must stop at the same place.
-            steps = self._function(*args)
+            steps = as_resumable(self._function, *args)
             while not _advance(steps, pack):
                 self._on_yield()
         assert len(recomputed) == self._num_saved, "the recomputation must save as many tensors as the forward pass"

@@ -1,5 +1,6 @@
 """Causal self-attention with grouped queries (GQA, arXiv:2305.13245), within documents and sliding windows."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import LinearBackend
+from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
@@ -19,6 +20,7 @@ from moefold.ops.block_attention import (
     BlockedWindow,
     BlockKernel,
     BlockMask,
+    CausalKernel,
     attention_block,
     attention_block_backward,
     fold_in_sinks,
@@ -84,12 +86,43 @@ class AttentionMaskSpec:
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
-class Attention(nn.Module):
-    """Attention layer: QKV projections, RoPE, core attention, output projection. Head counts follow the local weights.
+class SelfAttention(nn.Module, ABC):
+    """Base class of the attention of a layer; head counts follow the local weights.
 
     `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two) and `kv_rows` (the rows of wk and wv for this rank's query heads, where
-    tp exceeds the number of query groups).
+    `wgrad_store` (backward pass split in two) and `kernels`.
+
+    Args:
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.kernels: Kernels = TORCH_KERNELS
+        self.window = window
+        self.core_attention: CoreAttention = CausalAttention(window)
+
+    @abstractmethod
+    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+        """Compute self-attention over the whole sequence.
+
+        Args:
+            x: [S/(cp*tp), B, H].
+            rope: of the positions of this rank's context shard, S/cp tokens.
+            document_starts: see `CoreAttention`, int64 [S, B].
+
+        Returns:
+            [S/(cp*tp), B, H].
+        """
+
+
+class Attention(SelfAttention):
+    """Grouped-query attention: QKV projections, RoPE, core attention, output projection.
+
+    `parallelize` also sets `kv_rows`, the rows of wk and wv for this rank's query heads, where tp exceeds the number of
+    query groups.
 
     Args:
         cfg: sizes, norms, biases and sinks.
@@ -97,7 +130,7 @@ class Attention(nn.Module):
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__()
+        super().__init__(window)
         head = cfg.head_size
         hidden = cfg.hidden_size
         query = cfg.num_attention_heads * head
@@ -114,30 +147,16 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
         self.kv_rows = slice(None)
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Compute self-attention over the whole sequence.
-
-        Args:
-            x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens.
-            document_starts: see `CoreAttention`, int64 [S, B].
-
-        Returns:
-            [S/(cp*tp), B, H].
-        """
+        """Compute grouped-query attention, as `SelfAttention.forward`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
             self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
             self._shard_of(self.wv, self.bv, self.kv_rows, x.dtype),
         ]
-        projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.linear_backend)
+        projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
         if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
             query, key = self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
@@ -147,7 +166,7 @@ class Attention(nn.Module):
         attended = self.core_attention(rope(query), rope(key), value, document_starts, sinks)
         wo = local_param(self.wo, x.dtype)
         out = self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.linear_backend
+            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
 
@@ -190,14 +209,6 @@ class CoreAttention(Protocol):
         Returns:
             [S, B, A, D].
         """
-        ...
-
-
-class CausalKernel(BlockKernel, Protocol):
-    """Kernel of causal attention for one device and one dtype."""
-
-    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether the kernel supports these tensors, [S, B, heads, D]."""
         ...
 
 

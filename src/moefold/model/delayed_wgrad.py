@@ -5,6 +5,7 @@ The input gradient of a layer is needed by the previous stage at once, the weigh
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,42 @@ class WeightGradStoreProtocol(Protocol):
         ...
 
 
-def should_delay(wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight gradient should be delayed (there is a store, and input and weight require grad)."""
-    return wgrad_store is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+@dataclass(frozen=True)
+class WeightGradSink:
+    """Destination of the weight gradients of one call of an autograd function."""
+
+    wgrad_store: WeightGradStoreProtocol | None = None
+    """Receives delayed weight gradients; None: they are returned to autograd."""
+    tracked_weights: tuple[Tensor, ...] = ()
+    """The differentiable weights, of which autograd sees detached ones if their gradients are delayed."""
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if the weight gradients are computed after the backward pass."""
+        return self.wgrad_store is not None
+
+    def resolve(self, compute: Callable[[], Sequence[Tensor | None]], num_weights: int) -> Sequence[Tensor | None]:
+        """Compute the weight gradients now, or store `compute` for later; returns what autograd gets for the weights.
+
+        Args:
+            compute: returns the gradient of each weight, None for an absent one.
+            num_weights: weights of the call, absent ones included.
+        """
+        if self.wgrad_store is None:
+            return compute()
+        self.wgrad_store.put(self.tracked_weights, lambda: [grad for grad in compute() if grad is not None])
+        return [None] * num_weights
+
+
+def weight_grad_sink(
+    wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weights: Sequence[Tensor | None]
+) -> tuple[WeightGradSink, list[Tensor | None]]:
+    """Return the destination of the weight gradients and the weights for autograd, which are detached if delayed.
+
+    They are delayed if there is a store, and the input and a weight require grad.
+    """
+    present = tuple(weight for weight in weights if weight is not None)
+    is_differentiated = torch.is_grad_enabled() and x.requires_grad and any(weight.requires_grad for weight in present)
+    if wgrad_store is None or not is_differentiated:
+        return WeightGradSink(), list(weights)
+    return WeightGradSink(wgrad_store, present), [None if weight is None else weight.detach() for weight in weights]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.delayed_wgrad import WeightGradStoreProtocol, should_delay
+from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
@@ -72,58 +72,31 @@ def linear(
     Returns:
         [..., N].
     """
-    if should_delay(wgrad_store, x, weight):
-        y: Tensor = _DelayedWgradLinear.apply(
-            x, weight.detach(), (weight,), wgrad_store, linear_backend or UNQUANTIZED_LINEAR
-        )
-    elif linear_backend is not None or TORCH_GEMM.is_faster_than_torch_mm(x):
-        y = _Linear.apply(x, weight, linear_backend or UNQUANTIZED_LINEAR)
-    else:
+    wgrad_sink, (tracked_weight,) = weight_grad_sink(wgrad_store, x, (weight,))
+    if not wgrad_sink.is_delayed and linear_backend is None and not TORCH_GEMM.is_faster_than_torch_mm(x):
         return F.linear(x, weight, bias)
+    y: Tensor = _Linear.apply(x, tracked_weight, linear_backend or UNQUANTIZED_LINEAR, wgrad_sink)
     return y if bias is None else y + bias
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, linear_backend: LinearBackend) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.linear_backend = linear_backend
-        return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        grad_MN = grad.flatten(0, -2)
-        x_MK = x.flatten(0, -2)
-        if isinstance(ctx.linear_backend, UnquantizedLinear):
-            # Upcast once for both GEMMs.
-            grad_MN = ctx.linear_backend.gemm.upcast(grad_MN)
-        grad_x = ctx.linear_backend.input_gradient(grad_MN, weight).view_as(x)
-        return grad_x, ctx.linear_backend.weight_gradient(grad_MN, x_MK), None
-
-
-class _DelayedWgradLinear(torch.autograd.Function):
-    """Linear layer with a delayed weight gradient; autograd does not see the differentiable `tracked_weights`."""
-
-    @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        tracked_weights: tuple[Tensor],
-        wgrad_store: WeightGradStoreProtocol,
-        linear_backend: LinearBackend,
+        ctx: Any, x: Tensor, weight: Tensor, linear_backend: LinearBackend, wgrad_sink: WeightGradSink
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = tracked_weights, wgrad_store, linear_backend
+        ctx.args = linear_backend, wgrad_sink
         return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tracked_weights, wgrad_store, linear_backend = ctx.args
+        linear_backend, wgrad_sink = ctx.args
         grad_MN = grad.flatten(0, -2)
-        wgrad_store.put(tracked_weights, lambda: (linear_backend.weight_gradient(grad_MN, x.flatten(0, -2)),))
-        return linear_backend.input_gradient(grad_MN, weight).view_as(x), None, None, None, None
+        if isinstance(linear_backend, UnquantizedLinear) and not wgrad_sink.is_delayed:
+            # Upcast once for both GEMMs; a delayed one keeps the gradient in its own precision.
+            grad_MN = linear_backend.gemm.upcast(grad_MN)
+        grad_x = linear_backend.input_gradient(grad_MN, weight).view_as(x)
+        grad_weights = wgrad_sink.resolve(lambda: [linear_backend.weight_gradient(grad_MN, x.flatten(0, -2))], 1)
+        return grad_x, *grad_weights, None, None

@@ -8,13 +8,11 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import CausalAttention, CoreAttention
-from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import LinearBackend, linear
+from moefold.model.attention import SelfAttention
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
-from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.rope import Rope
 
 LATENT_NORM_EPS = 1e-6
@@ -37,16 +35,15 @@ class LatentCacheProtocol(Protocol):
         ...
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SelfAttention):
     """Multi-head latent attention: down and up projections, partial RoPE, and core attention.
 
     The latents are low-dimensional: each rank computes those of its own tokens, with weights replicated over tp, and
     the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of `wq_up`
     (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two) and `up_proj_checkpoint` (recompute heads from the latents instead of
-    saving them). A decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
+    `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
+    decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
     computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
@@ -55,7 +52,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__()
+        super().__init__(window)
         heads = cfg.num_attention_heads
         hidden = cfg.hidden_size
         self.qk_rope_head_dim = cfg.qk_rope_head_dim
@@ -70,11 +67,6 @@ class LatentAttention(nn.Module):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
@@ -83,16 +75,7 @@ class LatentAttention(nn.Module):
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
     def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
-        """Compute latent attention over the whole sequence.
-
-        Args:
-            x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens.
-            document_starts: see `CoreAttention`, int64 [S, B].
-
-        Returns:
-            [S/(cp*tp), B, H].
-        """
+        """Compute latent attention, as `SelfAttention.forward`."""
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
@@ -110,7 +93,7 @@ class LatentAttention(nn.Module):
             attended = self._absorbed_attention(nope, rope(rotated), *cached)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.linear_backend
+            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
 
     def _expanded_attention(
@@ -125,11 +108,11 @@ class LatentAttention(nn.Module):
         wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(source, weights[0], wgrad_store=wgrad_store, linear_backend=self.linear_backend).unflatten(
-                -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
-            )
+            query = linear(
+                source, weights[0], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
+            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
             key_value = linear(
-                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.linear_backend
+                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
             ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             return self._expand_heads(query, key_value, shared_key, rope)
 
@@ -195,7 +178,9 @@ class LatentAttention(nn.Module):
         return self.sequence_parallel.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.linear_backend)
+        return linear(
+            x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.kernels.linear_backend
+        )
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
         """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""

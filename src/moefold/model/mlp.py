@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import LinearBackend
+from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
-from moefold.ops.swiglu import SwiGLUKernel, swiglu
+from moefold.ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -20,13 +20,14 @@ class SwiGLU(nn.Module):
         self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
-        self.swiglu_kernel: SwiGLUKernel | None = None
+        self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the feed-forward, [S/(cp*tp), B, H] -> same; communicates through `sequence_parallel`."""
         columns = [(local_param(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
-        gate, up = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.linear_backend)
-        hidden = swiglu(gate, up, self.swiglu_kernel)
+        gate, up = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
+        hidden = swiglu(gate, up, self.kernels.swiglu)
         w_down = local_param(self.w_down, x.dtype)
-        return self.sequence_parallel.linear_reduce_scatter(hidden, w_down, self.wgrad_store, self.linear_backend)
+        return self.sequence_parallel.linear_reduce_scatter(
+            hidden, w_down, self.wgrad_store, self.kernels.linear_backend
+        )

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
-from moefold.ops.norm import NormKernel, cpu_rms_norm
+from moefold.ops.norm import cpu_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernel`."""
+    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernels`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-        self.kernel: NormKernel | None = None
+        self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
@@ -26,7 +27,7 @@ class RMSNorm(nn.Module):
     def normalize(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         """Normalise as a function of tensors only, for recomputation."""
         if x.device.type == "cpu":
-            return (cpu_rms_norm(x, weight, self.eps, self.kernel),)
+            return (cpu_rms_norm(x, weight, self.eps, self.kernels.norm),)
         # F.rms_norm may use x several times. The view makes autograd sum these gradients here, so that the result is
         # bitwise the same with and without recomputation.
         return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)

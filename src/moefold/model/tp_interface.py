@@ -67,6 +67,10 @@ class VocabParallel(Protocol):
         """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H]; zeros for tokens of other ranks."""
         ...
 
+    def gather(self, logits: Tensor) -> Tensor:
+        """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
+        ...
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of each token in nats, float32 at least [...], from logits [..., V/tp] and labels [...]."""
         ...
@@ -107,6 +111,10 @@ class NoVocabParallel:
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Look up the rows of tokens."""
         return F.embedding(tokens, weight)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits, which are complete."""
+        return logits
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute cross-entropy over all rows."""

@@ -1,80 +1,80 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
-from moefold.config.model import ModelConfig
+from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.init import seed_for
-from moefold.model.linear import LinearBackend, linear
+from moefold.model.head import Head, ModelOutput
+from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
-from moefold.model.mla import LatentAttention
-from moefold.model.mlp import SwiGLU
+from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_sum
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
+from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
-from moefold.ops.gemm import TORCH_GEMM, Gemm
-from moefold.ops.rope import Rope, RopeKernel
+from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 CHUNK_LOGITS = 1 << 24
 """Default size of a loss chunk, in logits: 64 MiB in float32."""
 MIN_CHUNK_TOKENS = 256
-CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU where all logits are saved for backward: it bounds the temporaries (docs/log.md)."""
 
 
 class Block(nn.Module):
     """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward, and sets
-    `yields_at_comm`, where another micro-batch is computed concurrently: no hook may then be registered on the layer
-    or on its feed-forward part.
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
-        is_moe = model.all_layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        window = model.all_layer_windows[number]
-        self.attention = LatentAttention(model, window) if model.attention == "mla" else Attention(model, window)
+        self.attention = ATTENTION_BUILDERS[model.attention](model, model.all_layer_windows[number])
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.ffn = _build_moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
+        self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
-        self.yields_at_comm = False
 
-    def forward(self, x: Tensor, rope: Rope, *more: Tensor | None) -> Tensor:
-        """Run `forward_resumable` to its end."""
-        return run_to_end(self.forward_resumable(x, rope, *more))
+    def forward(
+        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """Compute the layer, [S/(cp*tp), B, H] -> same.
+
+        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
+        """
+        x = self._attend(x, rope, document_starts)
+        with self._normalized_ffn_input(x) as (normed,):
+            return x + (self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
     def forward_resumable(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
     ) -> Resumable[Tensor]:
-        """Compute the layer, [S/(cp*tp), B, H] -> same; with `yields_at_comm` it yields at each MoE all-to-all.
-
-        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
-        """
-        with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
-            x = x + self.attention(normed, rope, document_starts)
-        with self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x)) as (normed,):
+        """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
+        x = self._attend(x, rope, document_starts)
+        with self._normalized_ffn_input(x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
                 return x + self.ffn(normed)
-            if not self.yields_at_comm:
-                return x + self.ffn(normed, sample_ids)
             moe = ResumableTask(self.ffn.forward_resumable(normed, sample_ids))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
         return x + (yield from moe.remaining())
+
+    def _attend(self, x: Tensor, rope: Rope, document_starts: Tensor | None) -> Tensor:
+        """Add attention to the residual stream."""
+        with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
+            return x + self.attention(normed, rope, document_starts)
+
+    def _normalized_ffn_input(self, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
+        return self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x))
 
 
 class MTPBlock(Block):
@@ -92,8 +92,23 @@ class MTPBlock(Block):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.linear_backend: LinearBackend | None = None
+        self.kernels: Kernels = TORCH_KERNELS
         self.output_norm = RMSNorm(hidden, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        sample_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+        embedded: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
+
+        Returns:
+            Normalised hidden states, [S/(cp*tp), B, H].
+        """
+        return self.output_norm(super().forward(self._project(x, embedded), rope, sample_ids, document_starts))
 
     def forward_resumable(
         self,
@@ -103,20 +118,20 @@ class MTPBlock(Block):
         document_starts: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
-        """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
+        """Compute `forward`, yielding at each MoE all-to-all."""
+        x = self._project(x, embedded)
+        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
 
-        Returns:
-            Normalised hidden states, [S/(cp*tp), B, H].
-        """
+    def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
+        """Combine hidden states and token embeddings."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = linear(
+        return linear(
             both,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
-            linear_backend=self.linear_backend,
+            linear_backend=self.kernels.linear_backend,
         )
-        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
 
 
 class Embedding(nn.Module):
@@ -135,60 +150,11 @@ class Embedding(nn.Module):
         return self.sequence_parallel.scatter(vectors.to(self.dtype))
 
 
-class Head(nn.Module):
-    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied."""
-
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
-        self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.vocab_parallel: VocabParallel = NoVocabParallel()
-        self.gemm: Gemm = TORCH_GEMM
-
-    def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
-        return self.logits(self.norm(x), tied_weight)
-
-    def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
-        return linear(
-            self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
-        )
-
-    def losses(self, x: Tensor, tied_weight: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
-        """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
-
-        Args:
-            x: normalised hidden states, [S/(cp*tp), B, H].
-            tied_weight: the embedding weight, if embeddings are tied.
-            labels: next tokens.
-            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
-        """
-        is_single_chunk = not 0 < chunk < labels.numel()
-        # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
-        if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
-            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
-        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
-        x_all = self.sequence_parallel.gather(x)
-        weight_shard = self._weight_shard(x, tied_weight)
-        return self.vocab_parallel.chunked_cross_entropy(
-            x_all, weight_shard, labels, chunk, saves_exponentials=is_single_chunk, gemm=self.gemm
-        )
-
-    def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
-        weight = tied_weight if self.weight is None else self.weight
-        assert weight is not None
-        return local_param(weight, x.dtype)
-
-
 class Transformer(nn.Module):
     """Consecutive layers of the model, with the embedding on the first pipeline stage and the head on the last.
 
     Layers are named by their number in the whole model, so parameter names do not depend on the pipeline. The layers of
-    multi-token prediction (MTP) follow all others, on the last stage.
+    multi-token prediction (MTP) follow all others, on the last stage. `loss` is computed there.
     """
 
     def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
@@ -198,6 +164,7 @@ class Transformer(nn.Module):
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
         self.is_first = is_first
         self.is_last = is_last
+        self.loss: LossFunction = NextTokenLoss()
         self._loss_chunk = loss_chunk(cfg)
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
@@ -208,86 +175,98 @@ class Transformer(nn.Module):
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
-        self.rope_kernel: RopeKernel | None = None
+        self.kernels: Kernels = TORCH_KERNELS
 
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
-        self.rope = build_rope(self.cfg.model, positions, self.dtype, self.rope_kernel)
+        self.rope = build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope)
 
-    def forward(self, x: Tensor, *targets: Tensor | None, **named: Tensor | None) -> Tensor:
-        """Run `forward_resumable` to its end."""
-        return run_to_end(self.forward_resumable(x, *targets, **named))
-
-    def forward_resumable(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-        sample_ids: Tensor | None = None,
-        mtp_labels: Tensor | None = None,
-        mtp_weights: Tensor | None = None,
-        document_starts: Tensor | None = None,
-    ) -> Resumable[Tensor]:
-        """Run the layers of this stage; yields where its blocks yield.
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+        """Run the layers of this stage.
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
-            labels: next tokens, int64 [B, S/cp]; used by the last stage.
-            weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
-            sample_ids: index of each sample in the global batch, int64 [B].
-            mtp_labels: targets of multi-token prediction, int64 [B, mtp_layers, S/cp].
-            mtp_weights: share of each MTP target in the loss of its depth, [B, mtp_layers, S/cp]; 0 after the sample's
-                end.
-            document_starts: position at which the document of each token begins, int64 [B, S], of whole samples:
-                attention stays within a document, and its positions count from there. None: a sample is one document.
+            columns: the columns of the micro-batch; see `Batch`.
 
         Returns:
-            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
-            losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
+            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
+            labels, the logits [S/cp, B, V/tp].
         """
-        rope = self._rope_for(document_starts)
-        starts_SB = None if document_starts is None else document_starts.t()
-        if self.is_first:
-            x = self.embedding(x)
-        for block in self.layers.values():
-            if not isinstance(block, MTPBlock):
-                x = yield from self._run_block(block, x, rope, sample_ids, starts_SB)
+        args = self._block_args(columns)
+        x = self.embedding(x) if self.is_first else x
+        for block in self._blocks():
+            x = block(x, *args)
         if not self.is_last:
-            # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
-            return x if self.is_first or len(self.layers) else x.view_as(x)
-        tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
-        if labels is None:
-            return self.head(x, tied)
-        normed = self.head.norm(x)
-        loss = self._loss(normed, tied, labels, weights)
-        if self.cfg.model.mtp_layers == 0:
-            return loss
-        if not self.training:
-            return torch.cat((loss, torch.zeros_like(loss)))
-        assert mtp_labels is not None, "multi-token prediction needs mtp_labels"
-        mtp_loss = loss.new_zeros(1)
-        inputs = labels
-        for i in range(self.cfg.model.mtp_layers):
-            block = self.layers[str(self.cfg.model.num_layers + i)]
-            normed = yield from self._run_block(block, normed, rope, sample_ids, starts_SB, self.embedding(inputs))
-            inputs = mtp_labels[:, i]
-            mtp_loss = mtp_loss + self._loss(normed, tied, inputs, None if mtp_weights is None else mtp_weights[:, i])
-        return torch.cat((loss, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+            return self._hidden_output(x)
+        if "labels" not in columns:
+            return self.head(x, self._tied_weight)
+        x = self.head.norm(x)
+        terms = self.loss(self._output(x), columns)
+        mtp_losses = []
+        for depth, block in enumerate(self._mtp_blocks()):
+            x = block(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            mtp_losses.append(self._mtp_loss(x, columns, depth))
+        return self._with_mtp_term(terms, mtp_losses)
 
-    def _run_block(self, block: nn.Module, *args: Any) -> Resumable[Tensor]:
-        assert isinstance(block, Block)
-        if block.yields_at_comm:
-            return (yield from block.forward_resumable(*args))
-        y: Tensor = block(*args)
-        return y
+    def forward_resumable(self, x: Tensor, **columns: Tensor) -> Resumable[Tensor]:
+        """Compute `forward` with labels, yielding at each MoE all-to-all."""
+        args = self._block_args(columns)
+        x = self.embedding(x) if self.is_first else x
+        for block in self._blocks():
+            x = yield from block.forward_resumable(x, *args)
+        if not self.is_last:
+            return self._hidden_output(x)
+        x = self.head.norm(x)
+        terms = self.loss(self._output(x), columns)
+        mtp_losses = []
+        for depth, block in enumerate(self._mtp_blocks()):
+            x = yield from block.forward_resumable(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            mtp_losses.append(self._mtp_loss(x, columns, depth))
+        return self._with_mtp_term(terms, mtp_losses)
 
-    def _loss(self, normed: Tensor, tied_weight: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the weighted cross-entropies of labels [B, S/cp]; [1]."""
-        losses = self.head.losses(normed, tied_weight, labels.t(), self._loss_chunk)
-        if weights is not None:
-            losses = losses * weights.t()
-        return losses.flatten().sum(0, keepdim=True)
+    def _blocks(self) -> list[Block]:
+        """Return the layers of this stage, without those of multi-token prediction."""
+        return [block for block in self.layers.values() if isinstance(block, Block) and not isinstance(block, MTPBlock)]
+
+    def _mtp_blocks(self) -> list[MTPBlock]:
+        """Return the layers of multi-token prediction, which run in training only."""
+        return [block for block in self.layers.values() if isinstance(block, MTPBlock) and self.training]
+
+    def _block_args(self, columns: Mapping[str, Tensor]) -> tuple[Rope, Tensor | None, Tensor | None]:
+        """Return the arguments of all blocks: RoPE, sample ids [B] and starts of documents [S, B]."""
+        document_starts = columns.get("document_starts")
+        starts_SB = None if document_starts is None else document_starts.t()
+        return self._rope_for(document_starts), columns.get("sample_ids"), starts_SB
+
+    def _hidden_output(self, x: Tensor) -> Tensor:
+        # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
+        return x if self.is_first or len(self.layers) else x.view_as(x)
+
+    def _output(self, normed: Tensor) -> ModelOutput:
+        return ModelOutput(normed, self.head, self._tied_weight, self._loss_chunk)
+
+    def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
+        """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""
+        weights = columns.get("mtp_weights")
+        losses = self._output(normed).cross_entropy(columns["mtp_labels"][:, depth])
+        return weighted_sum(losses, None if weights is None else weights[:, depth])
+
+    def _with_mtp_term(self, terms: Tensor, mtp_losses: list[Tensor]) -> Tensor:
+        """Append the mean of the MTP losses, times its coefficient, if the model has MTP layers; 0 in evaluation."""
+        if not self.cfg.model.mtp_layers:
+            return terms
+        mtp_loss = sum(mtp_losses, terms.new_zeros(1))
+        return torch.cat((terms, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the terms that the last stage returns: those of the loss, then of multi-token prediction, if any."""
+        return (*self.loss.terms, "mtp") if self.cfg.model.mtp_layers else tuple(self.loss.terms)
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        return self.embedding.weight if self.cfg.model.tie_embeddings else None
 
     def _rope_for(self, document_starts: Tensor | None) -> Rope:
         assert self.positions is not None, "set_positions() must be called before forward()"
@@ -297,22 +276,16 @@ class Transformer(nn.Module):
         # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
         # its place in the sample bit by bit, in low precision too.
         positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
-        return build_rope(self.cfg.model, positions_SB, self.dtype, self.rope_kernel)
-
-    def enable_comm_yields(self) -> None:
-        """Make `forward_resumable` yield at each MoE all-to-all from now on."""
-        for block in self.layers.values():
-            assert isinstance(block, Block)
-            block.yields_at_comm = True
+        return build_rope(self.cfg.model, positions_SB, self.dtype, self.kernels.rope)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
 
-def num_loss_terms(model: ModelConfig) -> int:
-    """Return the number of loss terms of the last stage: next token, and multi-token prediction (MTP) if any."""
-    return 2 if model.mtp_layers else 1
+def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
+    """Return the tokens that an MTP layer embeds, int64 [B, S/cp]: the targets of the layer before it."""
+    return columns["labels"] if depth == 0 else columns["mtp_labels"][:, depth - 1]
 
 
 def loss_chunk(cfg: Config) -> int:
@@ -325,18 +298,3 @@ def loss_chunk(cfg: Config) -> int:
 def build_model(cfg: Config) -> Transformer:
     """Build the whole model on one rank, on the current default device; weights are not initialised."""
     return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
-
-
-def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
-    model = cfg.model
-    width = model.shared_expert_ffn_hidden_size
-    shared = SwiGLU(model.hidden_size, width) if width else None
-    num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
-    return MoELayer(
-        model,
-        cfg.moe,
-        loss_scale=1.0 / num_micro_batches,
-        micro_batches_per_rank=cfg.num_micro_batches,
-        jitter_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
-        shared=shared,
-    )

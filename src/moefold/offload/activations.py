@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.comm.torch_compat import storage_key, tensor_version
 from moefold.model.activation_checkpoint import OutputCheckpoint, TensorFunction, no_checkpoint
 from moefold.model.local_param import is_weight
+from moefold.model.module_wrapper import CallContext, Function, wrap_calls
 from moefold.offload.backend import BandwidthMeter, CopyEngine, OffloadBackend
 from moefold.offload.offloaded_storage import MicroBatch, OffloadedStorage, PartRun, SavedTensorRef
 
@@ -114,39 +115,32 @@ class ActivationOffload:
             self._waited_s = 0.0
         return totals
 
-    def wrap_stage(
-        self, forward_resumable: Callable[..., Resumable[Tensor]], long_lived: Callable[[], tuple[Tensor, ...]]
-    ) -> Callable[..., Resumable[Tensor]]:
+    def wrap_stage(self, forward: Function, long_lived: Callable[[], tuple[Tensor, ...]]) -> Function:
         """Wrap the forward pass of a stage, so that its saved tensors pass the hooks except while it is suspended.
 
         Args:
-            forward_resumable: forward pass of the stage.
+            forward: forward pass of the stage, plain or resumable.
             long_lived: returns tensors of the stage, other than weights, that outlive a micro-batch.
         """
 
-        def run(*args: Any, **kwargs: Any) -> Resumable[Tensor]:
+        def begin(*args: Any, **kwargs: Any) -> CallContext | None:
             if not torch.is_grad_enabled():
-                return (yield from forward_resumable(*args, **kwargs))
+                return None
             arguments = [*args, *kwargs.values(), *long_lived()]
             addresses = frozenset(storage_key(x.untyped_storage()) for x in arguments if isinstance(x, Tensor))
             micro_batch = MicroBatch(self._num_forwards, addresses)
             self._num_forwards += 1
-            task = ResumableTask(forward_resumable(*args, **kwargs))
-            while True:
-                with self._in_micro_batch(micro_batch):
-                    task.resume()
-                if task.is_done:
-                    break
-                yield
-            y = task.run_to_end()
-            if self._is_synchronous:
-                self._wait_stores(micro_batch.part_runs)
-            if micro_batch.part_runs and y.requires_grad:
-                self._awaiting_backward[micro_batch.index] = micro_batch
-                y.register_hook(lambda grad: self._begin_backward(micro_batch))
-            return y
+            return CallContext(partial(self._in_micro_batch, micro_batch), partial(self._end_forward, micro_batch))
 
-        return run
+        return wrap_calls(forward, begin)
+
+    def _end_forward(self, micro_batch: MicroBatch, y: Tensor) -> None:
+        """Wait for the copies of a micro-batch, if the recipe asks for it, and prepare its backward pass."""
+        if self._is_synchronous:
+            self._wait_stores(micro_batch.part_runs)
+        if micro_batch.part_runs and y.requires_grad:
+            self._awaiting_backward[micro_batch.index] = micro_batch
+            y.register_hook(lambda grad: self._begin_backward(micro_batch))
 
     @contextmanager
     def _in_micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -158,32 +152,19 @@ class ActivationOffload:
         finally:
             self._thread_state.micro_batch = None
 
-    def wrap_resumable(self, forward_resumable: Callable[..., Resumable[Tensor]]) -> Callable[..., Resumable[Tensor]]:
-        """Wrap a resumable part, so that its activations are offloaded."""
+    def wrap(self, function: Function) -> Function:
+        """Wrap a part, plain or resumable, so that its activations are offloaded."""
 
-        def run(*args: Any, **kwargs: Any) -> Resumable[Tensor]:
+        def begin(*args: Any, **kwargs: Any) -> CallContext | None:
             part_run = self._begin_part_run()
-            task = ResumableTask(forward_resumable(*args, **kwargs))
-            while True:
-                with self._in_part_run(part_run):
-                    task.resume()
-                if task.is_done:
-                    break
-                yield
-            if part_run is not None:
-                self._wait_earlier_parts(part_run.micro_batch)
-            return task.run_to_end()
+            if part_run is None:
+                return None
+            micro_batch = part_run.micro_batch
+            return CallContext(
+                partial(self._in_part_run, part_run), lambda result: self._wait_earlier_parts(micro_batch)
+            )
 
-        return run
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a part, so that its activations are offloaded."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._run_part():
-                return function(*args, **kwargs)
-
-        return run
+        return wrap_calls(function, begin)
 
     def wrap_output_checkpoint(self, output_checkpoint: OutputCheckpoint) -> OutputCheckpoint:
         """Wrap an output checkpoint, so that the function's saved tensors are offloaded, and its results if saved."""

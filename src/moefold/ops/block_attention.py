@@ -170,6 +170,14 @@ class BlockKernel(Protocol):
         """Return (dq, dk, dv)."""
 
 
+class CausalKernel(BlockKernel, Protocol):
+    """Kernel of causal attention for one device and one dtype."""
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether the kernel supports these tensors, [S, B, heads, D]."""
+        ...
+
+
 def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Compute attention from the queries to the keys of one block. Without autograd; local.
 

@@ -1,17 +1,40 @@
-"""Interface of the expert operations over tokens sorted by expert, which device kernels implement.
+"""Interface of the routed experts' operations, and the permutations of routed tokens that they read.
 
-`TorchExpertOps` is the reference implementation in PyTorch operations, against which every other one is tested, on
-every device and in every dtype.
+The reference of every `ExpertOps` is `moefold.model.moe.reference_experts.reference_experts`.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from moefold.ops.swiglu import ExpertActivation
+from moefold.ops.swiglu import SWIGLU, ExpertActivation
+
+ALL_COLUMNS = slice(None)
+
+
+class LazyCounts(Sequence[int]):
+    """Tokens of each expert, counted on a device, int64 [E]; the first read of a number synchronises, once for all."""
+
+    def __init__(self, counts_E: Tensor) -> None:
+        self.counts_E = counts_E
+
+    @cached_property
+    def _values(self) -> list[int]:
+        return [int(count) for count in self.counts_E.tolist()]
+
+    def __len__(self) -> int:
+        return len(self.counts_E)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._values[index]
 
 
 @dataclass(frozen=True)
@@ -84,8 +107,57 @@ class PermuteMap:
         return PermuteMap(order_R.to(torch.int32), inverse_R.unsqueeze(1), None)
 
 
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Local weights of a set of experts, as the expert GEMMs read them; either all biases are present or none.
+
+    The matrices may be master weights of higher precision, where `ExpertOps.weight_dtype` allows it.
+    """
+
+    gate_EHF: Tensor
+    up_EHF: Tensor
+    down_EFH: Tensor
+    gate_bias_EF: Tensor | None = None
+    up_bias_EF: Tensor | None = None
+    down_bias_EH: Tensor | None = None
+    """Bias of the columns `bias_slice` of the output, which this rank adds."""
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Non-tensor arguments of a call of the experts."""
+
+    tokens_per_expert: Sequence[int]
+    """Tokens of each expert, whose rows are sorted by expert."""
+    activation: ExpertActivation = SWIGLU
+    bias_slice: slice = field(default_factory=lambda: ALL_COLUMNS)
+    """Columns of H of the local part of the bias of the down projection."""
+    permute_map: PermuteMap | None = None
+    """Permutation that the operations fuse; None: rows are sorted by expert already, in input and output."""
+    saves_fc1: bool = True
+    """True: save the gate and up projections for backward; False: recompute them."""
+    delays_wgrad: bool = False
+    """True: weight gradients are computed after the backward pass."""
+
+
+@dataclass(frozen=True)
+class ExpertGradients:
+    """Gradients of a call of the experts."""
+
+    x: Tensor
+    probs_R: Tensor | None
+    """None without probabilities."""
+    weights: Callable[[], Sequence[Tensor | None]]
+    """Computes those of the weights in the order of `ExpertWeights`, None for an absent one; to be called once."""
+
+
 class ExpertOps(Protocol):
-    """Operations of experts on their rows; local, without autograd, without syncs for row counts."""
+    """Forward and backward pass of a set of experts over their tokens; local, without autograd."""
+
+    @property
+    def fuses_permutation(self) -> bool:
+        """True if a `permute_map` is supported."""
+        ...
 
     @property
     def probs_commute(self) -> bool:
@@ -96,115 +168,45 @@ class ExpertOps(Protocol):
         """
         ...
 
-    def grouped_gemm(
-        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Multiply each row by the matrix of its expert, [R, N].
+    def weight_dtype(self, x: Tensor) -> torch.dtype | None:
+        """Return the dtype that the matrices must have for tokens such as x; None: any."""
+        ...
+
+    def forward(
+        self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, probs_R: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the outputs: (outputs, further tensors to save for `backward`).
 
         Args:
-            rows: [R, K].
-            w_EKN: any strides.
-            offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is R.
-            second: another pair of sorted rows and matrices, whose product is added.
+            x: tokens sorted by expert [R, H], or with a `permute_map` unsorted tokens [T, H].
+            weights: of the experts.
+            options: all else.
+            probs_R: factor of each output row, [R]; it is applied before the down projection, so that its gradient
+                does not need the outputs.
+
+        Returns:
+            Outputs like `x`: an output for each row, or the sum for each token.
         """
         ...
 
-    def grouped_gemm_combine(
+    def backward(
         self,
-        rows: GatheredRows,
-        w_EKN: Tensor,
-        offsets_E: Tensor,
-        permute_map: PermuteMap,
-        second: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Compute `combine` of `grouped_gemm`, [T, N]."""
+        grad: Tensor,
+        x: Tensor,
+        weights: ExpertWeights,
+        options: ExpertOptions,
+        probs_R: Tensor | None,
+        saved: Sequence[Tensor],
+    ) -> ExpertGradients:
+        """Compute the gradients, given those of the outputs and the tensors that `forward` saved."""
         ...
-
-    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
-        ...
-
-    def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """Compute the activation times the probabilities of the rows, [R, F]; overwrites nothing."""
-        ...
-
-    def activation_backward(
-        self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return (scaled hidden values, gradients of g, of u and of the probabilities); may overwrite `grad_RF`."""
-        ...
-
-    def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """Sum the rows of each token, [T, H], in float32 at least."""
-        ...
-
-
-class TorchExpertOps:
-    """Reference implementation, expert by expert; synchronises to read row counts."""
-
-    probs_commute = True
-
-    def grouped_gemm(
-        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """See `ExpertOps`."""
-        counts = counts_from_offsets(offsets_E)
-        y = torch.cat([x @ w for x, w in zip(rows.materialize().split(counts), w_EKN, strict=True)])
-        if second is None:
-            return y
-        return y.add_(torch.cat([x @ w for x, w in zip(second[0].split(counts), second[1], strict=True)]))
-
-    def grouped_gemm_combine(
-        self,
-        rows: GatheredRows,
-        w_EKN: Tensor,
-        offsets_E: Tensor,
-        permute_map: PermuteMap,
-        second: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """See `ExpertOps`."""
-        return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
-
-    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See `ExpertOps`."""
-        counts = counts_from_offsets(offsets_E)
-        pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
-        return torch.stack([x.t() @ g for x, g in pairs])
-
-    def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """See `ExpertOps`."""
-        hidden_RF = activation.forward(g_RF, u_RF)
-        return hidden_RF if probs_R is None else scale_rows(hidden_RF, probs_R)
-
-    def activation_backward(
-        self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `ExpertOps`."""
-        if probs_R is None:
-            return *activation.backward(grad_RF, g_RF, u_RF), None
-        hidden_RF, grad_g, grad_u = activation.backward(scale_rows(grad_RF, probs_R), g_RF, u_RF)
-        dtype = probs_R.dtype
-        dot_R = torch.linalg.vecdot(grad_RF.to(dtype), hidden_RF.to(dtype))
-        return scale_rows(hidden_RF, probs_R), grad_g, grad_u, dot_R
-
-    def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """See `ExpertOps`."""
-        row_TK = permute_map.row_TK
-        kept_TK = permute_map.kept_TK
-        if len(rows_RH) == 0:
-            return rows_RH.new_zeros(len(row_TK), rows_RH.shape[1])
-        accum_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
-        weights_TK = None if kept_TK is None else kept_TK.to(accum_dtype)
-        y_TH = F.embedding_bag(row_TK, rows_RH.to(accum_dtype), mode="sum", per_sample_weights=weights_TK)
-        return y_TH.to(rows_RH.dtype)
-
-
-def counts_from_offsets(offsets_E: Tensor) -> list[int]:
-    """Return the rows of each expert; synchronises with the device."""
-    stops = offsets_E.tolist()
-    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def scale_rows(x_MF: Tensor, scales_M: Tensor) -> Tensor:
     """Scale rows in the higher precision of the two dtypes; returns the dtype of the rows."""
     return (x_MF * scales_M.unsqueeze(1)).to(x_MF.dtype)
+
+
+def rowwise_dot(a_MF: Tensor, b_MF: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the dot product of each pair of rows in a dtype, [M]."""
+    return torch.linalg.vecdot(a_MF.to(dtype), b_MF.to(dtype))

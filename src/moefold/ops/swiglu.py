@@ -88,6 +88,9 @@ class SwiGLUActivation:
         return hidden, grad_g, grad_u
 
 
+SWIGLU = SwiGLUActivation()
+
+
 @dataclass(frozen=True)
 class ClampedSwiGLUActivation:
     """SwiGLU of gpt-oss (arXiv:2508.10925): (clamp(u, -limit, limit) + 1) * c * sigmoid(alpha * c), c = min(g, limit).
@@ -122,4 +125,4 @@ def expert_activation(model: ModelConfig) -> ExpertActivation:
     """Return the activation of the routed experts."""
     if model.moe_activation == "clamped_swiglu":
         return ClampedSwiGLUActivation(model.swiglu_alpha, model.swiglu_limit)
-    return SwiGLUActivation()
+    return SWIGLU

@@ -5,15 +5,15 @@ M <- momentum * M + g. The factor gives an update the root mean square of AdamW'
 learning rate and weight decay (arXiv:2502.16982 sec. 2.2).
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import Group
-from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, TrainConfig
+from moefold.cost.layer_spec import model_weights
+from moefold.cost.param_shapes import WeightShape
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import MOMENTUM, build_optimizer
 from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
@@ -24,39 +24,18 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MIN_NORM = 1e-7
 UPDATE_RMS = 0.2
 """Root mean square of AdamW's updates in practice (arXiv:2502.16982 sec. 2.2)."""
-GROUP_PATTERNS = {
-    "attention": r"\.attention\.w\w+$",
-    "dense_mlp": r"\.ffn\.w_\w+$",
-    "experts": r"\.experts\.w_\w+$",
-    "shared_experts": r"\.shared\.w_\w+$",
-    "router": r"\.router\.weight$",
-    "mtp": r"\.projection$",
-}
 
 SplitMatrices = Callable[[str, Tensor], Sequence[Tensor]]
 
 
-def uses_muon(name: str, groups: Sequence[str]) -> bool:
-    """Return whether Muon updates a parameter, by the patterns of the groups."""
-    return any(re.search(GROUP_PATTERNS[group], name) for group in groups)
-
-
-def logical_matrices(model: ModelConfig, name: str, matrix: Tensor) -> list[Tensor]:
+def logical_matrices(weight: WeightShape, matrix: Tensor) -> Sequence[Tensor]:
     """Return the logical matrices of a parameter for Muon, as views of its rows.
-
-    Parameters are logical matrices (wq, wk, wv, w_gate and w_up are not fused; each expert is one), except two of MLA:
-    `wkv_down` computes the latent and the shared key, `wkv_up` computes from the latent the keys and values of each
-    head.
 
     Returns:
         Tensors of two or three dims; the rows of the matrix are all dims but the last.
     """
-    if name.endswith(".wkv_down"):
-        return list(matrix.split([model.kv_lora_rank, model.qk_rope_head_dim]))
-    if name.endswith(".wkv_up"):
-        parts = (model.qk_nope_head_dim, model.v_head_dim)
-        return list(matrix.unflatten(0, (-1, sum(parts))).split(parts, 1))
-    return [matrix]
+    rows = weight.matrix_rows
+    return matrix.unflatten(0, (-1, sum(rows))).split(rows, 1) if rows else (matrix,)
 
 
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
@@ -160,14 +139,15 @@ def build_muon(
         stage: the ranks that together hold the parameters.
         state_store: store of the moments; None: on the device.
     """
+    weights = model_weights(cfg.model)
     groups = cfg.train.muon_groups
-    matrices = {name: p for name, p in parameters.items() if uses_muon(name, groups)}
+    matrices = {name: p for name, p in parameters.items() if weights[name].in_muon_groups(groups)}
     fallback = build_optimizer(
         {name: p for name, p in parameters.items() if name not in matrices}, cfg.train, state_store
     )
 
-    def split(name: str, matrix: Tensor) -> list[Tensor]:
-        return logical_matrices(cfg.model, name, matrix)
+    def split(name: str, matrix: Tensor) -> Sequence[Tensor]:
+        return logical_matrices(weights[name], matrix)
 
     return Muon(matrices, fallback, cfg.train, split, stage, state_store or StateStore())
 

@@ -24,7 +24,8 @@ from moefold.comm.collectives import (
     wait_all,
 )
 from moefold.comm.groups import Group
-from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention
+from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
     BlockMask,
     accumulation_dtype,
@@ -36,6 +37,13 @@ from moefold.ops.block_attention import (
 )
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
+
+
+def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> None:
+    """Give every attention layer the core attention of a context-parallel rank."""
+    for module in stage.modules():
+        if isinstance(module, SelfAttention):
+            module.core_attention = context_parallel_attention(kind, cp, module.window)
 
 
 def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:

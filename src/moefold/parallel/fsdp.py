@@ -27,39 +27,12 @@ from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
-from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision
 from moefold.model.transformer import TORCH_DTYPES, Transformer
-
-DENSE_SHARDED_DIM = {
-    "wq": 0,
-    "bq": 0,
-    "sinks": 0,
-    "wq_up": 0,
-    "wkv_up": 0,
-    "wo": 1,
-    "w_gate": 0,
-    "w_up": 0,
-    "w_down": 1,
-}
-"""Sharded dim of each dense parameter under tensor parallelism, by the last part of its name."""
-
-KEY_VALUE_PARAMS = ("wk", "wv", "bk", "bv")
-FULL_WIDTH_QK_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
-"""Norms over all heads are sharded like a bias of these heads."""
-VOCAB_PARAMS = ("embedding.weight", "head.weight")
-EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
-    "w_gate": (Shard(0), Shard(2)),
-    "w_up": (Shard(0), Shard(2)),
-    "w_down": (Shard(0), Shard(1)),
-    "b_gate": (Shard(0), Shard(1)),
-    "b_up": (Shard(0), Shard(1)),
-    "b_down": (Shard(0), Shard(1)),
-}
-"""Placement of [E, H, F], [E, H, F], [E, F, H], [E, F], [E, F] and [E, H] over (ep, etp)."""
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, so it must find tensors
 # in the router's return value. torch 2.13 searches every dataclass for them, 2.11 only registered ones.
@@ -70,15 +43,15 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
     tp_mesh = groups.dense_mesh["tp"]
     expert_mesh = groups.expert_mesh["ep", "etp"]
+    weights = model_weights(stage.cfg.model)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            name = f"{module_name}.{leaf}"
-            if ".experts." in name:
-                sharded = _meta_shard(parameter, expert_mesh, EXPERT_PLACEMENTS[leaf])
+            weight = weights[f"{module_name}.{leaf}"]
+            assert weight.shape == tuple(parameter.shape), (weight, parameter.shape)
+            if weight.is_expert:
+                sharded = _meta_shard(parameter, expert_mesh, (Shard(0), _placement(weight.etp_dim)))
             else:
-                sharded = _meta_shard(
-                    parameter, tp_mesh, (_dense_placement(name, leaf, stage.cfg.model, groups.layout.tp),)
-                )
+                sharded = _meta_shard(parameter, tp_mesh, (_placement(weight.tp_shard_dim(groups.layout.tp)),))
             module.register_parameter(leaf, nn.Parameter(sharded))
 
 
@@ -122,14 +95,8 @@ def master_weight_dtype(cfg: Config) -> torch.dtype:
     return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]
 
 
-def _dense_placement(name: str, leaf: str, cfg: ModelConfig, tp: int) -> Placement:
-    if name in VOCAB_PARAMS:
-        return Shard(0)
-    if cfg.qk_norm_width == "all_heads" and name.endswith(FULL_WIDTH_QK_NORMS):
-        leaf = "bq" if name.endswith(FULL_WIDTH_QK_NORMS[0]) else "bk"
-    if leaf in KEY_VALUE_PARAMS and cfg.num_query_groups % tp == 0:
-        return Shard(0)
-    return Shard(DENSE_SHARDED_DIM[leaf]) if leaf in DENSE_SHARDED_DIM else Replicate()
+def _placement(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
 
 
 def _meta_shard(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
 from moefold.comm.torch_compat import foreach_mul_, foreach_norm
-from moefold.model.transformer import Transformer, num_loss_terms
+from moefold.model.transformer import Transformer
 
 NORM_EPS = 1e-6
 """Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""
@@ -101,36 +100,36 @@ def _num_replicas(grad: Tensor) -> int:
     return num_replicas
 
 
-TARGETS = ("labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts")
-
-
 @dataclass(frozen=True)
 class Batch:
-    """This rank's shard of a global batch; micro-batches are contiguous along dim 0.
+    """This rank's shard of a global batch: tokens, and columns by name.
 
-    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the weight of each token in the loss,
-    sample_ids int64 [num_micro_batches * B] the index of each sample in the global batch. For MTP, mtp_labels and
-    mtp_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens after the next one and the weight of each in
-    the loss of its depth. document_starts, if samples hold several documents, is the position at which the document of
-    each token begins, int64 [num_micro_batches * B, S]: of full samples on every rank, as attention crosses shards.
+    Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
+    over cp, [N, ..., S/cp] for N = num_micro_batches * B samples; a column per sample [N, ...] is whole on every cp
+    rank. `BatchSharder` makes these columns, and those that the samples bring along:
+
+    * "labels": next tokens, int64 [N, S/cp].
+    * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
+    * "sample_ids": index of each sample in the global batch, int64 [N].
+    * "mtp_labels", with multi-token prediction (MTP): the tokens after the next one, int64 [N, mtp_layers, S/cp].
+    * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp]; 0 after the sample's end.
+    * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
+      [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document.
     """
 
     tokens: Tensor
-    labels: Tensor
-    weights: Tensor
-    sample_ids: Tensor
-    mtp_labels: Tensor | None = None
-    mtp_weights: Tensor | None = None
-    document_starts: Tensor | None = None
-
-    def targets(self) -> dict[str, Any]:
-        """Return all tensors but the tokens, by the names of the model's forward arguments."""
-        parts = {name: getattr(self, name) for name in TARGETS}
-        return {name: part for name, part in parts.items() if part is not None}
+    """int64 [N, S/cp]."""
+    columns: dict[str, Tensor]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
-        return (self.tokens, *self.targets().values())
+        return (self.tokens, *self.columns.values())
+
+    def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Split the batch into micro-batches; return tokens and columns of each."""
+        parts = {name: column.chunk(count) for name, column in self.columns.items()}
+        for i, tokens in enumerate(self.tokens.chunk(count)):
+            yield tokens, {name: part[i] for name, part in parts.items()}
 
 
 class Accumulation:
@@ -143,10 +142,10 @@ class Accumulation:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
-        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
-        for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
+        total = self._zero_terms(batch)
+        for i, (tokens, columns) in enumerate(batch.micro_batches(self._num_micro_batches)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
-            loss = self._model(tokens, **targets)
+            loss = self._model(tokens, **columns)
             loss.sum().backward()
             total += loss.detach()
         return total
@@ -154,15 +153,13 @@ class Accumulation:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss terms of this rank's tokens, [terms], without gradients."""
-        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
-        for tokens, targets in self._micro_batches(batch):
-            total += self._model(tokens, **targets)
+        total = self._zero_terms(batch)
+        for tokens, columns in batch.micro_batches(self._num_micro_batches):
+            total += self._model(tokens, **columns)
         return total
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        targets = {name: part.chunk(self._num_micro_batches) for name, part in batch.targets().items()}
-        for i, tokens in enumerate(batch.tokens.chunk(self._num_micro_batches)):
-            yield tokens, {name: parts[i] for name, parts in targets.items()}
+    def _zero_terms(self, batch: Batch) -> Tensor:
+        return batch.columns["weights"].new_zeros(len(self._model.loss_terms))
 
     def _prepare_backward(self, *, is_last: bool) -> None:
         if isinstance(self._model, FSDPModule):

@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.comm.collectives import all_gather, broadcast, gather_to_first, isend, recv
+from moefold.comm.collectives import broadcast, gather_to_first, isend, recv
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.model.head import Head
 from moefold.model.kv_cache import CachedAttention, DecodePositions, LatentCache
 from moefold.model.mla import LatentAttention
 from moefold.model.tp_interface import SequenceParallel
-from moefold.model.transformer import Head
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 
@@ -78,11 +78,6 @@ class InferenceModel:
         if self._pending_send is not None:
             self._pending_send[0].wait()
             self._pending_send = None
-
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather the vocab shards: [..., V/tp] -> [..., V] on every tp rank; collective over tp."""
-        tp = self.groups.attn.tp
-        return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1) if tp.size > 1 else logits
 
     def gather_to_first(self, x: Tensor) -> Tensor | None:
         """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
@@ -205,4 +200,4 @@ class KVCacheDecoder:
         dtype = torch.promote_types(model.stage.dtype, torch.float32)
         if logits is None:
             return torch.zeros(tokens.shape[0], model.cfg.model.vocab_size, dtype=dtype, device=device)
-        return model.gather_logits(logits[0]).to(dtype)
+        return model.stage.head.vocab_parallel.gather(logits[0]).to(dtype)

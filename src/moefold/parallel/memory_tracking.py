@@ -1,35 +1,36 @@
 """Memory attribution by part: wrap the methods of modules so that the memory tracker tags allocations by part."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import MemoryTracker
-from moefold.model.attention import Attention
-from moefold.model.mla import LatentAttention
+from moefold.model.attention import SelfAttention
+from moefold.model.head import Head
 from moefold.model.mlp import SwiGLU
+from moefold.model.module_wrapper import CallContext, Function, Wrapper, wrap_calls, wrap_method
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
-from moefold.model.transformer import Block, Embedding, Head, Transformer
+from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.layer_parts import forward_method
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.schedule_tables import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
-    (Attention, "forward", "attention"),
-    (LatentAttention, "forward", "attention"),
+    (SelfAttention, "forward", "attention"),
+    (SelfAttention, "core_attention", "core attention"),
     (SwiGLU, "forward", "dense MLP"),
     (Router, "forward", "router"),
     (Experts, "forward", "experts"),
@@ -38,8 +39,8 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (Head, "logits", "logits"),
 )
 """Methods whose allocations belong to a part; calls inside may belong to other parts."""
-TRACKED_RESUMABLES: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
-"""The same for resumable forward methods."""
+TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
+"""The same for `forward_method`."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",
@@ -47,8 +48,9 @@ DISPATCH_METHODS = (
     "combine_preprocess",
     "combine_postprocess",
     "dispatch_probs",
+    "dispatch_async",
+    "combine_async",
 )
-ASYNC_DISPATCH_METHODS = ("dispatch_async", "combine_async")
 
 
 @contextmanager
@@ -83,50 +85,35 @@ def bytes_by_part(tracker: MemoryTracker) -> list[int]:
 @contextmanager
 def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]:
     """Tag allocations inside this context by part and pass."""
-    undo: list[tuple[Any, str, Any]] = []
-    wgrad_stores: list[WeightGradStore] = []
+    with ExitStack() as undo:
 
-    def replace(owner: Any, method: str, by: Callable[[Any], Any]) -> None:
-        undo.append((owner, method, vars(owner).get(method)))
-        object.__setattr__(owner, method, by(getattr(owner, method)))
+        def wrap(owner: object, method: str, wrapper: Wrapper) -> None:
+            undo.callback(wrap_method(owner, method, wrapper))
 
-    def label(owner: Any, method: str, part: str, scoped: Any = tracker.scoped) -> None:
-        replace(owner, method, partial(scoped, part))
+        for stage in model.stages:
+            _track_delayed_wgrad(stage, tracker, undo)
+            wrap(stage, forward_method(stage), partial(_track_forward, stage, tracker))
+        for owner, method, part in _tracked_methods(model):
+            wrap(owner, method, partial(tracker.scoped, part))
+        yield
 
+
+def _tracked_methods(model: ParallelModel) -> Iterator[tuple[object, str, str]]:
+    """Iterate over the methods whose allocations belong to a part: their objects, their names and the parts."""
     dispatchers: dict[int, Any] = {}
     for stage in model.stages:
-        wgrad_stores += _track_delayed_wgrad(stage, tracker)
-        replace(stage, "forward_resumable", partial(_track_forward, stage, tracker))
+        methods = (*TRACKED_METHODS, *((kind, forward_method(stage), part) for kind, part in TRACKED_LAYERS))
         for module in stage.modules():
-            for kind, method, part in TRACKED_METHODS:
-                if isinstance(module, kind):
-                    label(module, method, part)
-            for kind, part in TRACKED_RESUMABLES:
-                if isinstance(module, kind):
-                    label(module, "forward_resumable", part, tracker.scoped_resumable)
-            if isinstance(module, Attention | LatentAttention):
-                label(module, "core_attention", "core attention")
+            yield from ((module, method, part) for kind, method, part in methods if isinstance(module, kind))
             if isinstance(module, MoELayer):
                 dispatchers[id(module.dispatcher)] = module.dispatcher
                 if module.shared is not None:
-                    label(module.shared, "forward", "shared experts")
+                    yield module.shared, "forward", "shared experts"
     for dispatcher in dispatchers.values():
         for method in DISPATCH_METHODS:
-            label(dispatcher, method, DISPATCH_PART)
-        for method in ASYNC_DISPATCH_METHODS:
-            label(dispatcher, method, DISPATCH_PART, tracker.scoped_resumable)
+            yield dispatcher, method, DISPATCH_PART
     if model.offload is not None:
-        label(model.offload.copy_engine, "allocate_device", RELOADED)
-    try:
-        yield
-    finally:
-        for wgrad_store in wgrad_stores:
-            wgrad_store.on_backward_end = None
-        for owner, method, before in reversed(undo):
-            if before is None:
-                object.__delattr__(owner, method)
-            else:
-                object.__setattr__(owner, method, before)
+        yield model.offload.copy_engine, "allocate_device", RELOADED
 
 
 def tag_states(
@@ -154,46 +141,38 @@ def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
                     tracker.tag("gradients", (param.unsharded_accumulated_grad,))
 
 
-def _track_forward(
-    stage: Transformer, tracker: MemoryTracker, forward_resumable: Callable[..., Resumable[Tensor]]
-) -> Callable[..., Any]:
-    """Wrap the resumable forward of a stage to track its phase, and to tag surviving tensors when backward starts."""
+def _track_forward(stage: Transformer, tracker: MemoryTracker, forward: Function) -> Function:
+    """Wrap the forward pass of a stage to track its phase, and to tag surviving tensors when backward starts."""
 
-    def before_backward(grad: Tensor) -> None:
-        _tag_survivors(stage, tracker)
-
-    def run(*args: Any, **kwargs: Any) -> Resumable[Tensor]:
+    def begin(*args: Any, **kwargs: Any) -> CallContext:
         if tracker.phase == "before":
             # torch's stages allocate all receive buffers before the first of them runs.
             tracker.tag_untagged("pipeline buffers")
         # During an overlapped backward, its live temporaries must not be tagged as gradients.
         if not is_in_backward():
             _tag_survivors(stage, tracker)
-        task = ResumableTask(forward_resumable(*args, **kwargs))
-        while True:
-            tracker.phase = "forward"
-            task.resume()
-            tracker.phase = "backward"
-            if task.is_done:
-                break
-            yield
-        output = task.run_to_end()
+        return CallContext(in_forward, on_end)
+
+    @contextmanager
+    def in_forward() -> Iterator[None]:
+        tracker.phase = "forward"
+        yield
+        tracker.phase = "backward"
+
+    def on_end(output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(before_backward)
-        return output
+            output.register_hook(lambda grad: _tag_survivors(stage, tracker))
 
-    return run
+    return wrap_calls(forward, begin)
 
 
-def _track_delayed_wgrad(stage: Transformer, tracker: MemoryTracker) -> list[WeightGradStore]:
+def _track_delayed_wgrad(stage: Transformer, tracker: MemoryTracker, undo: ExitStack) -> None:
     """Tag what a backward pass saves for its weight gradients at its end, before a schedule computes them."""
-    found: list[WeightGradStore] = []
     for module in stage.modules():
-        wgrad_store: Any = getattr(module, "wgrad_store", None)
-        if isinstance(wgrad_store, WeightGradStore) and wgrad_store not in found:
+        wgrad_store = getattr(module, "wgrad_store", None)
+        if isinstance(wgrad_store, WeightGradStore) and wgrad_store.on_backward_end is None:
             wgrad_store.on_backward_end = partial(_tag_survivors, stage, tracker)
-            found.append(wgrad_store)
-    return found
+            undo.callback(setattr, wgrad_store, "on_backward_end", None)
 
 
 def _tag_survivors(stage: Transformer, tracker: MemoryTracker) -> None:

@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import TrainConfig
-from moefold.model.mlp import SwiGLU
-from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import Block, Transformer
+from moefold.model.module_wrapper import wrap_method
+from moefold.model.transformer import Transformer
 from moefold.offload.activations import GIB, ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
+from moefold.parallel.layer_parts import forward_method, wrap_part
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:
@@ -53,32 +54,10 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
 
     So a part that is also recomputed offloads its inputs, and a larger part around it offloads what both save.
     """
-    for block in stage.layers.values():
-        assert isinstance(block, Block)
-        for part in parts:
-            _offload_part(block, part, offload)
+    for part in parts:
+        wrap_part(stage, part, offload.wrap_output_checkpoint if part == "norms" else offload.wrap)
 
     def rope_tables() -> tuple[Tensor, ...]:
         return () if stage.rope is None else (stage.rope.cos, stage.rope.sin)
 
-    stage.forward_resumable = offload.wrap_stage(stage.forward_resumable, rope_tables)  # type: ignore[method-assign]
-
-
-def _offload_part(block: Block, part: str, offload: ActivationOffload) -> None:
-    attention = block.attention
-    ffn = block.ffn
-    match part:
-        case "norms":
-            block.norm_checkpoint = offload.wrap_output_checkpoint(block.norm_checkpoint)
-        case "core_attention":
-            attention.core_attention = offload.wrap(attention.core_attention)
-        case "dense_mlp" if isinstance(ffn, SwiGLU):
-            ffn.forward = offload.wrap(ffn.forward)  # type: ignore[method-assign]
-        case "moe" if isinstance(ffn, MoELayer):
-            ffn.forward_resumable = offload.wrap_resumable(ffn.forward_resumable)  # type: ignore[method-assign]
-        case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
-            ffn.shared.forward = offload.wrap(ffn.shared.forward)
-        case "expert_activation" if isinstance(ffn, MoELayer):
-            ffn.experts.forward = offload.wrap(ffn.experts.forward)  # type: ignore[method-assign]
-        case "layer":
-            block.forward_resumable = offload.wrap_resumable(block.forward_resumable)  # type: ignore[method-assign]
+    wrap_method(stage, forward_method(stage), partial(offload.wrap_stage, long_lived=rope_tables))

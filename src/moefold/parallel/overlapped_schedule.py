@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-)
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
@@ -21,11 +17,11 @@ from moefold.comm.pipelining_compat import (
     wait_p2p,
 )
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
-from moefold.model.transformer import Transformer, num_loss_terms
+from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Accumulation, Batch
 from moefold.parallel.pipeline_schedule import StageLossFn
-from moefold.topology.schedule_tables import ForwardBackward, ScheduleItem, ScheduleItemRow
+from moefold.topology.pipeline_action import SlotRow
 
 
 class OverlappedAccumulation(Accumulation):
@@ -33,18 +29,17 @@ class OverlappedAccumulation(Accumulation):
 
     def __init__(self, model: Transformer, num_micro_batches: int, zero: int, groups: ParallelGroups) -> None:
         super().__init__(model, num_micro_batches, zero)
-        model.enable_comm_yields()
         self._unsharded_params = UnshardedParams([model], zero)
         self._backward_overlap = groups.backward_overlap
         self._recorder = groups.recorder
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """See base class."""
-        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
+        total = self._zero_terms(batch)
         loss: Tensor | None = None
         with self._unsharded_params.step():
-            for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
-                task = ResumableTask(self._model.forward_resumable(tokens, **targets))
+            for i, (tokens, columns) in enumerate(batch.micro_batches(self._num_micro_batches)):
+                task = ResumableTask(self._model.forward_resumable(tokens, **columns))
                 if loss is None:
                     self._recorder.set_phase("forward of micro-batch 0")
                 else:
@@ -64,8 +59,12 @@ class OverlappedAccumulation(Accumulation):
     def evaluate(self, batch: Batch) -> Tensor:
         """See base class."""
         self._recorder.set_phase("evaluation")
+        total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
-            return super().evaluate(batch)
+            for tokens, columns in batch.micro_batches(self._num_micro_batches):
+                # Not by a call of the model: the hooks of FSDP would shard the parameters.
+                total += run_to_end(self._model.forward_resumable(tokens, **columns))
+        return total
 
 
 class ResumableStage(nn.Module):
@@ -76,26 +75,25 @@ class ResumableStage(nn.Module):
 
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
         super().__init__()
-        stage.enable_comm_yields()
-        self._forward_resumable = lambda *args, **targets: stage.forward_resumable(*args, **targets)
+        self._forward_resumable = lambda *args, **columns: stage.forward_resumable(*args, **columns)
         self._is_training = lambda: stage.training
         self._recorder = recorder
         self._forward_task: ResumableTask[Tensor] | None = None
 
-    def begin_forward(self, x: Tensor, **targets: Tensor) -> ResumableTask[Tensor]:
+    def begin_forward(self, x: Tensor, **columns: Tensor) -> ResumableTask[Tensor]:
         """Start a forward pass that the next call of `forward` finishes."""
         assert self._forward_task is None, "one forward pass of a stage at a time"
-        self._forward_task = ResumableTask(self._forward_resumable(x, **targets))
+        self._forward_task = ResumableTask(self._forward_resumable(x, **columns))
         return self._forward_task
 
-    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
         """Finish the started forward pass, or run a whole one."""
         task = self._forward_task
         self._forward_task = None
         if task is not None:
             return task.run_to_end()
         self._recorder.set_phase("forward of a micro-batch" if self._is_training() else "evaluation")
-        return run_to_end(self._forward_resumable(x, **targets))
+        return run_to_end(self._forward_resumable(x, **columns))
 
 
 class OverlappedSchedule(RowSchedule):
@@ -105,7 +103,7 @@ class OverlappedSchedule(RowSchedule):
         stages: the stages of this rank, whose modules are `ResumableStage`s.
         num_micro_batches: micro-batches of a step.
         loss_fn: loss of the last stage.
-        rows: the actions of each pipeline rank.
+        rows: the slots of each pipeline rank.
         backward_overlap: resumes the forward pass during a backward pass.
         recorder: flight recorder for the phases.
     """
@@ -115,7 +113,7 @@ class OverlappedSchedule(RowSchedule):
         stages: list[PipelineStageBase],
         num_micro_batches: int,
         loss_fn: StageLossFn,
-        rows: Sequence[ScheduleItemRow],
+        rows: Sequence[SlotRow],
         *,
         backward_overlap: BackwardOverlap,
         recorder: FlightRecorder,
@@ -124,7 +122,7 @@ class OverlappedSchedule(RowSchedule):
         self._backward_overlap = backward_overlap
         self._recorder = recorder
         self._local_stages = {stage.stage_index: stage for stage in stages}
-        self.set_rows({rank: [_to_torch_action(work) for work in row] for rank, row in enumerate(rows)})
+        self.set_rows(rows)
         self.register_custom_function(OVERLAP_F_B, self._run_forward_backward)
 
     def _run_forward_backward(self, action: PipelineAction, ctx: Any) -> None:
@@ -162,12 +160,3 @@ class OverlappedSchedule(RowSchedule):
             wait_p2p(receiving.pop((stage.stage_index, micro_batch), []))
             found.append((stage, micro_batch))
         return found
-
-
-def _to_torch_action(work: ScheduleItem) -> PipelineAction:
-    if not isinstance(work, ForwardBackward):
-        return PipelineAction.from_str(str(work))
-    passes = ((work.forward, FORWARD), (work.backward, FULL_BACKWARD))
-    return PipelineAction(
-        -1, OVERLAP_F_B, None, tuple(PipelineAction(a.stage, kind, a.micro_batch) for a, kind in passes)
-    )

@@ -17,14 +17,15 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWithoutSelfSends
 from moefold.config.schema import Config
-from moefold.model.transformer import Transformer, num_loss_terms
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.transformer import Transformer
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Batch
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
-from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedule_tables import SCHEDULES, overlapped_rows
+from moefold.topology.schedule_tables import runtime_slots, schedule_of
 
 
 class PipelineRunner:
@@ -41,10 +42,9 @@ class PipelineRunner:
         self._is_last = stages[-1].is_last
         self._is_first = stages[0].is_first
         self._stages = stages
-        self._num_loss_terms = num_loss_terms(cfg.model)
+        self._num_loss_terms = len(stages[0].loss_terms)
         self._loss_terms: list[Tensor] = []
         zero = cfg.parallel.zero
-        schedule = cfg.parallel.schedule
         self._comm_timer = groups.pp.comm_timer
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
@@ -59,11 +59,11 @@ class PipelineRunner:
             if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay gathered until the end of the step.
                 module.set_reshard_after_backward(False)
-            if SCHEDULES[schedule].splits_backward:
+            if schedule_of(cfg).splits_backward:
                 wgrad_stores[i] = wgrad_store = WeightGradStore(
                     module, reduces_each_micro_batch=zero >= 2, has_hooks=self._unsharded_params is None
                 )
-                install_wgrad_store(module, wgrad_store)
+                set_on_modules(module, "wgrad_store", wgrad_store)
 
         def build() -> list[PipelineStageBase]:
             return [
@@ -92,9 +92,8 @@ class PipelineRunner:
         if self._unsharded_params is None:
             self._train_schedule = training_schedule(cfg, build(), self._loss_fn)
         else:
-            p = cfg.parallel
             count = cfg.num_micro_batches
-            rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, count)
+            rows = runtime_slots(cfg)
             backward_overlap = groups.backward_overlap
             recorder = groups.recorder
             self._train_schedule = OverlappedSchedule(
@@ -109,7 +108,7 @@ class PipelineRunner:
         # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
             self._train_schedule.step(
-                *self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets()
+                *self._inputs(batch), target=batch.columns["labels"], return_outputs=False, **_keywords(batch)
             )
         for module in self._stages:
             for submodule in module.modules():
@@ -123,7 +122,7 @@ class PipelineRunner:
         self._loss_terms.clear()
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
-            self._eval_schedule.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
+            self._eval_schedule.eval(*self._inputs(batch), target=batch.columns["labels"], **_keywords(batch))
         return self._sum_loss_terms(batch)
 
     def _stage_module(self, module: Transformer, zero: int, recorder: FlightRecorder) -> nn.Module:
@@ -137,7 +136,7 @@ class PipelineRunner:
 
     def _sum_loss_terms(self, batch: Batch) -> Tensor:
         if not self._is_last:
-            return batch.weights.new_zeros(self._num_loss_terms)
+            return batch.columns["weights"].new_zeros(self._num_loss_terms)
         return torch.stack(self._loss_terms).sum(0)
 
     def _loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
@@ -230,8 +229,13 @@ class _HideFSDP(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
-        return self.stage(x, **targets)
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+        return self.stage(x, **columns)
+
+
+def _keywords(batch: Batch) -> dict[str, Any]:
+    """Return the columns as keyword arguments, which a schedule splits into micro-batches."""
+    return dict(batch.columns)
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Activation recomputation (`train.recompute`): which parts of the layers are recomputed in the backward pass."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,10 +13,9 @@ from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_rec
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
-from moefold.model.mla import LatentAttention
-from moefold.model.mlp import SwiGLU
-from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import Block, Transformer
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.transformer import Transformer
+from moefold.parallel.layer_parts import wrap_part
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
@@ -55,33 +55,18 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
 
     Communication inside a part is repeated on all ranks alike, as all run the same graph backwards. Nothing else
     changes: routing, token drop and noise are functions of tokens and positions, expert loads are stored by
-        micro-batch, and step
-    statistics are counted once, when a gradient passes.
+    micro-batch, and step statistics are counted once, when a gradient passes.
     """
-    for block in stage.layers.values():
-        assert isinstance(block, Block)
-        for part in parts:
-            _checkpoint_part(block, part, backward_overlap or BackwardOverlap())
-
-
-def _checkpoint_part(block: Block, part: str, backward_overlap: BackwardOverlap) -> None:
-    attention = block.attention
-    ffn = block.ffn
-    match part:
-        case "norms":
-            block.norm_checkpoint = checkpoint_without_output
-        case "core_attention":
-            attention.core_attention = checkpoint_wrapper(attention.core_attention)
-        case "mla_up":
-            assert isinstance(attention, LatentAttention)
-            attention.up_proj_checkpoint = checkpoint_without_output
-        case "dense_mlp" if isinstance(ffn, SwiGLU):
-            ffn.forward = checkpoint_wrapper(ffn.forward)  # type: ignore[method-assign]
-        case "moe" if isinstance(ffn, MoELayer):
-            ffn.forward_resumable = checkpoint_resumable(ffn.forward_resumable, backward_overlap.resume)  # type: ignore[method-assign]
-        case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
-            ffn.shared.forward = checkpoint_wrapper(ffn.shared.forward)
-        case "expert_activation" if isinstance(ffn, MoELayer):
-            ffn.experts.saves_fc1 = False
-        case "layer":
-            block.forward_resumable = checkpoint_resumable(block.forward_resumable, backward_overlap.resume)  # type: ignore[method-assign]
+    on_yield = (backward_overlap or BackwardOverlap()).resume
+    for part in parts:
+        match part:
+            case "norms":
+                set_on_modules(stage, "norm_checkpoint", checkpoint_without_output)
+            case "mla_up":
+                set_on_modules(stage, "up_proj_checkpoint", checkpoint_without_output)
+            case "expert_activation":
+                set_on_modules(stage, "saves_fc1", False)
+            case "moe" | "layer":
+                wrap_part(stage, part, partial(checkpoint_resumable, on_yield=on_yield))
+            case _:
+                wrap_part(stage, part, checkpoint_wrapper)

@@ -20,7 +20,7 @@ from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import FSDPCommHooks
 from moefold.parallel.gradients import Batch
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 
 CHUNK_WORDS = 1 << 18
 """Number of integers that are multiplied at a time."""
@@ -204,7 +204,7 @@ class ReplicaCheck:
             for name in ("embedding.weight", *(n for n in self._moments if n.startswith("embedding.weight."))):
                 copy = digest(tensors[name]) if name in tensors else self._no_digest
                 yield _TensorDigest(name, copy, ("pp",), is_on_every_rank=False)
-        tokens = torch.cat([batch.tokens.flatten(), batch.labels.flatten()])
+        tokens = torch.cat([batch.tokens.flatten(), batch.columns["labels"].flatten()])
         yield _TensorDigest("the batch", digest(tokens), ("tp", "pp"))
         for fact in host_facts:
             number = int.from_bytes(hashlib.sha256(fact.value.encode()).digest()[:8], "little", signed=True)

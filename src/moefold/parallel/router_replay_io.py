@@ -13,7 +13,7 @@ from moefold.comm.collectives import all_gather, gather_to_first
 from moefold.config.schema import Config
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.model.moe.router import ReplayedRouting
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -7,18 +7,17 @@ import torch
 
 from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
-from moefold.model.attention import CausalKernel
-from moefold.model.linear import LinearBackend, UnquantizedLinear
-from moefold.model.moe.router import RoutingKernel
+from moefold.model.attention import CausalAttention, SelfAttention
+from moefold.model.kernels import Kernels, RoutingKernel
+from moefold.model.linear import UnquantizedLinear
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
-from moefold.ops.gemm import TORCH_GEMM, Gemm
-from moefold.ops.interface import ExpertOps
-from moefold.ops.norm import NormKernel
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
-from moefold.ops.rope import RopeKernel
-from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -29,30 +28,12 @@ MIN_MX_CAPABILITY = (10, 0)
 """First compute capability whose tensor cores support scales of blocks of 32 and 16 values: Blackwell."""
 
 
-@dataclass(frozen=True)
-class SelectedKernels:
-    """The selected kernels; None means the torch operations."""
+@dataclass(frozen=True, kw_only=True)
+class SelectedKernels(Kernels):
+    """The kernels of a run."""
 
-    expert_ops: ExpertOps | None = None
-    """Ops of the experts."""
-    linear_backend: LinearBackend | None = None
-    """GEMMs of the other linear layers."""
-    router: RoutingKernel | None = None
-    """Routing of the routers."""
-    swiglu: SwiGLUKernel | None = None
-    """SwiGLU of dense layers and shared experts."""
-    rope: RopeKernel | None = None
-    """RoPE of queries and keys."""
     message: str = ""
     """How the open choices of the recipe were resolved."""
-    expert_activation: ExpertActivation | None = None
-    """Activation of routed experts, if `expert_ops` has none; None: the one that the experts were built with."""
-    attention: CausalKernel | None = None
-    """Causal attention of layers without context parallelism."""
-    gemm: Gemm = TORCH_GEMM
-    """GEMM of routed experts, if `expert_ops` has none, and of the loss."""
-    norm: NormKernel | None = None
-    """RMSNorm on a CPU."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
@@ -80,12 +61,28 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
     return SelectedKernels(
-        expert_ops,
+        expert_ops=expert_ops,
         router=routing,
         swiglu=expert_ops,
         rope=apply_rope,
         message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
+
+
+def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
+    """Set the selected kernels on the layers; call it before `set_positions`.
+
+    The embedding, the head and the routers compute in higher precision than the layers.
+    """
+    set_on_modules(stage, "kernels", kernels)
+    for layer in stage.moe_layers().values():
+        layer.experts.ops = kernels.expert_ops
+        layer.experts.activation = kernels.expert_activation or layer.experts.activation
+    for module in stage.modules():
+        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
+            module.core_attention.kernel = kernels.attention
+    if stage.is_last:
+        stage.head.gemm = kernels.gemm
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
@@ -94,6 +91,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.rope import CRope
@@ -118,6 +116,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["causal attention"] = attention.is_fast
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
+        expert_ops=SequentialExpertOps(gemm) if has_fast_gemm else TORCH_EXPERT_OPS,
         linear_backend=UnquantizedLinear(gemm) if has_fast_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
@@ -148,7 +147,14 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
         routing, message = _router_kernel(cfg)
         message = f"train.precision={name!r}: on the tensor cores{message}"
-        return SelectedKernels(expert_ops, Fp8Linear(expert_ops), routing, expert_ops, apply_rope, message)
+        return SelectedKernels(
+            expert_ops=expert_ops,
+            linear_backend=Fp8Linear(expert_ops),
+            router=routing,
+            swiglu=expert_ops,
+            rope=apply_rope,
+            message=message,
+        )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)
 
 
@@ -169,14 +175,14 @@ def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, reason)
         return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), reason)
     message = f"train.precision={name!r}: on the tensor cores, one expert after another"
-    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=message)
+    return SelectedKernels(expert_ops=EmulatedExpertOps(linear_backend), linear_backend=linear_backend, message=message)
 
 
 def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKernels:
     message = (
         f"train.precision={linear_backend.quant_format.name!r}: simulated, at the speed of float32 at best, as {reason}"
     )
-    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=message)
+    return SelectedKernels(expert_ops=EmulatedExpertOps(linear_backend), linear_backend=linear_backend, message=message)
 
 
 def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:

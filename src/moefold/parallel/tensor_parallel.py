@@ -29,11 +29,35 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.groups import Group
 from moefold.config.model import ModelConfig
-from moefold.model.delayed_wgrad import WeightGradStoreProtocol, should_delay
+from moefold.model.attention import Attention
+from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
 from moefold.model.loss import VocabRange, chunked_cross_entropy, cross_entropy
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.norm import FullWidthQKNorm
 from moefold.model.tp_interface import SequenceParallel
+from moefold.model.transformer import Transformer
 from moefold.ops.gemm import TORCH_GEMM, Gemm
+
+
+def apply_tensor_parallel(stage: Transformer, tp: Group) -> None:
+    """Shard tokens and vocabulary over the tp ranks; `shard_model_parallel` shards the weights."""
+    if tp.size == 1:
+        return
+    sequence_parallel = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
+    set_on_modules(stage, "sequence_parallel", sequence_parallel)
+    set_on_modules(stage, "vocab_parallel", TPVocabParallel(tp, stage.cfg.model.vocab_size))
+    for module in stage.modules():
+        if isinstance(module, Attention):
+            module.kv_rows = kv_rows(stage.cfg.model, tp)
+            _apply_tp_qk_norm(module, stage.cfg.model, tp)
+
+
+def _apply_tp_qk_norm(attention: Attention, cfg: ModelConfig, tp: Group) -> None:
+    heads = ((attention.query_norm, cfg.num_attention_heads), (attention.key_norm, cfg.num_query_groups))
+    for norm, num_heads in heads:
+        if isinstance(norm, FullWidthQKNorm):
+            norm.sum_of_squares = TPSumOfSquares(tp, num_heads)
 
 
 class SequenceParallelTokens(SequenceParallel):
@@ -80,6 +104,7 @@ class TPVocabParallel:
     """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
+        self._tp = tp
         self._vocab_per_rank = vocab_size // tp.size
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
@@ -90,6 +115,10 @@ class TPVocabParallel:
         row = tokens - self._vocab_range.start
         is_mine = (row >= 0) & (row < self._vocab_per_rank)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
+        return _GatherVocab.apply(logits, self._tp)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
@@ -109,6 +138,18 @@ class TPVocabParallel:
         return chunked_cross_entropy(
             x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm
         )
+
+
+class _GatherVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tp.size, -1)[ctx.tp.rank], None
 
 
 def kv_rows(cfg: ModelConfig, tp: Group) -> slice:
@@ -156,8 +197,8 @@ class AsyncTensorParallel(SequenceParallelTokens):
     ) -> list[Tensor]:
         """See base class."""
         weights = [weight for weight, _ in weights_and_biases]
-        wgrad_store, inputs = _delay_weight_grads(wgrad_store, x, weights)
-        outs = _AllGatherLinear.apply(x, self._tp, wgrad_store, weights, _gemm(linear_backend), *inputs)
+        wgrad_sink, tracked_weights = weight_grad_sink(wgrad_store, x, weights)
+        outs = _AllGatherLinear.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), *tracked_weights)
         return [out if bias is None else out + bias for out, (_, bias) in zip(outs, weights_and_biases, strict=True)]
 
     def linear_reduce_scatter(
@@ -168,8 +209,8 @@ class AsyncTensorParallel(SequenceParallelTokens):
         linear_backend: LinearBackend | None = None,
     ) -> Tensor:
         """See base class."""
-        wgrad_store, inputs = _delay_weight_grads(wgrad_store, x, [weight])
-        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_store, [weight], _gemm(linear_backend), *inputs)
+        wgrad_sink, (tracked_weight,) = weight_grad_sink(wgrad_store, x, [weight])
+        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), tracked_weight)
         return out
 
 
@@ -180,15 +221,6 @@ def _gemm(linear_backend: LinearBackend | None) -> Gemm:
     return linear_backend.gemm
 
 
-def _delay_weight_grads(
-    wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weights: Sequence[Tensor]
-) -> tuple[WeightGradStoreProtocol | None, list[Tensor]]:
-    """Return the store of delayed weight gradients, if any, and the weights for autograd, detached if delayed."""
-    if any(should_delay(wgrad_store, x, weight) for weight in weights):
-        return wgrad_store, [weight.detach() for weight in weights]
-    return None, list(weights)
-
-
 class _AllGatherLinear(torch.autograd.Function):
     """(x [S/n, B, K], weights [N, K]) -> [S, B, N] of each, n = tp."""
 
@@ -197,8 +229,7 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tp: Group,
-        wgrad_store: WeightGradStoreProtocol | None,
-        tracked_weights: list[Tensor],
+        wgrad_sink: WeightGradSink,
         gemm: Gemm,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -210,28 +241,30 @@ class _AllGatherLinear(torch.autograd.Function):
             for out, weight in zip(outs, weights, strict=True):
                 gemm.matmul_out(out[source], block.flatten(0, -2), weight)
         ctx.save_for_backward(gathered.flatten(0, 1), *weights)
-        ctx.args = tp, wgrad_store, tracked_weights, gemm
+        ctx.args = tp, wgrad_sink, gemm
         return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1) for out in outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gathered, *weights = ctx.saved_tensors
-        tp, wgrad_store, tracked_weights, gemm = ctx.args
+        tp, wgrad_sink, gemm = ctx.args
         x_MK = gathered.flatten(0, -2)
         grads_MN = [grad.flatten(0, -2) for grad in grads]
         upcast_grads = [gemm.upcast(grad) for grad in grads_MN]
         parts = [grad.unflatten(0, (tp.size, -1)) for grad in upcast_grads]
+        # Delayed GEMMs keep the gradients in their own precision.
+        wgrad_operands = grads_MN if wgrad_sink.is_delayed else upcast_grads
 
         def partial_sum(member: int) -> Tensor:
             terms = (gemm.matmul(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
             return reduce(Tensor.add_, terms)
 
         grad_x = ring_reduce_scatter(partial_sum, tp).view(len(gathered) // tp.size, *gathered.shape[1:])
-        if wgrad_store is not None:
-            wgrad_store.put(tracked_weights, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
-            return grad_x, None, None, None, None, *[None] * len(weights)
-        return grad_x, None, None, None, None, *(gemm.weight_gradient(grad, x_MK) for grad in upcast_grads)
+        grad_weights = wgrad_sink.resolve(
+            lambda: [gemm.weight_gradient(grad, x_MK) for grad in wgrad_operands], len(weights)
+        )
+        return grad_x, None, None, None, *grad_weights
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -242,13 +275,12 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tp: Group,
-        wgrad_store: WeightGradStoreProtocol | None,
-        tracked_weights: list[Tensor],
+        wgrad_sink: WeightGradSink,
         gemm: Gemm,
         weight: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = tp, wgrad_store, tracked_weights, gemm
+        ctx.args = tp, wgrad_sink, gemm
         parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
         total = ring_reduce_scatter(lambda member: gemm.matmul(parts[member], weight), tp)
         return total.view(len(x) // tp.size, *x.shape[1:-1], -1)
@@ -257,7 +289,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp, wgrad_store, tracked_weights, gemm = ctx.args
+        tp, wgrad_sink, gemm = ctx.args
         x_MK = x.flatten(0, -2)
         gathered = grad.new_empty((tp.size, *grad.shape))
         gathered[tp.rank] = grad
@@ -265,7 +297,5 @@ class _LinearReduceScatter(torch.autograd.Function):
         for source, block in ring_pass(gathered[tp.rank], tp, gathered.unbind()):
             gemm.matmul_out(grad_x[source], block.flatten(0, -2), weight.t())
         grad_MN = gathered.flatten(0, -2)
-        if wgrad_store is not None:
-            wgrad_store.put(tracked_weights, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
-            return grad_x.view_as(x), None, None, None, None, None
-        return grad_x.view_as(x), None, None, None, None, gemm.weight_gradient(grad_MN, x_MK)
+        grad_weight = wgrad_sink.resolve(lambda: [gemm.weight_gradient(grad_MN, x_MK)], 1)
+        return grad_x.view_as(x), None, None, None, *grad_weight

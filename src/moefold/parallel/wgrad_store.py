@@ -89,10 +89,3 @@ def _reduce_param_groups(stage: FSDPModule) -> None:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
         group.post_backward()
-
-
-def install_wgrad_store(stage: nn.Module, wgrad_store: WeightGradStore) -> None:
-    """Set the weight-gradient store on every module of a stage that supports delayed weight gradients."""
-    for module in stage.modules():
-        if hasattr(module, "wgrad_store"):
-            module.wgrad_store = wgrad_store  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_spec
+from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
@@ -41,7 +42,7 @@ class ParallelMapping:
     """Token dispatcher: local, allgather, alltoall, leastloaded, deepep or hybridep."""
     overlap: bool = False
     """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
 
     @property
@@ -98,7 +99,7 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 def describe_strategy(mapping: ParallelMapping) -> str:
     """Describe how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
     m = mapping
-    words = [m.schedule] if m.pp > 1 and m.schedule != "1f1b" else []
+    words = [m.schedule] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []
     words += [f"offload: {' + '.join(m.offload)}"] if m.offload else []
     return ", ".join([*words, *(["expert all-to-all overlapped"] if m.overlap else [])])

@@ -15,7 +15,8 @@ from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.hf_config import read_model_config
-from moefold.cost.flops import TRAIN_TO_FORWARD
+from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
+from moefold.cost.layer_spec import attention_spec
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 
@@ -145,46 +146,28 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
 
 
 def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
-    if model.attention == "gqa":
-        return gqa_mixer(
-            model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size, window=window
-        )
-    hidden = model.hidden_size
-    heads = model.num_attention_heads
-    rank = model.q_lora_rank
-    up_q = heads * model.head_size
-    up_kv = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    down = rank + model.kv_lora_rank + model.qk_rope_head_dim
-    up = (rank or hidden) * up_q + model.kv_lora_rank * up_kv
+    matrices = [weight for weight in attention_spec(model).weights(model) if weight.is_matrix]
+    into_heads = [weight for weight in matrices if weight.tp_dim == 0]
+    sharded_width = sum(weight.shape[0] for weight in into_heads)
+    latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
     return TokenMixer(
-        kind="mla",
-        num_params=hidden * down + up + heads * model.v_head_dim * hidden,
-        sharded_width=up_q + up_kv,
-        output_width=heads * model.v_head_dim,
-        latent_width=down,
-        latent_rank=up // (up_q + up_kv),
-        num_heads=heads,
-        num_kv_heads=heads,
+        kind=model.attention,
+        num_params=sum(weight.numel for weight in matrices),
+        sharded_width=sharded_width,
+        output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
+        latent_width=latent_width,
+        latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_key_value_heads,
         head_size=model.head_size,
-        value_head_size=model.v_head_dim,
+        value_head_size=model.value_head_size,
         window=window,
     )
 
 
-def gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int, *, window: int = 0) -> TokenMixer:
-    """Build a grouped-query attention mixer."""
-    width = (heads + 2 * groups) * head_size
-    return TokenMixer(
-        kind="gqa",
-        num_params=hidden_size * (width + heads * head_size),
-        sharded_width=width,
-        output_width=heads * head_size,
-        num_heads=heads,
-        num_kv_heads=groups,
-        head_size=head_size,
-        value_head_size=head_size,
-        window=window,
-    )
+def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> TokenMixer:
+    model = ModelConfig(hidden_size=hidden_size, num_attention_heads=heads, num_query_groups=groups, head_dim=head_size)
+    return _mixer_from_config(model, window=0)
 
 
 def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
@@ -206,9 +189,7 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
-        window = mixer.window
-        full = seq_len / 2 if causal else float(seq_len)
-        keys = window - window * window / (2 * seq_len) if 0 < window < seq_len else full
+        keys = keys_per_token(mixer.window, seq_len, causal=causal)
         flops += 2.0 * keys * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
     return flops
 
@@ -312,7 +293,7 @@ def _qwen3_next() -> ModelSpec:
         output_width=values,
         state_flops=8 * 32 * 128 * 128,
     )
-    full = gqa_mixer(hidden, 16, 2, 256)
+    full = _gqa_mixer(hidden, 16, 2, 256)
     # The query projection also outputs a gate of the same width.
     full = replace(full, num_params=full.num_params + hidden * 4096, sharded_width=full.sharded_width + 4096)
     moe = FeedForward(kind="moe", width=512, num_experts=512, top_k=10, shared_width=512)
@@ -340,9 +321,9 @@ def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, 
     mamba, attention, experts = counts
     kinds = (
         LayerKind(mixer=_mamba(hidden, heads), feed_forward=None),
-        LayerKind(mixer=gqa_mixer(hidden, 32, 2, 128), feed_forward=None),
+        LayerKind(mixer=_gqa_mixer(hidden, 32, 2, 128), feed_forward=None),
         LayerKind(mixer=None, feed_forward=moe),
-        LayerKind(mixer=gqa_mixer(hidden, 32, 2, 128), feed_forward=moe),
+        LayerKind(mixer=_gqa_mixer(hidden, 32, 2, 128), feed_forward=moe),
     )
     # The order matters only for pipelines: attention is spread evenly over pairs of a mixer and experts.
     pairs = [(0, 2)] * min(mamba, experts)

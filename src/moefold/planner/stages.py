@@ -13,7 +13,7 @@ from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
 from moefold.topology.pipeline_layout import StageParts
-from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.schedule_tables import SCHEDULES
 
 
 def build_chunk(
@@ -139,7 +139,5 @@ class RecipeStageSplitter:
 
 def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     """Return the indices of each pipeline rank's chunks."""
-    # A CSV schedule places its stages itself; it is priced like the interleaved schedule.
-    name = "interleaved" if schedule == "csv" or (schedule == "1f1b" and vpp > 1) else schedule
-    ranks = stage_ranks(ParallelConfig(world_size=pp, pp=pp, virtual_stages=vpp, schedule=name))  # type: ignore[arg-type]
+    ranks = SCHEDULES[schedule].stage_ranks(pp, vpp)
     return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))

@@ -12,9 +12,8 @@ from itertools import chain
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
-from moefold.topology.pipeline_action import Action
+from moefold.topology.pipeline_action import Action, SlotRow
 from moefold.topology.pipeline_layout import Stage
-from moefold.topology.schedule_tables import ForwardBackward, ScheduleItemRow
 
 RECOMPUTED_WITH_COMM = ("moe", "layer")
 """Parts of `train.recompute` whose collectives are repeated in the backward pass."""
@@ -53,13 +52,13 @@ def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) ->
                 yield CollectiveStart(stage.number, micro_batch, layer, phase, op)
 
 
-def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: ScheduleItemRow) -> CollectiveSequence:
+def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: SlotRow) -> CollectiveSequence:
     """Return the expert collectives of a rank in one step.
 
     Args:
         cfg: the recipe.
         stages: the stages of the rank, by number.
-        row: the schedule row of the rank.
+        row: the slots of the rank.
     """
 
     def collectives_of(action: Action) -> Iterator[CollectiveStart]:
@@ -69,13 +68,13 @@ def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: ScheduleI
         return stage_collectives(cfg, stages[action.stage], action.kind, action.micro_batch)
 
     started: list[CollectiveStart] = []
-    for item in row:
-        if not isinstance(item, ForwardBackward):
-            started += collectives_of(item)
+    for slot in row:
+        if len(slot) == 1:
+            started += collectives_of(slot[0])
             continue
-        forward = collectives_of(item.forward)
+        forward, backward = map(collectives_of, slot)
         # After each collective of the backward pass, the overlapped forward pass runs up to its next one.
-        for collective in collectives_of(item.backward):
+        for collective in backward:
             started.append(collective)
             started += [following for following in (next(forward, None),) if following is not None]
         started += forward

@@ -4,7 +4,7 @@ A rank runs the slots of its row in order. A slot is one action, or an overlappe
 together once the inputs of both are available.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ActionResult = tuple[int, str, int]
@@ -54,9 +54,14 @@ class ScheduleTable:
     """Pipeline rank of each stage."""
 
 
-def one_per_slot(row: ScheduleRow) -> SlotRow:
-    """Return the row with one action per slot."""
-    return tuple((action,) for action in row)
+def one_per_slot(actions: Iterable[Action]) -> SlotRow:
+    """Return a row with one action per slot."""
+    return tuple((action,) for action in actions)
+
+
+def split_pairs(row: SlotRow) -> SlotRow:
+    """Return the row with the passes of each pair one after the other."""
+    return one_per_slot(action for slot in row for action in slot)
 
 
 def execute_order(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:

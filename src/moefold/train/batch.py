@@ -121,16 +121,15 @@ class BatchSharder:
         return [self._build_batch(samples, weights / totals[:, None]) for samples, weights in parts]
 
     def _build_batch(self, samples: SampleBatch, weights: TargetWeights) -> Batch:
-        starts = samples.document_starts()
-        return Batch(
-            self._local_sequence(samples.inputs),
-            self._local_sequence(samples.labels),
-            self._local_sequence(weights[:, 0]).to(self._dtype),
-            self._first_in_batch + torch.arange(self._samples_per_rank, device=self._device),
-            None if self._mtp_layers == 0 else self._local_sequence(self._mtp_targets(samples.labels)),
-            None if self._mtp_layers == 0 else self._local_sequence(weights[:, 1:]).to(self._dtype),
-            None if starts is None else torch.from_numpy(starts).to(self._device),
-        )
+        per_token = {"labels": samples.labels, "weights": weights[:, 0], **samples.token_columns}
+        per_sample = {"sample_ids": self._first_in_batch + np.arange(self._samples_per_rank), **samples.sample_columns}
+        if self._mtp_layers:
+            per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
+        if (starts := samples.document_starts()) is not None:
+            per_sample["document_starts"] = starts
+        columns = {name: values[..., self._positions] for name, values in per_token.items()} | per_sample
+        tokens = self._to_tensor(samples.inputs[..., self._positions])
+        return Batch(tokens, {name: self._to_tensor(values) for name, values in columns.items()})
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
@@ -142,5 +141,7 @@ class BatchSharder:
             ahead[:, depth - 1, :-depth] = labels[:, depth:]
         return ahead
 
-    def _local_sequence(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[..., self._positions])).to(self._device)
+    def _to_tensor(self, values: np.ndarray) -> Tensor:
+        """Copy to the device; floating-point values in the type of the loss."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

@@ -13,7 +13,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change,
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config, DataConfig
-from moefold.data import Sampler, open_dataset
+from moefold.data import ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
@@ -83,8 +83,16 @@ class DataLoader:
     validation_sampler: Sampler
     train_sharder: BatchSharder
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+    def __init__(
+        self, cfg: Config, groups: ParallelGroups, positions: Tensor, program_data: ProgramData | None = None
+    ) -> None:
         """Fingerprint the data files; collective.
+
+        Args:
+            cfg: the recipe.
+            groups: the process groups of this rank.
+            positions: sequence positions of this rank.
+            program_data: the samples of data.kind="program".
 
         Raises:
             ConfigError: ranks see different files.
@@ -92,6 +100,7 @@ class DataLoader:
         self._cfg = cfg
         self._groups = groups
         self._positions = positions
+        self._program_data = program_data
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
         """Fingerprints of the files as they are now."""
@@ -114,7 +123,7 @@ class DataLoader:
         cfg = self._cfg
         resumed_meta = meta if continues_data(cfg, meta, self.fingerprints) else None
         self._shards = resolve_token_files(cfg, self._data_files, resumed_meta, current_world())
-        data = open_dataset(
+        data = self._program_data or open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
             vocab_size=cfg.model.vocab_size,

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.checkpoint.checkpoint_dir import check_compatible, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
@@ -25,6 +25,9 @@ from moefold.validate.memory import check_memory_device, check_offload_device, s
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
 from moefold.validate.train import check_kernel_device
+
+if TYPE_CHECKING:
+    from moefold.data import ProgramData
 
 
 def check_writable(cfg: Config) -> None:
@@ -224,12 +227,13 @@ class RunSetup(NamedTuple):
         return not cfg.checkpoint.verify or not validate_hashes(self.resume, manifest, manifest)
 
 
-def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None) -> RunSetup:
+def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "ProgramData | None" = None) -> RunSetup:
     """Plan the mapping if the recipe leaves it open, check the recipe, and choose the run folder.
 
     Args:
         recipe: the recipe.
         rank_env: environment of this process, if a launcher started it.
+        program_data: the samples that a program passes, for data.kind="program".
 
     Raises:
         ConfigError: the recipe cannot be trained here.
@@ -241,12 +245,31 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None) -> RunSetup:
     if rank_env is not None and cfg.parallel.elastic:
         cfg = with_world_size(cfg, rank_env.world_size)
     check_config(cfg)
+    _check_program_data(cfg, program_data)
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size)
     # Provisional: the ranks make the final choice under the lock of the folder.
     folder = choose_run_folder(cfg)
     check_machine(folder.cfg)
     return RunSetup(cfg, recipe.messages, folder, find_resume(folder.cfg), store)
+
+
+def _check_program_data(cfg: Config, program_data: "ProgramData | None") -> None:
+    """Check that a program passes samples if and only if the recipe says so, and that they fit the recipe."""
+    if program_data is not None and cfg.data.kind != "program":
+        raise ConfigError(f'data.kind={cfg.data.kind!r} must be "program" where a program passes the data')
+    if program_data is None and cfg.data.kind == "program":
+        raise ConfigError(
+            'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, data=...); '
+            "choose another kind for the command"
+        )
+    if program_data is not None:
+        program_data.check(cfg.train.seq_len)
+        if cfg.train.eval_every and not len(program_data.validation):
+            raise ConfigError(
+                f"train.eval_every={cfg.train.eval_every} needs validation samples; set it to 0, or pass "
+                "ProgramData(train, validation)"
+            )
 
 
 def choose_training_device(setup: RunSetup, rank_env: RankEnv | None) -> str:
@@ -273,7 +296,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if rank_env is not None and rank_env.local_rank != 0:
         return
     check_replay_content(cfg)
-    if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
+    if cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))

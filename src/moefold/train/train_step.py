@@ -22,9 +22,10 @@ from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import Batch, clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
-from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
+from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.step_guard import StepDecision, StepGuard
 
@@ -38,7 +39,7 @@ class StepResult:
     """Metrics of one step over the whole global batch; equal on all ranks."""
 
     loss: float
-    """Language-model loss."""
+    """Sum of the terms of the loss function: the language-model loss by default."""
     aux_loss: float
     """Summed over layers, multiplied by its coefficient; `z_loss` likewise."""
     z_loss: float
@@ -67,6 +68,8 @@ class StepResult:
     """Memory of the forward and backward passes; None unless the step was measured."""
     offload: OffloadMetrics | None = None
     """Activation offload statistics; None without offload."""
+    loss_terms: dict[str, float] = field(default_factory=dict)
+    """The terms of the loss function by name."""
     divergences: tuple[Divergence, ...] = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
 
@@ -75,8 +78,10 @@ class StepResult:
 class ReducedMetrics:
     """Result of the one all-reduce of a step, on the host; the same on every rank."""
 
-    losses: Tensor
-    """Language-model loss, then the MTP losses."""
+    loss_terms: dict[str, float]
+    """The terms of the loss function by name."""
+    mtp_loss: float | None
+    """None without multi-token prediction (MTP)."""
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     grad_norm: float
@@ -95,12 +100,17 @@ class ReducedMetrics:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
 
+    @property
+    def loss(self) -> float:
+        """The sum of the loss terms."""
+        return sum(self.loss_terms.values())
+
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
         aux, z = self.layer_scalars[:, :2].sum(0).tolist()
-        losses = {"loss": float(self.losses[0]), "balance loss": aux, "z loss": z}
-        if len(self.losses) > 1:
-            losses["MTP loss"] = float(self.losses[1:].sum())
+        losses = {"loss": self.loss, "balance loss": aux, "z loss": z}
+        if self.mtp_loss is not None:
+            losses["MTP loss"] = self.mtp_loss
         return {**losses, "gradient norm": self.grad_norm}
 
 
@@ -133,6 +143,7 @@ class TrainingStep:
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
+        self._loss_terms = model.stages[0].loss.terms
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -173,7 +184,9 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
-        metrics = None if replica_check is None else replica_check.metrics(self._tp_dedup(loss.detach())[0])
+        metrics = (
+            None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
+        )
         decision = self.guard.decide(totals.guarded_metrics())
         recorder.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
@@ -251,7 +264,7 @@ class TrainingStep:
             self.router_replay.begin_step(step)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the weighted sum of the cross-entropies of validation tokens, in nats; collective."""
+        """Return the sum of the loss terms over the validation batches; collective."""
         loss, _ = self.evaluate_or_stop(batches, None)
         assert loss is not None
         return loss
@@ -276,7 +289,7 @@ class TrainingStep:
                 raised = self._count_flags(flags())
             if any(raised):
                 break
-            losses.append(self.model.runner.evaluate(batch)[:1])
+            losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
         self.model.train(True)
         if any(raised):
             return None, raised
@@ -289,6 +302,10 @@ class TrainingStep:
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
 
+    def _sum_terms(self, losses: Tensor) -> Tensor:
+        """Sum the terms of the loss function, without the MTP loss; [1]."""
+        return losses[: len(self._loss_terms)].sum(0, keepdim=True)
+
     def _tp_dedup(self, loss: Tensor) -> Tensor:
         """Return the loss on TP rank 0 and zero elsewhere: all TP ranks compute the same token losses."""
         return loss if self._is_first_in_tp else torch.zeros_like(loss)
@@ -299,13 +316,18 @@ class TrainingStep:
         """Sum all metrics over the ranks, in one all-reduce."""
         world = self.model.groups.world
         device = loss.device
-        rank_losses = self._tp_dedup(loss.detach().double())
-        squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
-        raised = torch.tensor(flags, dtype=torch.float64, device=device)
+        packer = MetricPacker()
+        packer.add("losses", self._tp_dedup(loss.detach()))
+        packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
+        packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
-        router_stats = self._local_router_stats(device)
+        packer.add("memory", memory)
+        num_experts = self._cfg.model.num_experts
+        router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
+        for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
+            packer.add(name, stats)
         total_s, waited_s = self._comm_timer.read()
         times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
         if total_s:
@@ -313,38 +335,30 @@ class TrainingStep:
             times[world.rank, COMPUTE] = total_s - waited_s
             times[world.rank, DATA] = data_s
             times[world.rank, COMM] = waited_s
+        packer.add("rank times", times)
+        packer.add("offload", self._offload_metrics(device))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
-        offload = self._offload_metrics(device)
-        parts = (
-            rank_losses,
-            squares,
-            raised,
-            memory,
-            router_stats.flatten(),
-            times.flatten(),
-            offload,
-            by_part.flatten(),
-        )
-        total = all_reduce_sum(torch.cat(parts), world)
-        norm = total[len(rank_losses)].sqrt()
-        on_host = total.cpu().split([part.numel() for part in parts])
-        num_experts = self._cfg.model.num_experts
-        scalars, counts, thresholds, biases = on_host[4].view_as(router_stats).split([5, *[num_experts] * 3], 1)
+        packer.add("memory by part", by_part)
+        sums = packer.all_reduce(world)
+        totals = packer.unpack(sums.cpu())
+        losses = totals["losses"].tolist()
+        num_terms = len(self._loss_terms)
         return ReducedMetrics(
-            losses=on_host[0],
-            device_grad_norm=norm,
-            grad_norm=float(on_host[1].sqrt()),
-            flags=tuple(int(count) for count in on_host[2].tolist()),
-            peak_memory_gib=float(on_host[3].max()),
-            rank_times=on_host[5].view_as(times),
-            layer_scalars=scalars,
-            expert_counts=counts,
-            thresholds=thresholds,
-            biases=biases,
-            offload=tuple(on_host[6].tolist()),
-            memory=on_host[7].view_as(by_part),
+            loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
+            mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
+            device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
+            grad_norm=float(totals["squared grad norm"].sqrt()),
+            flags=tuple(int(count) for count in totals["flags"].tolist()),
+            peak_memory_gib=float(totals["memory"].max()),
+            rank_times=totals["rank times"],
+            layer_scalars=totals["layer scalars"],
+            expert_counts=totals["expert counts"],
+            thresholds=totals["thresholds"],
+            biases=totals["biases"],
+            offload=tuple(totals["offload"].tolist()),
+            memory=totals["memory by part"],
         )
 
     def _result(
@@ -355,10 +369,11 @@ class TrainingStep:
             totals.layer_scalars.tolist(), totals.expert_counts.tolist(), totals.biases.tolist()
         )
         return StepResult(
-            loss=float(totals.losses[0]),
+            loss=totals.loss,
+            loss_terms=totals.loss_terms,
             aux_loss=aux,
             z_loss=z,
-            mtp_loss=float(totals.losses[1:].sum()),
+            mtp_loss=totals.mtp_loss or 0.0,
             grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),

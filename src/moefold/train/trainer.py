@@ -9,8 +9,10 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, has_moe_layers
+from moefold.data import ProgramData
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
+from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing
@@ -34,6 +36,9 @@ class Trainer:
         cfg: Config,
         groups: ParallelGroups,
         messages: Sequence[str] = (),
+        *,
+        loss: LossFunction | None = None,
+        data: ProgramData | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build the model and open the data; collective.
@@ -42,6 +47,8 @@ class Trainer:
             cfg: the recipe.
             groups: the process groups of this rank.
             messages: lines to log before all others.
+            loss: the loss to minimise; None: next-token prediction.
+            data: the samples of data.kind="program"; None: those of the recipe.
             callbacks: further hooks, the same on every rank, called after those of the trainer.
         """
         self._cfg = cfg
@@ -51,10 +58,10 @@ class Trainer:
         # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
-        model = parallelize(cfg, groups)
+        model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
-        self._data_loader = DataLoader(cfg, groups, model.positions)
+        self._data_loader = DataLoader(cfg, groups, model.positions, data)
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
         self._callbacks: tuple[Callback, ...] = (

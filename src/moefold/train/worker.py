@@ -10,12 +10,14 @@ import torch
 
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
+from moefold.data import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
+from moefold.model.loss_function import LossFunction
 from moefold.train.callbacks.callback import Callback
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
 from moefold.train.signals import StopSignals
@@ -33,20 +35,32 @@ class TrainOutcome:
     """Run folder."""
 
 
+@dataclass(frozen=True)
+class ProgramParts:
+    """Parts of a run that a Python program may replace; a job on GPUs pickles them for its ranks."""
+
+    loss: LossFunction | None = None
+    """The loss to minimise; None: next-token prediction."""
+    data: ProgramData | None = None
+    """The samples of data.kind="program"."""
+    callbacks: Sequence[Callback] = ()
+    """Further hooks of the training loop."""
+
+
 def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
     """Join the job, train and leave; return the exit status of the job."""
-    return train_on_rank(cfg, messages, (), rank_env, device_type).status
+    return train_on_rank(cfg, messages, ProgramParts(), rank_env, device_type).status
 
 
 def train_on_rank(
-    cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], rank_env: RankEnv, device_type: str
+    cfg: Config, messages: Sequence[str], program: ProgramParts, rank_env: RankEnv, device_type: str
 ) -> TrainOutcome:
     """Join the job, train and leave.
 
     Args:
         cfg: the recipe.
         messages: lines to log before all others.
-        callbacks: further hooks of the training loop.
+        program: the parts that the calling program passes.
         rank_env: rank and world size of this process.
         device_type: "cpu" or "cuda".
 
@@ -68,7 +82,14 @@ def train_on_rank(
         # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
         messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
-        trainer = Trainer(folder.cfg, groups, [message for message in messages if message], callbacks)
+        trainer = Trainer(
+            folder.cfg,
+            groups,
+            [message for message in messages if message],
+            loss=program.loss,
+            data=program.data,
+            callbacks=program.callbacks,
+        )
         with ExitStack() as locks:
             if rank_env.rank == 0:
                 watchdog.flight_recorder.set_phase("locking the folders of the run")

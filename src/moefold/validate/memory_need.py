@@ -19,6 +19,7 @@ from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
+from moefold.topology.schedule_tables import schedule_of
 from moefold.validate.config import check_config
 
 GIB = 2**30
@@ -210,7 +211,7 @@ def _with_fewer_micro_batches(cfg: Config) -> Config:
     p = cfg.parallel
     train = cfg.train
     count = STEADY_MICRO_BATCHES_PER_STAGE * p.pp * p.virtual_stages
-    if p.schedule == "csv" or cfg.num_micro_batches <= count:
+    if schedule_of(cfg).reads_file or cfg.num_micro_batches <= count:
         return cfg
     return replace(cfg, train=replace(train, global_batch_size=count * train.micro_batch_size * p.dp))
 

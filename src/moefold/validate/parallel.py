@@ -20,40 +20,49 @@ from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import divisors, fold
 from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
-from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, SCHEDULES, overlapped_rows, stage_ranks, to_slot_row
+from moefold.topology.schedule_csv import read_schedule
+from moefold.topology.schedule_tables import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
     """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
-    minimum, maximum = SCHEDULES[p.schedule].virtual_stage_bounds
+    spec = schedule_of(cfg)
+    minimum, maximum = spec.virtual_stage_bounds
     if p.virtual_stages < minimum:
-        alternative = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
         yield (
             f"parallel.schedule={p.schedule!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
-            f"choose virtual_stages={minimum}, or {alternative}"
+            f"choose virtual_stages={minimum}, or schedule={spec.with_other_virtual_stages!r}"
         )
     elif maximum == 1 and p.virtual_stages > 1:
         yield (
-            f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule='interleaved', and it is "
-            f"{p.schedule!r}; choose schedule='interleaved' or 'zero-bubble', or virtual_stages=1"
+            f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule={spec.with_other_virtual_stages!r}, "
+            f"and it is {p.schedule!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
+            "virtual_stages=1"
         )
     elif maximum is not None and p.virtual_stages > maximum:
         yield (
             f"parallel.schedule={p.schedule!r} has exactly {maximum} stages on each rank, and "
-            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or schedule='zero-bubble'"
+            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or "
+            f"schedule={spec.with_other_virtual_stages!r}"
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
             f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; "
             "choose schedule='1f1b' with virtual_stages=1, or pp=2"
         )
-    if p.schedule == "csv" and not p.schedule_csv:
-        yield "parallel.schedule='csv' needs parallel.schedule_csv, the path of its file; or choose 'zero-bubble'"
-    if p.schedule == "csv" and p.pp == 1:
-        yield "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
+    if spec.reads_file and not p.schedule_csv:
+        yield (
+            f"parallel.schedule={p.schedule!r} needs parallel.schedule_csv, the path of its file; or choose "
+            "'zero-bubble'"
+        )
+    if spec.reads_file and p.pp == 1:
+        yield (
+            f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or "
+            "pp=2"
+        )
 
 
 def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
@@ -65,9 +74,9 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    # torch's interleaved schedules run in equal rounds of about pp micro-batches.
+    spec = schedule_of(cfg)
     rounds = max(1, count // p.pp)
-    if p.schedule in ("interleaved", "zero-bubble") and count % rounds:
+    if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
@@ -76,10 +85,15 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
             f"parallel.schedule={p.schedule!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
             f"choose train.global_batch_size={batches}"
         )
-    if p.schedule == "dualpipev" and count < 2 * p.pp:
+    factor = spec.min_micro_batches_per_rank
+    minimum = factor * p.pp
+    if count < minimum:
+        micro = cfg.train.micro_batch_size
+        smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         yield (
-            f"parallel.schedule='dualpipev' needs at least 2*pp={2 * p.pp} micro-batches, {found}; "
-            f"choose train.global_batch_size={step * 2 * p.pp}, or schedule='zbv'"
+            f"parallel.schedule={p.schedule!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
+            f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
+            f"schedule={spec.with_fewer_micro_batches!r}"
         )
 
 
@@ -104,11 +118,8 @@ def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
     )
     for message in messages:
         yield f"parallel.pipeline_layout={text!r}: {message}"
-    if (
-        messages
-        or SCHEDULES[p.schedule].virtual_stage_bounds[0] > p.virtual_stages
-        or SCHEDULES[p.schedule].placement == "file"
-    ):
+    spec = schedule_of(cfg)
+    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.reads_file:
         return
     yield from _validate_no_empty_ranks(cfg, stage_ranks(p))
 
@@ -120,10 +131,8 @@ def check_schedule_file(cfg: Config) -> None:
         ConfigError: it is not valid.
     """
     p = cfg.parallel
-    if p.schedule != "csv":
+    if not schedule_of(cfg).reads_file:
         return
-    from moefold.topology.schedule_csv import read_schedule
-
     ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).stage_to_rank
     if p.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(cfg, ranks):
@@ -271,7 +280,8 @@ def _count_violations(cfg: Config) -> dict[str, int]:
     counts = {
         name: len(list(degree_rule(cfg, getattr(cfg.parallel, name)))) for name, degree_rule in DEGREE_RULES.items()
     }
-    return counts | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
+    rules = (validate_sequence_length, validate_batch_size, validate_micro_batch_count)
+    return counts | {rule.__name__: len(list(rule(cfg))) for rule in rules}
 
 
 def validate_sequence_length(cfg: Config) -> Iterator[str]:
@@ -353,7 +363,7 @@ def validate_least_loaded(cfg: Config) -> Iterator[str]:
 
 
 def validate_batch_size(cfg: Config) -> Iterator[str]:
-    """Check that the global batch is a multiple of micro_batch_size*dp, and enough for 1F1B."""
+    """Check that the global batch is a multiple of micro_batch_size*dp, and of few enough micro-batches."""
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
@@ -370,16 +380,6 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
             f"train.global_batch_size={batch} gives each data-parallel rank {count} micro-batches, more than "
             f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
             "train.micro_batch_size"
-        )
-    if p.pp == 1:
-        return
-    found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    if p.schedule == "1f1b" and count < p.pp:
-        micro = cfg.train.micro_batch_size
-        smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * p.pp))}" if batch % (p.dp * p.pp) == 0 else ""
-        yield (
-            f"parallel.schedule='1f1b' needs at least pp={p.pp} micro-batches, {found}; "
-            f"choose train.global_batch_size={step * p.pp}{smaller}, or schedule='gpipe'"
         )
 
 
@@ -414,8 +414,8 @@ def validate_expert_overlap(cfg: Config) -> Iterator[str]:
             f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
             "there is none; choose ep=2 or more, or overlap_experts=false"
         )
-    if p.schedule not in OVERLAPPED_SCHEDULES:
-        *others, last = map(repr, OVERLAPPED_SCHEDULES)
+    if p.schedule not in overlapped_schedules():
+        *others, last = map(repr, overlapped_schedules())
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
             f"parallel.schedule={p.schedule!r} has none; choose schedule={', '.join(others)} or {last}, or "
@@ -450,8 +450,8 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         for chosen in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=chosen)))
         return
-    rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
-    if found := find_deadlock(list(map(to_slot_row, rows))):
+    rows = runtime_slots(cfg)
+    if found := find_deadlock(rows):
         yield (
             f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
         )

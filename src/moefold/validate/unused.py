@@ -12,6 +12,7 @@ from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.schedule_tables import schedule_of
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.train import has_validation_split
 
@@ -219,7 +220,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "parallel.schedule_csv",
-        lambda cfg: cfg.parallel.schedule != "csv",
+        lambda cfg: not schedule_of(cfg).reads_file,
         "only parallel.schedule='csv' reads it",
         "choose parallel.schedule='csv'",
     ),
@@ -249,13 +250,19 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.path",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
         "data.kind reads no files",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
     UnusedKeyRule(
+        "data.validation_fraction data.document_end data.shuffle",
+        lambda cfg: cfg.data.kind == "program",
+        "a program passes the samples, in order and with their documents",
+        "choose another data.kind",
+    ),
+    UnusedKeyRule(
         "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
         "data.kind has no paths",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),

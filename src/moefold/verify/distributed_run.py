@@ -9,7 +9,8 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import StepResult, TrainingStep, full_tensor

@@ -11,6 +11,7 @@ from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
+from moefold.topology.schedule_tables import SCHEDULES
 from moefold.validate.config import check_config
 
 HEAD_SIZE = 8
@@ -80,7 +81,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield all ways to lower degrees to divisors of at least 2, with all fitting numbers of ranks."""
     layout = _shrink_pipeline_layout(p.pipeline_layout)
     # An explicit layout or a schedule from a file fixes the number of stages.
-    has_fixed_stages = layout not in ("", "auto") or p.schedule == "csv"
+    has_fixed_stages = layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file
     choices = [
         [degree]
         if degree == 1 or (axis == "pp" and has_fixed_stages)
@@ -94,7 +95,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
 
 
 def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
-    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or p.schedule == "csv":
+    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file:
         return p
     fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MAX_STAGES]
     return replace(p, virtual_stages=max(fitting, default=divisors(p.virtual_stages)[1]))
@@ -222,7 +223,7 @@ def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
 def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     train = cfg.train
     # A schedule from a file fixes the number of micro-batches.
-    count = cfg.num_micro_batches if p.schedule == "csv" else 2 * p.pp
+    count = cfg.num_micro_batches if SCHEDULES[p.schedule].reads_file else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
     return replace(

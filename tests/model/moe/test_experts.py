@@ -1,16 +1,16 @@
-"""Each expert works on its rows alone; both implementations agree; every weight always gets a gradient."""
+"""Each expert works on its rows alone; all implementations agree; every weight always gets a gradient."""
 
 import pytest
 import torch
 
-from moefold.model.moe.experts import (
-    Experts,
-    ExpertWeights,
-    SequentialExpertOptions,
-    grouped_experts,
-    sequential_experts,
-)
+from moefold.model.moe.dispatch.base import ExpertInput
+from moefold.model.moe.experts import Experts
+from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.reference_experts import reference_experts
+from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.interface import ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
+from moefold.ops.torch_experts import GroupedMMExpertOps
 from tests.model.moe.reference import swiglu
 
 COUNTS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -23,12 +23,28 @@ def _tensors(rows: int, dtype: torch.dtype, hidden: int = 8, ffn: int = 16, scal
     return [t.to(dtype).requires_grad_() for t in tensors]
 
 
+def _looped(x, weights, counts, *extra, probs_R=None):
+    return fused_experts(x, weights, ExpertOptions(counts, *extra), SequentialExpertOps(), probs_R)
+
+
+def _grouped(x, weights, counts, *extra, probs_R=None):
+    return fused_experts(x, weights, ExpertOptions(counts, *extra), GroupedMMExpertOps(), probs_R)
+
+
+def _reference(x, weights, counts, *extra, probs_R=None):
+    return reference_experts(x, weights, ExpertOptions(counts, *extra), probs_R)
+
+
 def looped_swiglu(x, gate, up, down, counts):
-    return sequential_experts(x, ExpertWeights(gate, up, down), SequentialExpertOptions(counts))
+    return _looped(x, ExpertWeights(gate, up, down), counts)
 
 
 def grouped_swiglu(x, gate, up, down, counts):
-    return grouped_experts(x, ExpertWeights(gate, up, down), counts)
+    return _grouped(x, ExpertWeights(gate, up, down), counts)
+
+
+def reference_swiglu(x, gate, up, down, counts):
+    return _reference(x, ExpertWeights(gate, up, down), counts)
 
 
 def _expected(x, gate, up, down, counts):
@@ -61,17 +77,22 @@ def _clamped(x, gate, up, down, gate_bias, up_bias, down_bias, counts):
 
 
 def _looped_clamped(x, *rest):
-    return sequential_experts(x, ExpertWeights(*rest[:-1]), SequentialExpertOptions(rest[-1], CLAMPED, COLUMNS))
+    return _looped(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
 
 
 def _grouped_clamped(x, *rest):
-    return grouped_experts(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
+    return _grouped(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
+
+
+def _reference_clamped(x, *rest):
+    return _reference(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_clamped_experts_with_biases_equal_the_definition(counts):
+@pytest.mark.parametrize("experts", [_looped_clamped, _reference_clamped])
+def test_clamped_experts_with_biases_equal_the_definition(experts, counts):
     tensors = _with_biases(sum(counts), torch.float64)
-    actual = _with_gradients(_looped_clamped, tensors, counts)
+    actual = _with_gradients(experts, tensors, counts)
     for a, e in zip(actual, _with_gradients(_clamped, tensors, counts), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
@@ -103,16 +124,13 @@ def _with_gradients(function, tensors, counts):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_loop_equals_the_definition(counts):
+@pytest.mark.parametrize("experts", [looped_swiglu, reference_swiglu])
+def test_experts_equal_the_definition(experts, counts):
     tensors = _tensors(sum(counts), torch.float64)
-    actual = _with_gradients(looped_swiglu, tensors, counts)
+    actual = _with_gradients(experts, tensors, counts)
     expected = _with_gradients(_expected, tensors, counts)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
-
-
-def _looped(x, weights, counts, *extra, probs_R=None):
-    return sequential_experts(x, weights, SequentialExpertOptions(counts, *extra), probs_R)
 
 
 def _weighed_inside(apply, extra):
@@ -126,12 +144,13 @@ def _weighed_outside(apply, extra):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_weights_inside_the_experts_equal_weights_on_their_results(counts, has_bias):
+@pytest.mark.parametrize("experts", [_looped, _reference])
+def test_weights_inside_the_experts_equal_weights_on_their_results(experts, counts, has_bias):
     extra = (CLAMPED, COLUMNS) if has_bias else ()
     make = _with_biases if has_bias else _tensors
     weights = torch.rand(sum(counts), dtype=torch.float64).requires_grad_()
     tensors = [weights, *make(sum(counts), torch.float64)]
-    actual = _with_gradients(_weighed_inside(_looped, extra), tensors, counts)
+    actual = _with_gradients(_weighed_inside(experts, extra), tensors, counts)
     expected = _with_gradients(_weighed_outside(_looped, extra), tensors, counts)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
@@ -144,7 +163,7 @@ def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
     make = _with_biases if has_bias else _tensors
     tensors = [torch.rand(sum(counts)).requires_grad_(), *make(sum(counts), torch.float32)]
     looped = _with_gradients(_weighed_inside(_looped, extra), tensors, counts)
-    grouped = _with_gradients(_weighed_inside(grouped_experts, extra), tensors, counts)
+    grouped = _with_gradients(_weighed_inside(_grouped, extra), tensors, counts)
     for a, e in zip(grouped, looped, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
@@ -195,13 +214,13 @@ def test_an_expert_without_rows_gets_a_zero_gradient(dtype):
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(5, 8, dtype=dtype, requires_grad=True)
-    experts(x, [0, 5, 0, 0]).sum().backward()
+    experts(ExpertInput(x, [0, 5, 0, 0])).sum().backward()
     for parameter in experts.parameters():
         norms = parameter.grad.flatten(1).norm(dim=1)
         assert (norms > 0).tolist() == [False, True, False, False]
     for parameter in experts.parameters():
         parameter.grad = None
-    experts(x[:0], [0, 0, 0, 0]).sum().backward()
+    experts(ExpertInput(x[:0], [0, 0, 0, 0])).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in experts.parameters())
 
 
@@ -223,14 +242,14 @@ def test_wide_weights_count_as_rounded_ones():
 
 def _gradients_of(experts, x, counts):
     x = x.clone().requires_grad_()
-    y = experts(x, counts)
+    y = experts(ExpertInput(x, counts))
     y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
     return [y, x.grad, *(parameter.grad for parameter in experts.parameters())]
 
 
 def test_rows_and_counts_must_agree():
     with pytest.raises(AssertionError):
-        Experts(2, 4, 4)(torch.zeros(3, 4), [1, 1])
+        ExpertInput(torch.zeros(3, 4), [1, 1])
 
 
 def test_weights_are_declared_on_the_default_device():

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from moefold.model.norm import RMSNorm
 from moefold.model.transformer import build_model
 from moefold.ops.norm import TORCH_RMS_NORM, cpu_rms_norm
-from moefold.parallel.parallelize import apply_kernels
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.select_ops import apply_kernels, select_kernels
 from tests.ops.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, in_each_type, needs_compiler, recipe
 
 pytestmark = needs_compiler
@@ -211,7 +210,7 @@ def test_every_norm_of_a_model_gets_it():
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     # Two of a layer, two of its heads, and the last.
     assert len(norms) == 4 * cfg.model.num_layers + 1
-    assert all(norm.kernel is chosen.norm for norm in norms)
+    assert all(norm.kernels.norm is chosen.norm for norm in norms)
 
 
 def test_without_a_compiler_it_is_plain(no_compiler):

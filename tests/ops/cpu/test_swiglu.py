@@ -12,9 +12,11 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, RunConfig, TrainConfig
 from moefold.errors import ConfigError
+from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.ops.cpu import build
 from moefold.ops.cpu.build import COMPILERS, CompilerError
+from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import SwiGLUActivation
 from moefold.parallel.select_ops import select_kernels
@@ -114,12 +116,12 @@ def test_experts_compute_the_same_with_it(gate, dtype):
 
     def run(of_experts, gemm):
         experts = Experts(4, 16, 32, activation=of_experts)
-        experts.gemm = gemm
+        experts.ops = SequentialExpertOps(gemm)
         generator = torch.Generator().manual_seed(2)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)
         leaf = x.clone().requires_grad_()
-        y = experts(leaf, counts)
+        y = experts(ExpertInput(leaf, counts))
         y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(dtype))
         return [y, leaf.grad, *(parameter.grad for parameter in experts.parameters())]
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.model.moe.expert_weights import ExpertWeights
-from moefold.model.moe.experts import SequentialExpertOptions, sequential_experts
-from moefold.model.moe.fused_experts import FusedExpertOptions, fused_experts
-from moefold.model.moe.permute import LazyCounts, permute, permute_probs, plan_permutation, unpermute
+from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
+from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
-from moefold.ops.interface import GatheredRows, PermuteMap, TorchExpertOps
+from moefold.ops.grouped_experts import GroupedExpertOps
+from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, LazyCounts, PermuteMap
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.parallel.select_ops import select_kernels
 from moefold.verify.distributed_run import run_distributed
@@ -20,8 +21,8 @@ from tests.verify.recipes import tiny
 E, H, F, T, K = 4, 9, 7, 11, 2
 TRITON = TritonExpertOps(Autotuner(is_enabled=False))
 ENGINES = [
-    pytest.param(TorchExpertOps(), torch.float64, 1e-12, id="plain-float64"),
-    pytest.param(TorchExpertOps(), torch.float32, 1e-5, id="plain-float32"),
+    pytest.param(GroupedExpertOps(), torch.float64, 1e-12, id="plain-float64"),
+    pytest.param(GroupedExpertOps(), torch.float32, 1e-5, id="plain-float32"),
     pytest.param(TRITON, torch.float32, 1e-5, id="triton-float32"),
 ]
 
@@ -55,18 +56,11 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     gate = ClampedSwiGLUActivation(1.702, 0.7) if has_bias else SwiGLUActivation()
     columns = slice(3, 7) if has_bias else slice(None)
     counts = permutation.tokens_per_expert_E
-    offsets = counts.cumsum(0, dtype=torch.int32)
     later = _Pool() if postpones else None
-    how = FusedExpertOptions(
-        kernels,
-        offsets,
-        gate,
-        columns,
-        PermuteMap.from_permutation(permutation),
-        saves_fc1=not postpones,
-        wgrad_store=later,
+    how = ExpertOptions(
+        LazyCounts(counts), gate, columns, PermuteMap.from_permutation(permutation), saves_fc1=not postpones
     )
-    y = fused_experts(x, ExpertWeights(*tensors), how, permute_probs(probs, permutation))
+    y = fused_experts(x, ExpertWeights(*tensors), how, kernels, permute_probs(probs, permutation), later)
     grad = torch.randn(T, H, dtype=torch.float64).to(dtype)
     y.backward(grad)
     actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
@@ -74,11 +68,8 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
     rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
     expected = unpermute(
-        sequential_experts(
-            rows,
-            weights,
-            SequentialExpertOptions(counts.tolist(), gate, columns),
-            permute_probs(leaves[1], permutation),
+        reference_experts(
+            rows, weights, ExpertOptions(counts.tolist(), gate, columns), permute_probs(leaves[1], permutation)
         ),
         permutation,
         None,
@@ -104,7 +95,7 @@ def test_scattered_stores_equal_gathered_sums():
     TritonExpertOps(All(is_enabled=False)).grouped_gemm_combine(GatheredRows(rows), w, offsets, sorting)
     ways = found["combined"]
     assert set(ways) == {"gather", "scatter"}
-    expected = TorchExpertOps().grouped_gemm_combine(GatheredRows(rows.double()), w.double(), offsets, sorting)
+    expected = GroupedExpertOps().grouped_gemm_combine(GatheredRows(rows.double()), w.double(), offsets, sorting)
     for y in ways.values():
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -112,7 +103,7 @@ def test_scattered_stores_equal_gathered_sums():
 def test_counts_on_a_device_are_read_once_and_only_if_asked():
     counts = LazyCounts(torch.tensor([3, 0, 2]))
     assert len(counts) == 3
-    assert "_numbers" not in vars(counts)
+    assert "_values" not in vars(counts)
     assert list(counts) == [3, 0, 2]
     assert counts[1:] == [0, 2]
 
@@ -145,6 +136,8 @@ def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
 def test_the_choice_is_automatic_and_switchable():
     cpu = torch.device("cpu")
     cfg = _single()
-    assert select_kernels(cfg, cpu).expert_ops is None
+    assert not isinstance(select_kernels(cfg, cpu).expert_ops, TritonExpertOps)
+    plain = select_kernels(replace(cfg, run=replace(cfg.run, kernels="plain")), cpu)
+    assert plain.expert_ops is TORCH_EXPERT_OPS
     chosen = select_kernels(replace(cfg, run=replace(cfg.run, kernels="triton")), cpu)
     assert isinstance(chosen.expert_ops, TritonExpertOps)

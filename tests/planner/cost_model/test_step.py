@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from moefold.cost.hardware import load_device
+from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
-from moefold.planner.cost_model.workload import TrainingWorkload, bubble_s
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from tests.clock import processor_s

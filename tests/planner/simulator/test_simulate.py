@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.planner.cost_model.workload import bubble_s
+from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate, slot_rows
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
 from moefold.validate.parallel import validate_micro_batch_count

@@ -9,7 +9,7 @@ from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.local_param import local_param
-from moefold.model.moe.dispatch.base import Dispatcher, DispatchMetadata, RoutingMap
+from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.losses import (
@@ -24,7 +24,6 @@ from moefold.model.moe.losses import (
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, TokenPositions
-from moefold.ops.interface import PermuteMap
 from moefold.ops.swiglu import expert_activation
 
 
@@ -65,6 +64,7 @@ class MoELayer(nn.Module):
             model.moe_ffn_hidden_size,
             activation=expert_activation(model),
             has_bias=model.moe_bias,
+            applies_probs=moe.weight_in_expert,
         )
         self.shared = shared
         has_gate = shared is not None and model.shared_expert_gate
@@ -87,7 +87,6 @@ class MoELayer(nn.Module):
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
         self._pads_to_capacity = moe.pad_to_capacity
-        self._applies_probs_in_expert = moe.weight_in_expert
 
     def begin_step(self, step: int) -> None:
         """Reset the router statistics and set the optimizer step."""
@@ -123,36 +122,15 @@ class MoELayer(nn.Module):
         token_positions = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
-        routing_map = self._apply_capacity(routing, token_positions)
+        routing_map = self._drop_tokens(routing, token_positions)
         shared_expert = None if self.shared is None else lambda: self._run_shared_expert(x)
-        rows, metadata = self.dispatcher.dispatch_preprocess(x_TH, routing_map)
-        rows, y_shared = yield from self.dispatcher.dispatch_async(rows, metadata, shared_expert)
-        tokens_per_expert = metadata.tokens_per_expert
-        migration = self.dispatcher.migration(metadata)
-        probs_R = None
-        permute_map = None if migration is not None else self._permute_map(metadata)
-        if permute_map is None:
-            rows = self.dispatcher.dispatch_postprocess(rows, metadata)
-        if self._applies_probs_in_expert or (permute_map is not None and self.dispatcher.combines_locally):
-            probs_R, metadata = self.dispatcher.dispatch_probs(metadata)
-        rows = self.experts(rows, tokens_per_expert, migration, probs_R, permute_map)
-        if permute_map is None:
-            rows = self.dispatcher.combine_preprocess(rows, metadata)
-        rows = yield from self.dispatcher.combine_async(rows, metadata)
-        y = self.dispatcher.combine_postprocess(rows, metadata).view_as(x)
+        y_TH, y_shared = yield from self.dispatcher.run(x_TH, routing_map, self.experts, shared_expert)
+        y = y_TH.view_as(x)
         if y_shared is not None:
             y = y + y_shared
         return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
 
-    def _permute_map(self, metadata: DispatchMetadata) -> PermuteMap | None:
-        """Return the permutation that fused experts apply themselves; None where the dispatcher permutes."""
-        kernels = self.experts.kernels
-        if kernels is None:
-            return None
-        applies_probs = self._applies_probs_in_expert or kernels.probs_commute
-        return self.dispatcher.permute_map(metadata) if applies_probs or not self.dispatcher.combines_locally else None
-
-    def _apply_capacity(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
+    def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self._eval_capacity_policy
         (num_tokens, top_k) = routing.ids_TK.shape
         if policy is None:

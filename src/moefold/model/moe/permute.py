@@ -2,35 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.ops.interface import Permutation
-
-
-class LazyCounts(Sequence[int]):
-    """Tokens of each expert, counted on a device, int64 [E]; the first read of a number synchronises, once for all."""
-
-    def __init__(self, counts_E: Tensor) -> None:
-        self.counts_E = counts_E
-
-    @cached_property
-    def _values(self) -> list[int]:
-        return [int(count) for count in self.counts_E.tolist()]
-
-    def __len__(self) -> int:
-        return len(self.counts_E)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._values[index]
+from moefold.ops.interface import LazyCounts, Permutation
 
 
 def as_counts(counts_E: Tensor) -> Sequence[int]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
+from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
@@ -168,14 +169,6 @@ class RouterLossSums:
     """Sum of the entropy of the scores, in nats."""
 
 
-class RoutingKernel(Protocol):
-    """Fused router: experts, probabilities and loss sums from the logits in one pass."""
-
-    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
-        """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
-        ...
-
-
 @dataclass(frozen=True)
 class RoutingDecision:
     """Routing of the T tokens of this rank. Floating-point fields are in float32 or float64."""
@@ -213,7 +206,7 @@ class Router(nn.Module):
         bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
-        self.kernel: RoutingKernel | None = None
+        self.kernels: Kernels = TORCH_KERNELS
         self.step = 1
         """Optimizer step; seeds the jitter noise."""
         self._model = model
@@ -224,15 +217,15 @@ class Router(nn.Module):
     def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
         """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
 
-        In training `override` may replace the chosen experts. `parallelize` sets `kernel` where it supports this
-        router.
+        In training `override` may replace the chosen experts. `parallelize` sets `kernels`, with one for the router
+        where it supports this router.
         """
         dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
         logits_TE = self._apply_jitter(x_TH.to(dtype), token_positions) @ local_param(self.weight, dtype).t()
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
-        if self.kernel is not None and dtype == torch.float32:
-            return self._route_fused(self.kernel, logits_TE)
+        if self.kernels.router is not None and dtype == torch.float32:
+            return self._route_fused(self.kernels.router, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:

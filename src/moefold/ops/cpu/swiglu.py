@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.swiglu import SwiGLUActivation
+from moefold.ops.swiglu import SWIGLU
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SELF_TEST_SIZE = 1027
 """Values of the self-test: no multiple of vector widths."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test; a miscompiled kernel differs by more."""
-TORCH_SWIGLU = SwiGLUActivation()
 
 
 class CSwiGLU:
@@ -40,7 +39,7 @@ class CSwiGLU:
         """See `ExpertActivation`."""
         is_differentiated = torch.is_grad_enabled() and (g.requires_grad or u.requires_grad)
         if is_differentiated or not _supports(g, u, *(() if out is None else (out,))):
-            return TORCH_SWIGLU.forward(g, u, out)
+            return SWIGLU.forward(g, u, out)
         hidden = torch.empty_like(g) if out is None else out
         self._call("swiglu", g, u, hidden)
         return hidden
@@ -50,7 +49,7 @@ class CSwiGLU:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertActivation`."""
         if not _supports(grad, g, u, *(outs or ())):
-            return TORCH_SWIGLU.backward(grad, g, u, outs)
+            return SWIGLU.backward(grad, g, u, outs)
         hidden, grad_u = outs or (torch.empty_like(grad), torch.empty_like(grad))
         self._call("swiglu_backward", grad, g, u, hidden, grad, grad_u)
         return hidden, grad, grad_u
@@ -70,7 +69,7 @@ class CSwiGLU:
         for dtype, error in TOLERANCES.items():
             grad, g, u = (probe.to(dtype) for probe in probes)
             actual = [self.forward(g, u), *self.backward(grad.clone(), g, u)]
-            expected = TORCH_SWIGLU.backward(grad.double(), g.double(), u.double())
+            expected = SWIGLU.backward(grad.double(), g.double(), u.double())
             for a, e in zip(actual, (expected[0], *expected), strict=True):
                 if not torch.allclose(a.double(), e, rtol=error, atol=error):
                     raise CompilerError(f"the compiled SwiGLU kernel is wrong in {DTYPE_NAMES[dtype]}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.ops.interface import GatheredRows, TorchExpertOps, counts_from_offsets
+from moefold.ops.grouped_experts import GroupedExpertOps, counts_from_offsets
+from moefold.ops.interface import GatheredRows
 from moefold.ops.quantization.formats import QuantFormat, fake_quantize
 
 
@@ -37,17 +38,20 @@ class EmulatedLinear:
         return y_MN.to(a_MK.dtype)
 
 
-class EmulatedExpertOps(TorchExpertOps):
+class EmulatedExpertOps(GroupedExpertOps):
     """Expert operations with emulated low-precision GEMMs: each expert is a linear layer over its rows.
 
     Args:
         linear: computes the GEMMs.
     """
 
-    probs_commute = False
-
     def __init__(self, linear: EmulatedLinear) -> None:
         self._linear = linear
+
+    @property
+    def probs_commute(self) -> bool:
+        """False: hidden values are quantised."""
+        return False
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None

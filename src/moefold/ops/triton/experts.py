@@ -4,22 +4,21 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moefold.ops.autotune import Autotuner
+from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import GatheredRows, PermuteMap
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
+from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 from moefold.ops.triton.grouped_gemm import combine_rows, grouped_gemm, grouped_gemm_weight_grad, tile_configs
 from moefold.ops.triton.swiglu import activation_backward, activation_forward
 
-GROUPED_MM_ALIGNMENT_BYTES = 16
-"""Alignment of every stride that torch's grouped_mm requires."""
+GROUPED_MM = GroupedMMExpertOps()
 
 
 @dataclass(frozen=True)
-class TritonExpertOps:
+class TritonExpertOps(GroupedExpertOps):
     """Expert operations that gather rows while reading; no device syncs.
 
     Args:
@@ -28,21 +27,16 @@ class TritonExpertOps:
 
     autotuner: Autotuner
 
-    @property
-    def probs_commute(self) -> bool:
-        """True: hidden values are not quantised."""
-        return True
-
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
         candidates: dict[str, Callable[[], Tensor]] = {}
-        if _torch_supports(rows, w_EKN):
-            candidates["torch"] = partial(_torch_grouped_mm, rows, w_EKN, offsets_E, second)
+        if supports_grouped_mm(x, rows.num_rows, *w_EKN.shape[1:]):
+            candidates["torch"] = partial(GROUPED_MM.grouped_gemm, rows, w_EKN, offsets_E, second)
         for tile_config in tile_configs(x):
             candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
                 grouped_gemm,
@@ -66,7 +60,7 @@ class TritonExpertOps:
         permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertOps`; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
+        """See base class; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
         x = unit_stride(rows.values)
         target = permute_map.source_R, len(permute_map.row_TK)
 
@@ -86,12 +80,12 @@ class TritonExpertOps:
         )
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         x = unit_stride(rows.values)
         g = unit_stride(grad.values)
         candidates: dict[str, Callable[[], Tensor]] = {}
-        if _torch_supports(rows, g):
-            candidates["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+        if supports_grouped_mm(x, rows.num_rows, g.shape[1]):
+            candidates["torch"] = partial(GROUPED_MM.weight_gradient, rows, grad, offsets_E)
         for tile_config in tile_configs(x):
             candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
                 grouped_gemm_weight_grad,
@@ -107,13 +101,13 @@ class TritonExpertOps:
         )
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         return activation_forward(g_RF, u_RF, probs_R, clamp_params(activation))
 
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `ExpertOps`."""
+        """See base class."""
         return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
@@ -128,7 +122,7 @@ class TritonExpertOps:
         return grad_g, grad_u
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
-        """See `ExpertOps`."""
+        """See base class."""
         return combine_rows(unit_stride(rows_RH), permute_map.row_TK, permute_map.kept_TK)
 
     def _run_autotuned(
@@ -142,22 +136,6 @@ class TritonExpertOps:
 def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
     """Return (alpha, limit) of the clamped activation, None for SwiGLU."""
     return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLUActivation) else None
-
-
-def _torch_grouped_mm(
-    rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
-) -> Tensor:  # pragma: no cover - CUDA only
-    y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
-    return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
-
-
-def _torch_supports(rows: GatheredRows, other: Tensor) -> bool:
-    x = rows.values
-    if not x.is_cuda or x.dtype != torch.bfloat16 or rows.num_rows == 0:
-        return False
-    widths = (x.shape[1], *other.shape[-2:]) if other.dim() == 3 else (x.shape[1], other.shape[1])
-    is_aligned = all(width * x.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths)
-    return is_aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def unit_stride(x: Tensor) -> Tensor:

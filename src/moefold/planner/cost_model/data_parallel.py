@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moefold.cost.hardware import Device
-from moefold.cost.param_shapes import WeightShape, layer_weights, mtp_layer_weights
+from moefold.cost.layer_spec import layer_weights, mtp_layer_weights
+from moefold.cost.param_shapes import WeightShape
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
@@ -83,7 +84,7 @@ class MuonCost:
         weights = [
             (count, weight)
             for kind, count in enumerate(counts)
-            for weight in self._weights(layer_letter(self._model_spec, kind), mapping.tp)
+            for weight in self._matrices(layer_weights(self._model_config, layer_letter(self._model_spec, kind)))
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
@@ -118,18 +119,13 @@ class MuonCost:
             self._newton_schulz_cache[small, large] = self._update.ns_steps * step + kernels * self._device.kernel_gap_s
         return self._newton_schulz_cache[small, large]
 
-    def _weights(self, letter: str, tp: int) -> list[WeightShape]:
-        return [
-            w
-            for w in layer_weights(self._model_config, letter, tp)
-            if w.uses_muon and w.part in self._update.muon_groups
-        ]
+    def _matrices(self, weights: Sequence[WeightShape]) -> list[WeightShape]:
+        return [w for w in weights if w.in_muon_groups(self._update.muon_groups)]
 
     @cached_property
     def _mtp_projections(self) -> list[WeightShape]:
         """The projection of an MTP layer, which other layers do not have."""
-        mtp_weights = mtp_layer_weights(self._model_config, 1)
-        return [w for w in mtp_weights if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
+        return [w for w in self._matrices(mtp_layer_weights(self._model_config)) if w.part == "mtp"]
 
 
 def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
@@ -231,8 +232,7 @@ class _MixerCost:
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
-        window = mixer.window
-        keys = window - window * window / (2 * seq_len) if 0 < window < seq_len else seq_len / 2
+        keys = keys_per_token(mixer.window, seq_len, causal=True)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
         chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)

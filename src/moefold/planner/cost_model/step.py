@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
+from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
-from moefold.planner.cost_model.workload import TrainingWorkload, bubble_s, elementwise_max
+from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
@@ -148,7 +149,7 @@ class CostModel:
         self._layer_times: dict[tuple[object, ...], LayerTime] = {}
         self._head_and_loss: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._plain_layers: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-        self._rank_contents: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
+        self._rank_contents: dict[tuple[int, int, str], tuple[RankContent, ...]] = {}
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -425,8 +426,7 @@ class CostModel:
 
     def rank_contents(self, pp: int, vpp: int, schedule: str) -> tuple[RankContent, ...]:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
-        is_v = pp > 1 and SCHEDULES[schedule].placement == "v"
-        key = (pp, vpp, is_v)
+        key = (pp, vpp, SCHEDULES[schedule].placement)
         if key not in self._rank_contents:
             chunks = self.split(pp * vpp)
             placed = chunks_of_rank(chunks, schedule, pp, vpp)

@@ -12,8 +12,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds
-from moefold.planner.cost_model.workload import bubble_s
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import MemoryStrategies
 from moefold.planner.search.space import PipelineVariant

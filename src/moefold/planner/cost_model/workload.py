@@ -231,51 +231,6 @@ class RecordedRouting:
         return float(np.mean(ratios))
 
 
-def bubble_s(
-    forward_s: Any, backward_s: Any, wgrad_s: Any, *, pp: int, vpp: Any, num_micro_batches: int, schedule: str
-) -> Any:
-    """Return the idle seconds of a rank in one step, in closed form.
-
-    Args:
-        forward_s: one micro-batch forward through all chunks of one rank; like the other times a number or an array.
-        backward_s: the same backward, weight gradients included.
-        wgrad_s: the weight-gradient part of `backward_s`.
-        pp: pipeline ranks.
-        vpp: chunks on each rank.
-        num_micro_batches: micro-batches of a step. With fewer than pp, no schedule keeps all ranks busy.
-        schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
-
-    Returns:
-        gpipe and 1f1b: (pp-1)(f+b). interleaved: the same over vpp, and (pp-n)(f+b) while a chunk waits for the last
-        rank of the chunk before. zero-bubble (ZB-H1, arXiv:2401.10241) fills a rank's wait with weight gradients of
-        earlier micro-batches: (pp-1)(f + b - 2w) over vpp, at least a third of interleaved's; with fewer than pp
-        micro-batches either (pp-n)w more, or the sequential time through all chunks. zbv: half as long at both ends,
-        with
-        2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b - 3w)/2. docs/pipeline.md has the same in parts of a
-        chunk,
-        measured.
-    """
-    if pp == 1:
-        return 0.0
-    both = forward_s + backward_s
-    if schedule == "zero-bubble":
-        num_active = min(num_micro_batches, pp)
-        without_wgrad = both - wgrad_s
-        sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / vpp - num_active * both
-        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - num_active) * wgrad_s
-        return elementwise_max(sequential, filled)
-    if schedule == "zbv":
-        unfilled = (pp - 1) * (both - wgrad_s)
-        filled = elementwise_max(unfilled - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
-        share = min(1.0, (num_micro_batches - 1) / (2 * pp - 2))
-        return (1 - share) * unfilled + share * filled / 2
-    if schedule == "dualpipev":
-        return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2
-    if schedule == "gpipe" or num_micro_batches >= pp:
-        return (pp - 1) * both / vpp
-    return both * ((pp - num_micro_batches) + (num_micro_batches - 1) / vpp)
-
-
 def elementwise_max(left: Any, right: Any) -> Any:
     """Return the larger of two numbers, or the element-wise maximum of two arrays."""
     return (

@@ -245,16 +245,16 @@ def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[
     """Return the weights of a model without a runtime config: one matrix for all weights with equal sharding."""
     hidden = model_spec.hidden_size
     if name in ("embedding", "head"):
-        return (WeightShape("embedding", (model_spec.vocab_size, hidden), tp_dim=0),)
+        return (WeightShape("weight", (model_spec.vocab_size, hidden), "embedding", tp_dim=0),)
     kind = model_spec.mtp_layer_kind if isinstance(name, str) else name
     dense, experts = layer_parameters(model_spec, kind)
-    found = [WeightShape("attention", (dense // hidden, hidden), tp_dim=0)]
+    found = [WeightShape("dense", (dense // hidden, hidden), "attention", tp_dim=0)]
     layer = model_spec.kinds[kind].feed_forward
     if experts and layer is not None:
         rows = expert_parameters(layer, hidden)
-        found.append(WeightShape("experts", (layer.num_experts, rows), etp_dim=1))
+        found.append(WeightShape("experts", (layer.num_experts, rows), "experts", etp_dim=1))
     if name == "mtp":
-        found.append(WeightShape("mtp", (hidden, 2 * hidden)))
+        found.append(WeightShape("projection", (hidden, 2 * hidden), "mtp"))
     return tuple(found)
 
 

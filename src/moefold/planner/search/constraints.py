@@ -128,7 +128,7 @@ STAGE_RULES = (
     MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
 )
 PIPELINE_RULES = (
-    MappingRule(validate_batch_size, ("dp", "pp", "mbs", "schedule")),
+    MappingRule(validate_batch_size, ("dp", "mbs")),
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
 DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)

@@ -42,6 +42,7 @@ from moefold.planner.search.pipeline_search import (
 )
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
 from moefold.topology.dispatchers import dispatcher_spec
+from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
 
 _QueueEntry = tuple[float, int, int, int]
 """Lower bound in seconds; indices of the micro-batch choice, of the strategy batch and of the pipeline; -1: not chosen
@@ -298,7 +299,7 @@ class Search:
         for size, pipelines in view.pipelines_by_mbs:
             n = self._global_batch_size // (size * fold.dp)
             # Without a pipeline all schedules take equally long.
-            plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == "1f1b")
+            plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE)
             for overlap in (False, True):
                 fastest: list[_LayerTotals] = []
                 for dispatcher in self._dispatchers(fold, size):

@@ -40,11 +40,10 @@ from moefold.planner.search.constraints import (
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
+from moefold.topology.schedule_tables import SCHEDULES
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 
-CSV_SCHEDULE = "csv"
-"""Schedule from a file that is written for one mapping: legal, but not searched."""
 HOST = "host"
 NON_LAYER_STAGE_PARTS = ("E", "L")
 """Parts other than layers to which a balanced layout may give a stage."""
@@ -339,7 +338,8 @@ class MappingSpace:
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
                 for schedule in self._allowed_values("schedule")
-                if schedule != CSV_SCHEDULE
+                # A file is written for one mapping.
+                if not SCHEDULES[schedule].reads_file
             }
         return self._variants_by_pp[pp]
 
@@ -448,7 +448,7 @@ def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:
-        values["schedule"] = "interleaved"
+        values["schedule"] = next(s.name for s in SCHEDULES.values() if s.allows_virtual_stages(values["vpp"]))
     return values
 
 

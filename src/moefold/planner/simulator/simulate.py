@@ -28,7 +28,7 @@ from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Eve
 from moefold.planner.stages import split_stages
 from moefold.topology.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock, one_per_slot
 from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, overlapped_rows, rank_row, to_slot_row
+from moefold.topology.schedule_tables import SCHEDULES, overlapped_schedules, schedule_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class _Simulation:
 def slot_rows(
     schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, *, path: str = "", overlap: bool = False
 ) -> tuple[SlotRow, ...]:
-    """Return the slots of every pipeline rank, as torch forms them: pairs in DualPipeV, single actions elsewhere.
+    """Return the slots of every pipeline rank, as the runtime executes them.
 
     Args:
         schedule: a key of `SCHEDULES`; 1f1b with several virtual stages is interleaved.
@@ -231,19 +231,12 @@ def slot_rows(
     Raises:
         ConfigError: the file is invalid, or the schedule has no pairs.
     """
-    if overlap:
-        if schedule not in OVERLAPPED_SCHEDULES:
-            legal = ", ".join(map(repr, OVERLAPPED_SCHEDULES))
-            raise ConfigError(f"overlap needs a schedule with paired passes, not {schedule!r}; choose one of {legal}")
-        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
-    if schedule == "csv":
-        return tuple(one_per_slot(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
-    if pp == 1:
-        return (one_per_slot(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
-    if schedule == "dualpipev":
-        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
-    name = "interleaved" if schedule == "1f1b" and virtual_stages > 1 else schedule
-    return tuple(one_per_slot(rank_row(name, rank, pp, virtual_stages, num_micro_batches)) for rank in range(pp))
+    if overlap and schedule not in overlapped_schedules():
+        legal = ", ".join(map(repr, overlapped_schedules()))
+        raise ConfigError(f"overlap needs a schedule with paired passes, not {schedule!r}; choose one of {legal}")
+    if SCHEDULES[schedule].reads_file:
+        return tuple(map(one_per_slot, read_schedule(path, pp, virtual_stages, num_micro_batches).rows))
+    return schedule_rows(schedule, pp, virtual_stages, num_micro_batches, overlap=overlap)
 
 
 def simulate_mapping(

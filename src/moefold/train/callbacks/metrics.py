@@ -33,6 +33,7 @@ class MetricsLogging(Callback):
         return StepMetrics(
             step=step.number,
             loss=result.loss,
+            loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,

@@ -15,7 +15,8 @@ from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import RoutingMap, make_dispatcher
 from moefold.model.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
 from moefold.model.moe.dispatch.registry import select_dispatcher
-from moefold.model.moe.experts import ExpertWeights, SequentialExpertOptions, sequential_experts
+from moefold.model.moe.reference_experts import reference_experts
+from moefold.ops.interface import ExpertOptions, ExpertWeights
 from moefold.topology.layout import fold
 from moefold.verify.distributed_run import create_groups
 from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
@@ -62,9 +63,7 @@ def _layer(
     counts, weights_R = plan.tokens_per_expert, None
     if weighs_early:
         weights_R, plan = dispatcher.dispatch_probs(plan)
-    y = sequential_experts(
-        rows, ExpertWeights(mine[0], mine[1], mine[2].mT), SequentialExpertOptions(counts), weights_R
-    )
+    y = reference_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), ExpertOptions(counts), weights_R)
     home = dispatcher.combine(y, plan)
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)

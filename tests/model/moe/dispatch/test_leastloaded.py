@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, least_loaded, make_dispatcher
+from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 from moefold.model.moe.experts import Experts
 from moefold.topology.layout import Layout, fold
@@ -108,7 +109,9 @@ def _experts(layout: Layout, rank: int) -> Experts:
 
 def _apply(dispatcher: Dispatcher[Any], experts: Experts, x: Tensor, assignment: RoutingMap) -> tuple[Tensor, Any, int]:
     rows, plan = dispatcher.dispatch(x, assignment)
-    y = dispatcher.combine(experts(rows, plan.tokens_per_expert, dispatcher.migration(plan)), plan)
+    y = dispatcher.combine(
+        experts(ExpertInput(rows, plan.tokens_per_expert, migration=dispatcher.migration(plan))), plan
+    )
     return y, plan, len(rows)
 
 
@@ -283,7 +286,9 @@ def _under_way_together(sizes: dict[str, Any]) -> list[dict[str, Any]]:
         under_way.append((x, assignment, dispatcher.dispatch(x, assignment), grad))
     results = []
     for x, assignment, (rows, plan), grad in under_way:
-        y = dispatcher.combine(experts(rows, plan.tokens_per_expert, dispatcher.migration(plan)), plan)
+        y = dispatcher.combine(
+            experts(ExpertInput(rows, plan.tokens_per_expert, migration=dispatcher.migration(plan))), plan
+        )
         results.append((x, assignment, y, grad))
     for _, _, y, grad in results:
         y.backward(grad)

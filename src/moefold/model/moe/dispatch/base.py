@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.comm.async_collectives import WireFormat
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.permute import permute_no_grad, unpermute_no_grad
-from moefold.ops.interface import Permutation, PermuteMap
+from moefold.ops.interface import ExpertOps, LazyCounts, Permutation, PermuteMap
 from moefold.ops.quantization.formats import pack, unpack
 
 
@@ -70,6 +70,46 @@ class ExpertMigration(Protocol):
 
     def split_sizes(self) -> SplitSizes:
         """Return the split sizes in experts."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertInput:
+    """Input of the experts of this rank."""
+
+    x: Tensor
+    """Tokens sorted by expert, [R, H]; with a `permute_map` unsorted, [T, H]."""
+    tokens_per_expert: Sequence[int]
+    """Tokens of each expert of this rank, then of each received one."""
+    probs_R: Tensor | None = None
+    """Factor of each output row, [R]; None: outputs are not scaled."""
+    permute_map: PermuteMap | None = None
+    """Permutation that the experts fuse: the outputs of each token are summed."""
+    migration: ExpertMigration | None = None
+    """Exchanges the weights of migrated experts."""
+
+    def __post_init__(self) -> None:
+        has_known_rows = self.permute_map is None and not isinstance(self.tokens_per_expert, LazyCounts)
+        assert not has_known_rows or sum(self.tokens_per_expert) == len(self.x), (self.tokens_per_expert, self.x.shape)
+
+    def split(self, num_experts: int) -> tuple["ExpertInput", "ExpertInput"]:
+        """Return the input of the first experts and that of the others, neither with a migration."""
+        counts = self.tokens_per_expert[:num_experts], self.tokens_per_expert[num_experts:]
+        sizes = [sum(part) for part in counts]
+        xs = self.x.split(sizes)
+        probs = (None, None) if self.probs_R is None else self.probs_R.split(sizes)
+        return ExpertInput(xs[0], counts[0], probs[0]), ExpertInput(xs[1], counts[1], probs[1])
+
+
+class ExpertModule(Protocol):
+    """Experts as a dispatcher applies them."""
+
+    applies_probs: bool
+    """True if the routing probabilities are always applied to the hidden values, not to the outputs."""
+    ops: ExpertOps
+
+    def __call__(self, expert_input: ExpertInput) -> Tensor:
+        """Apply each expert to its tokens."""
         ...
 
 
@@ -158,6 +198,45 @@ class Dispatcher(ABC, Generic[MetadataT]):
         """Run `combine_communicate`, yielding while it communicates. This default never yields."""
         yield from ()
         return self.combine_communicate(rows, metadata)
+
+    def run(
+        self,
+        x_TH: Tensor,
+        routing_map: RoutingMap,
+        experts: ExpertModule,
+        compute: Callable[[], Tensor] | None = None,
+    ) -> Resumable[tuple[Tensor, Tensor | None]]:
+        """Dispatch, apply the experts and combine, yielding while it communicates: ([T, H], result of `compute`).
+
+        Args:
+            x_TH: tokens of this rank.
+            routing_map: their experts.
+            experts: those of this rank; the permutation is left to them if their operations fuse it.
+            compute: work that does not need the received tokens.
+        """
+        rows, metadata = self.dispatch_preprocess(x_TH, routing_map)
+        rows, computed = yield from self.dispatch_async(rows, metadata, compute)
+        tokens_per_expert = metadata.tokens_per_expert
+        migration = self.migration(metadata)
+        permute_map = None
+        if migration is None and self._leaves_permutation_to(experts):
+            permute_map = self.permute_map(metadata)
+        is_permuted = permute_map is None
+        if is_permuted:
+            rows = self.dispatch_postprocess(rows, metadata)
+        probs_R = None
+        if experts.applies_probs or (self.combines_locally and not is_permuted):
+            probs_R, metadata = self.dispatch_probs(metadata)
+        rows = experts(ExpertInput(rows, tokens_per_expert, probs_R, permute_map, migration))
+        if is_permuted:
+            rows = self.combine_preprocess(rows, metadata)
+        rows = yield from self.combine_async(rows, metadata)
+        return self.combine_postprocess(rows, metadata), computed
+
+    def _leaves_permutation_to(self, experts: ExpertModule) -> bool:
+        """Return whether the experts may fuse the permutation, and with `combines_locally` the weighted sum."""
+        may_apply_probs = experts.applies_probs or experts.ops.probs_commute
+        return experts.ops.fuses_permutation and (may_apply_probs or not self.combines_locally)
 
     def dispatch(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
         """Run the three dispatch phases: ([R, H] sorted by expert, metadata)."""

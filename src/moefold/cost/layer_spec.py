@@ -1,0 +1,186 @@
+"""The blocks of a model by name: the parameters of each, and its FLOPs beyond those of their GEMMs. Torch-free.
+
+This is the one description of a model's parameters: sharding, counts, FLOPs, state memory, Muon's groups, the planner
+and conversion read it. The modules are in `model/`, and `model/registry.py` has a builder for each name. To add a block
+see docs/extending.md.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from moefold.config.model import ModelConfig
+from moefold.cost.param_shapes import ModelPart, WeightShape
+
+
+def softmax_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of the scores and of their product with the values."""
+    return 2 * keys * model.num_attention_heads * (model.head_size + model.value_head_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One kind of attention, or of feed-forward network."""
+
+    name: str
+    """As in `model.attention`, or as a letter of `model.layer_pattern`."""
+    weights: Callable[[ModelConfig], Iterable[WeightShape]]
+    """Parameters of the module, by their names in it and in its order.
+
+    A matrix costs one multiply-add for each of its elements and each token; of the experts, a token uses top_k."""
+    core_flops: Callable[[ModelConfig, float], float] = softmax_core_flops
+    """Of attention: forward FLOPs of one token without a weight, given the mean number of keys that it attends to."""
+
+
+@lru_cache(maxsize=256)
+def layer_weights(model: ModelConfig, kind: str) -> tuple[WeightShape, ...]:
+    """Return the unsharded parameters of a layer of kind "D" or "M"."""
+    return (
+        _norm("attention_norm", model.hidden_size),
+        *_prefixed("attention", attention_spec(model).weights(model)),
+        _norm("ffn_norm", model.hidden_size),
+        *_prefixed("ffn", FEED_FORWARDS[kind].weights(model)),
+    )
+
+
+@lru_cache(maxsize=256)
+def mtp_layer_weights(model: ModelConfig) -> tuple[WeightShape, ...]:
+    """Return the parameters of one MTP (multi-token prediction) layer."""
+    hidden = model.hidden_size
+    return (
+        WeightShape("projection", (hidden, 2 * hidden), "mtp"),
+        *layer_weights(model, model.layer_kinds[-1]),
+        *(_norm(name, hidden) for name in ("embedding_norm", "hidden_norm", "output_norm")),
+    )
+
+
+def embedding_weight(model: ModelConfig) -> WeightShape:
+    """Return the token embedding."""
+    return WeightShape("weight", (model.vocab_size, model.hidden_size), "embedding", tp_dim=0)
+
+
+def head_weights(model: ModelConfig) -> tuple[WeightShape, ...]:
+    """Return the last norm, and the output head unless embeddings are tied."""
+    norm = _norm("norm", model.hidden_size)
+    return (norm,) if model.tie_embeddings else (replace(embedding_weight(model), part="head"), norm)
+
+
+@lru_cache(maxsize=16)
+def model_weights(model: ModelConfig) -> dict[str, WeightShape]:
+    """Return every parameter of a model by its name, in the order of the module."""
+    found = list(_prefixed("embedding", (embedding_weight(model),)))
+    for i, kind in enumerate(model.layer_kinds):
+        found += _prefixed(f"layers.{i}", layer_weights(model, kind))
+    for i in range(model.num_layers, model.num_layers + model.mtp_layers):
+        found += _prefixed(f"layers.{i}", mtp_layer_weights(model))
+    found += _prefixed("head", head_weights(model))
+    return {weight.name: weight for weight in found}
+
+
+def attention_spec(model: ModelConfig) -> BlockSpec:
+    """Return the description of a model's attention."""
+    return ATTENTIONS[model.attention]
+
+
+def _prefixed(prefix: str, weights: Iterable[WeightShape]) -> Iterator[WeightShape]:
+    return (replace(weight, name=f"{prefix}.{weight.name}") for weight in weights)
+
+
+def _norm(name: str, width: int) -> WeightShape:
+    return WeightShape(f"{name}.weight", (width,), "norms")
+
+
+def gqa_weights(model: ModelConfig) -> Iterator[WeightShape]:
+    """Yield the parameters of `Attention`."""
+    hidden = model.hidden_size
+    head = model.head_size
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
+    query = heads * head
+    key_value = groups * head
+    yield WeightShape("wq", (query, hidden), "attention", tp_dim=0)
+    yield WeightShape("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+    yield WeightShape("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+    yield WeightShape("wo", (hidden, query), "attention", tp_dim=1)
+    if model.qkv_bias:
+        yield WeightShape("bq", (query,), "attention", tp_dim=0)
+        yield WeightShape("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+        yield WeightShape("bv", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+    if model.attention_output_bias:
+        yield WeightShape("bo", (hidden,), "attention")
+    if model.attention_sinks:
+        yield WeightShape("sinks", (heads,), "attention", tp_dim=0)
+    if model.qk_norm and model.qk_norm_width == "all_heads":
+        yield replace(_norm("query_norm", query), tp_dim=0)
+        yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
+    elif model.qk_norm:
+        yield _norm("query_norm", head)
+        yield _norm("key_norm", head)
+
+
+def mla_weights(model: ModelConfig) -> Iterator[WeightShape]:
+    """Yield the parameters of `LatentAttention`."""
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    query = heads * model.head_size
+    query_rank = model.q_lora_rank
+    rank = model.kv_lora_rank
+    # The shared key is a logical matrix of its own, and so are the keys and the values of each head.
+    down_rows = (rank, model.qk_rope_head_dim)
+    up_rows = (model.qk_nope_head_dim, model.v_head_dim)
+    if query_rank:
+        yield WeightShape("wq_down", (query_rank, hidden), "attention")
+        yield WeightShape("wq_up", (query, query_rank), "attention", tp_dim=0)
+    else:
+        yield WeightShape("wq", (query, hidden), "attention", tp_dim=0)
+    yield WeightShape("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
+    yield WeightShape("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
+    yield WeightShape("wo", (hidden, heads * model.v_head_dim), "attention", tp_dim=1)
+    if query_rank:
+        yield _norm("query_norm", query_rank)
+    yield _norm("key_value_norm", rank)
+
+
+def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[WeightShape]:
+    """Yield the parameters of `SwiGLU`."""
+    yield WeightShape("w_gate", (ffn, hidden), part, tp_dim=0)
+    yield WeightShape("w_up", (ffn, hidden), part, tp_dim=0)
+    yield WeightShape("w_down", (hidden, ffn), part, tp_dim=1)
+
+
+def dense_weights(model: ModelConfig) -> Iterator[WeightShape]:
+    """Yield the parameters of the feed-forward network of a dense layer."""
+    return swiglu_weights("dense_mlp", model.hidden_size, model.ffn_hidden_size)
+
+
+def moe_weights(model: ModelConfig) -> Iterator[WeightShape]:
+    """Yield the parameters of `MoELayer`."""
+    hidden = model.hidden_size
+    ffn = model.moe_ffn_hidden_size
+    experts = model.num_experts
+    shared = model.shared_expert_ffn_hidden_size
+    if shared and model.shared_expert_gate:
+        yield WeightShape("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+    yield WeightShape("router.weight", (experts, hidden), "router")
+    if model.router_bias:
+        yield WeightShape("router.bias", (experts,), "router")
+    yield WeightShape("experts.w_gate", (experts, hidden, ffn), "experts", etp_dim=2)
+    yield WeightShape("experts.w_up", (experts, hidden, ffn), "experts", etp_dim=2)
+    yield WeightShape("experts.w_down", (experts, ffn, hidden), "experts", etp_dim=1)
+    if model.moe_bias:
+        yield WeightShape("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
+        yield WeightShape("experts.b_up", (experts, ffn), "experts", etp_dim=1)
+        yield WeightShape("experts.b_down", (experts, hidden), "experts", etp_dim=1)
+    if shared:
+        yield from _prefixed("shared", swiglu_weights("shared_experts", hidden, shared))
+
+
+ATTENTIONS: dict[str, BlockSpec] = {
+    spec.name: spec for spec in (BlockSpec(name="gqa", weights=gqa_weights), BlockSpec(name="mla", weights=mla_weights))
+}
+"""Every attention by its name in a recipe."""
+
+FEED_FORWARDS: dict[str, BlockSpec] = {
+    spec.name: spec for spec in (BlockSpec(name="D", weights=dense_weights), BlockSpec(name="M", weights=moe_weights))
+}
+"""Every feed-forward network by its letter in `model.layer_pattern`."""

@@ -1,0 +1,103 @@
+"""Output head: final norm, projection to the vocabulary, and what a loss may compute from the last hidden states."""
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.model import ModelConfig
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.linear import linear
+from moefold.model.local_param import local_param
+from moefold.model.norm import RMSNorm
+from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.ops.gemm import TORCH_GEMM, Gemm
+
+CPU_CHUNK_TOKENS = 512
+"""Tokens of a loss chunk on a CPU where all logits are saved for backward: it bounds the temporaries (docs/log.md)."""
+
+
+class Head(nn.Module):
+    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.vocab_parallel: VocabParallel = NoVocabParallel()
+        self.gemm: Gemm = TORCH_GEMM
+
+    def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
+        return self.logits(self.norm(x), tied_weight)
+
+    def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
+        return linear(
+            self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
+        )
+
+    def losses(self, x: Tensor, tied_weight: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
+        """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
+
+        Args:
+            x: normalised hidden states, [S/(cp*tp), B, H].
+            tied_weight: the embedding weight, if embeddings are tied.
+            labels: next tokens.
+            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
+        """
+        is_single_chunk = not 0 < chunk < labels.numel()
+        # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
+        if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
+            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
+        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
+        x_all = self.sequence_parallel.gather(x)
+        weight_shard = self._weight_shard(x, tied_weight)
+        return self.vocab_parallel.chunked_cross_entropy(
+            x_all, weight_shard, labels, chunk, saves_exponentials=is_single_chunk, gemm=self.gemm
+        )
+
+    def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
+        weight = tied_weight if self.weight is None else self.weight
+        assert weight is not None
+        return local_param(weight, x.dtype)
+
+
+class ModelOutput:
+    """Output of the last stage: normalised hidden states, and what the head computes from them on demand.
+
+    Arguments and results are batch-first, like the columns of a batch. Every tp rank computes the same results.
+
+    Args:
+        hidden: normalised hidden states, [S/(cp*tp), B, H].
+        head: the output head.
+        tied_weight: the embedding weight, if embeddings are tied.
+        chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
+    """
+
+    def __init__(self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int) -> None:
+        self.hidden = hidden
+        self._head = head
+        self._tied_weight = tied_weight
+        self._chunk = chunk
+
+    def cross_entropy(self, labels: Tensor) -> Tensor:
+        """Compute the cross-entropy of each label in nats, int64 [B, S/cp] -> [B, S/cp] in float32 at least.
+
+        The full logits are not in memory if `train.loss_chunk` is smaller than the micro-batch.
+        """
+        return self._head.losses(self.hidden, self._tied_weight, labels.t(), self._chunk).t()
+
+    def log_probs(self, tokens: Tensor) -> Tensor:
+        """Compute the log-probability of each next token, int64 [B, S/cp] -> [B, S/cp], by `cross_entropy`."""
+        return -self.cross_entropy(tokens)
+
+    def logits(self) -> Tensor:
+        """Compute the logits over the whole vocabulary, [B, S/cp, V]; all-gather over tp.
+
+        They are in float32 at least, and are all in memory: `cross_entropy` needs less.
+        """
+        shard = self._head.logits(self.hidden, self._tied_weight)
+        logits = self._head.vocab_parallel.gather(shard).transpose(0, 1)
+        return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,51 @@
+"""Kernels of the layers of a model, in one object that every module reads."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moefold.model.linear import LinearBackend
+from moefold.ops.block_attention import CausalKernel
+from moefold.ops.gemm import TORCH_GEMM, Gemm
+from moefold.ops.interface import ExpertOps
+from moefold.ops.norm import NormKernel
+from moefold.ops.rope import RopeKernel
+from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+
+
+class RoutingKernel(Protocol):
+    """Fused router: experts, probabilities and loss sums from the logits in one pass."""
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
+        """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of all layers; None means the torch operations."""
+
+    expert_ops: ExpertOps = TORCH_EXPERT_OPS
+    """Ops of the routed experts."""
+    linear_backend: LinearBackend | None = None
+    """GEMMs of the other linear layers."""
+    router: RoutingKernel | None = None
+    """Routing of the routers."""
+    swiglu: SwiGLUKernel | None = None
+    """SwiGLU of dense layers and shared experts."""
+    rope: RopeKernel | None = None
+    """RoPE of queries and keys."""
+    expert_activation: ExpertActivation | None = None
+    """Activation of routed experts; None: the one that the experts were built with."""
+    attention: CausalKernel | None = None
+    """Causal attention of layers without context parallelism."""
+    gemm: Gemm = TORCH_GEMM
+    """GEMM of the loss."""
+    norm: NormKernel | None = None
+    """RMSNorm on a CPU."""
+
+
+TORCH_KERNELS = Kernels()
+"""The torch operations everywhere: the default of every module."""

@@ -1,0 +1,51 @@
+"""Loss functions of the last pipeline stage: the protocol, and next-token prediction.
+
+The loss of a step is the sum of the loss terms over all micro-batches and ranks
+(docs/design/001-gradients-are-sums.md), so a term is a sum whose weights add up to 1 over the global batch, as the
+column "weights" does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from moefold.model.head import ModelOutput
+
+
+class LossFunction(Protocol):
+    """Loss of one micro-batch, computed on the last stage. It has no parameters; ranks get copies of it."""
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the terms, for the metrics. Training minimises their sum, which is the metric `loss`."""
+        ...
+
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
+        """Compute the terms for this rank's tokens of a micro-batch; the same on every tp rank.
+
+        Args:
+            output: hidden states of the last stage; token losses and logits on demand.
+            columns: the columns of the batch, such as "labels" and "weights"; see `Batch`.
+
+        Returns:
+            The terms, each a weighted sum over tokens, [len(terms)].
+        """
+        ...
+
+
+class NextTokenLoss:
+    """Cross-entropy of the next token, the weighted mean over the target tokens of the global batch."""
+
+    terms = ("cross_entropy",)
+
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
+        """Compute the term; see `LossFunction`."""
+        return weighted_sum(output.cross_entropy(columns["labels"]), columns.get("weights"))
+
+
+def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum values [B, S/cp] times weights, all 1 if there are none; [1]."""
+    # Summed in the order in which the head computes the tokens, sequence-first.
+    values = values.t() if weights is None else values.t() * weights.t()
+    return values.flatten().sum(0, keepdim=True)

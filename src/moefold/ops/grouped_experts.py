@@ -1,0 +1,206 @@
+"""Expert operations on all experts at once: grouped GEMMs, activation and combine of all rows.
+
+`GroupedExpertOps` computes them in PyTorch operations, expert by expert; kernels override them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.ops.interface import (
+    ExpertGradients,
+    ExpertOptions,
+    ExpertWeights,
+    GatheredRows,
+    LazyCounts,
+    PermuteMap,
+    rowwise_dot,
+    scale_rows,
+)
+from moefold.ops.swiglu import ExpertActivation
+
+
+class GroupedExpertOps:
+    """`ExpertOps` of grouped GEMMs that permute tokens while reading and combine expert outputs while writing.
+
+    The operations of this class are the reference of those that override them, on every device and in every dtype;
+    they synchronise to read row counts.
+    """
+
+    @property
+    def fuses_permutation(self) -> bool:
+        """True: permuted tokens are not stored."""
+        return True
+
+    @property
+    def probs_commute(self) -> bool:
+        """True: hidden values are not quantised."""
+        return True
+
+    def weight_dtype(self, x: Tensor) -> torch.dtype:
+        """See `ExpertOps`."""
+        return x.dtype
+
+    def forward(
+        self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, probs_R: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `ExpertOps`; saves the offsets and, if asked, the gate and up projections."""
+        offsets_E = _offsets(options.tokens_per_expert, x.device)
+        permute_map = options.permute_map
+        g, u = self._fc1(x, weights, options, offsets_E)
+        hidden = self.activation(options.activation, g, u, probs_R)
+        saved = (offsets_E, g, u) if options.saves_fc1 else (offsets_E,)
+        if permute_map is not None and weights.down_bias_EH is None:
+            return self.grouped_gemm_combine(GatheredRows(hidden), weights.down_EFH, offsets_E, permute_map), saved
+        y_RH = self.grouped_gemm(GatheredRows(hidden), weights.down_EFH, offsets_E)
+        if weights.down_bias_EH is not None:
+            bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
+            y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
+        return y_RH if permute_map is None else self.combine(y_RH, permute_map), saved
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weights: ExpertWeights,
+        options: ExpertOptions,
+        probs_R: Tensor | None,
+        saved: Sequence[Tensor],
+    ) -> ExpertGradients:
+        """See `ExpertOps`."""
+        offsets_E, *fc1_outputs = saved
+        g, u = fc1_outputs if options.saves_fc1 else self._fc1(x, weights, options, offsets_E)
+        grad_rows = _gather(grad.contiguous(), options)
+        grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
+        hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
+        if grad_probs_R is not None and weights.down_bias_EH is not None:
+            bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
+            columns = grad_rows.materialize()[:, options.bias_slice].to(grad_probs_R.dtype)
+            grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
+        gate_t = weights.gate_EHF.transpose(1, 2)
+        up_term = (grad_u, weights.up_EHF.transpose(1, 2))
+        if options.permute_map is None:
+            grad_x = self.grouped_gemm(GatheredRows(grad_g), gate_t, offsets_E, up_term)
+        else:
+            grad_x = self.grouped_gemm_combine(GatheredRows(grad_g), gate_t, offsets_E, options.permute_map, up_term)
+
+        def weight_gradients() -> list[Tensor | None]:
+            x_rows = _gather(x, options)
+            gradients: list[Tensor | None] = [
+                self.weight_gradient(x_rows, GatheredRows(grad_g), offsets_E),
+                self.weight_gradient(x_rows, GatheredRows(grad_u), offsets_E),
+                self.weight_gradient(GatheredRows(hidden), grad_rows, offsets_E),
+            ]
+            if weights.gate_bias_EF is None:
+                return [*gradients, None, None, None]
+            grad_y = grad_rows.materialize()[:, options.bias_slice]
+            grad_y = grad_y if probs_R is None else scale_rows(grad_y, probs_R)
+            return [*gradients, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
+
+        return ExpertGradients(grad_x, grad_probs_R, weight_gradients)
+
+    def _fc1(
+        self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, offsets_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute gate and up projections of every row."""
+        rows = _gather(x, options)
+        g = self.grouped_gemm(rows, weights.gate_EHF, offsets_E)
+        u = self.grouped_gemm(rows, weights.up_EHF, offsets_E)
+        if weights.gate_bias_EF is not None and weights.up_bias_EF is not None:
+            g += _expand_to_rows(weights.gate_bias_EF, offsets_E, len(g))
+            u += _expand_to_rows(weights.up_bias_EF, offsets_E, len(u))
+        return g, u
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Multiply each row by the matrix of its expert, [R, N].
+
+        Args:
+            rows: [R, K].
+            w_EKN: any strides.
+            offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is R.
+            second: another pair of sorted rows and matrices, whose product is added.
+        """
+        counts = counts_from_offsets(offsets_E)
+        y = torch.cat([x @ w for x, w in zip(rows.materialize().split(counts), w_EKN, strict=True)])
+        if second is None:
+            return y
+        return y.add_(torch.cat([x @ w for x, w in zip(second[0].split(counts), second[1], strict=True)]))
+
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute `combine` of `grouped_gemm`, [T, N]."""
+        return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
+        counts = counts_from_offsets(offsets_E)
+        pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
+        return torch.stack([x.t() @ g for x, g in pairs])
+
+    def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
+        """Compute the activation times the probabilities of the rows, [R, F]; overwrites nothing."""
+        hidden_RF = activation.forward(g_RF, u_RF)
+        return hidden_RF if probs_R is None else scale_rows(hidden_RF, probs_R)
+
+    def activation_backward(
+        self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return (scaled hidden values, gradients of g, of u and of the probabilities); may overwrite `grad_RF`."""
+        if probs_R is None:
+            return *activation.backward(grad_RF, g_RF, u_RF), None
+        hidden_RF, grad_g, grad_u = activation.backward(scale_rows(grad_RF, probs_R), g_RF, u_RF)
+        dot_R = rowwise_dot(grad_RF, hidden_RF, probs_R.dtype)
+        return scale_rows(hidden_RF, probs_R), grad_g, grad_u, dot_R
+
+    def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
+        """Sum the rows of each token, [T, H], in float32 at least."""
+        row_TK = permute_map.row_TK
+        kept_TK = permute_map.kept_TK
+        if len(rows_RH) == 0:
+            return rows_RH.new_zeros(len(row_TK), rows_RH.shape[1])
+        accum_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
+        weights_TK = None if kept_TK is None else kept_TK.to(accum_dtype)
+        y_TH = F.embedding_bag(row_TK, rows_RH.to(accum_dtype), mode="sum", per_sample_weights=weights_TK)
+        return y_TH.to(rows_RH.dtype)
+
+
+def counts_from_offsets(offsets_E: Tensor) -> list[int]:
+    """Return the rows of each expert; synchronises with the device."""
+    stops = offsets_E.tolist()
+    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _offsets(tokens_per_expert: Sequence[int], device: torch.device) -> Tensor:
+    """Return the end offset of each expert's rows, int32 [E] on the device, without a sync."""
+    if isinstance(tokens_per_expert, LazyCounts):
+        return tokens_per_expert.counts_E.cumsum(0, dtype=torch.int32)
+    return torch.tensor(tokens_per_expert, dtype=torch.int32).to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
+
+
+def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
+    """Return the rows of tokens, which are gathered on read with a `permute_map`."""
+    return GatheredRows(x, None if options.permute_map is None else options.permute_map.source_R)
+
+
+def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+    """Gather the value of each row's expert, [R, N]."""
+    row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
+    return values_EN.index_select(0, torch.searchsorted(offsets_E, row_R, right=True))
+
+
+def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic."""
+    row_R = torch.arange(len(values_RN), device=offsets_E.device)
+    starts_E = torch.cat((offsets_E.new_zeros(1), offsets_E[:-1]))
+    one_hot_ER = (row_R >= starts_E.unsqueeze(1)) & (row_R < offsets_E.unsqueeze(1))
+    return one_hot_ER.to(values_RN.dtype) @ values_RN

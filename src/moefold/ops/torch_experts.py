@@ -1,0 +1,83 @@
+"""Expert operations of torch's libraries: grouped_mm on GPUs that have it, else one expert after another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.grouped_experts import GroupedExpertOps
+from moefold.ops.interface import ExpertGradients, ExpertOps, ExpertOptions, ExpertWeights, GatheredRows
+
+GROUPED_MM_ALIGNMENT_BYTES = 16
+"""Alignment of every stride that torch's grouped_mm requires."""
+
+
+class GroupedMMExpertOps(GroupedExpertOps):
+    """One grouped_mm for each projection of all experts; needs at least one row, and tokens sorted by expert."""
+
+    @property
+    def fuses_permutation(self) -> bool:
+        """False: grouped_mm reads sorted rows."""
+        return False
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """See base class."""
+        y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
+        return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See base class."""
+        return F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+
+
+class TorchExpertOps:
+    """`ExpertOps` that choose the fastest operations of torch for the tensors of each call."""
+
+    fuses_permutation = False
+    probs_commute = True
+
+    def __init__(self) -> None:
+        self._grouped = GroupedMMExpertOps()
+        self._sequential = SequentialExpertOps(TORCH_GEMM)
+
+    def weight_dtype(self, x: Tensor) -> torch.dtype | None:
+        """See `ExpertOps`."""
+        return self._sequential.weight_dtype(x)
+
+    def forward(
+        self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, probs_R: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `ExpertOps`."""
+        return self._fastest(x, weights).forward(x, weights, options, probs_R)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weights: ExpertWeights,
+        options: ExpertOptions,
+        probs_R: Tensor | None,
+        saved: Sequence[Tensor],
+    ) -> ExpertGradients:
+        """See `ExpertOps`."""
+        return self._fastest(x, weights).backward(grad, x, weights, options, probs_R, saved)
+
+    def _fastest(self, x: Tensor, weights: ExpertWeights) -> ExpertOps:
+        widths = (weights.gate_EHF.shape[2], weights.down_EFH.shape[2])
+        return self._grouped if supports_grouped_mm(x, len(x), *widths) else self._sequential
+
+
+TORCH_EXPERT_OPS = TorchExpertOps()
+
+
+def supports_grouped_mm(x: Tensor, num_rows: int, *widths: int) -> bool:
+    """Return whether the device's grouped_mm supports rows such as those of x, multiplied to these widths."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or num_rows == 0:
+        return False
+    is_aligned = all(width * x.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in (x.shape[1], *widths))
+    return is_aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)

@@ -1,0 +1,98 @@
+"""Model of one rank, sharded along every axis, and the runner of its micro-batches."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.model.moe.layer import MoELayer
+from moefold.model.transformer import Transformer
+from moefold.offload.activations import ActivationOffload
+from moefold.parallel.gradients import Accumulation, Batch, sum_replicated_gradients
+from moefold.parallel.overlapped_schedule import OverlappedAccumulation
+from moefold.parallel.pipeline import PipelineRunner, allreduce_tied_embedding_grad
+from moefold.topology.pipeline_layout import StagePlan
+
+
+class StepRunner(Protocol):
+    """Runs a batch through the stages of this rank."""
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Accumulate gradients; return this rank's part of the loss terms, [terms]."""
+        ...
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return this rank's part of the loss terms, [terms], without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """Sharded stages of this rank with their runner, ready to train."""
+
+    stages: list[Transformer]
+    stage_plan: StagePlan
+    """The stages of all ranks."""
+    runner: StepRunner
+    groups: ParallelGroups
+    positions: Tensor
+    """Sequence positions of this rank, int64 [S/cp]."""
+    message: str = ""
+    """How the open choices of the recipe were resolved; empty if it left nothing open."""
+    offload: ActivationOffload | None = None
+    """Activation offload between the passes; None without offload."""
+
+    @cached_property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this rank by their names in the full model."""
+        found: dict[str, nn.Parameter] = {}
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                # On a rank with both the first and the last stage, the first's embedding is the parameter, the last's a
+                # copy.
+                found.setdefault(name, parameter)
+        return found
+
+    @cached_property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """All buffers of this rank by their names in the full model; not sharded."""
+        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
+        if self.offload is not None:
+            self.offload.begin_step()
+        loss = self.runner.forward_backward(batch)
+        sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
+        if self.stages[0].cfg.model.last_stage_needs_embedding:
+            allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
+        return loss
+
+    @property
+    def duplicate_params(self) -> frozenset[str]:
+        """Parameters of this rank that duplicate one of another pipeline rank: the tied embedding of the last stage."""
+        first, last = self.stage_plan.embedding_ranks
+        holds_copy = self.stages[0].cfg.model.last_stage_needs_embedding and first != last == self.groups.pp.rank
+        return frozenset({"embedding.weight"} if holds_copy else ())
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """Return the MoE layers of this rank by their number in the full model."""
+        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
+
+    def train(self, mode: bool = True) -> None:
+        """Switch between training and evaluation mode."""
+        for stage in self.stages:
+            stage.train(mode)
+
+
+def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> StepRunner:
+    """Make the runner of a mapping: a pipeline, or gradient accumulation, with or without overlapped micro-batches."""
+    if groups.layout.pp > 1:
+        return PipelineRunner(stages, stage_plan, groups, cfg)
+    (stage,) = stages
+    if cfg.parallel.overlap_experts:
+        return OverlappedAccumulation(stage, cfg.num_micro_batches, cfg.parallel.zero, groups)
+    return Accumulation(stage, cfg.num_micro_batches, cfg.parallel.zero)

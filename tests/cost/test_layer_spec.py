@@ -1,0 +1,93 @@
+"""The table of parameters equals the real model: names, shapes, order; and its shard dims and groups by hand."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from moefold.config.model import LAYER_KINDS, ModelConfig
+from moefold.config.presets import preset_names
+from moefold.config.schema import Config
+from moefold.config.suggestions import key_types
+from moefold.convert.weights import parameter_shapes
+from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY
+from moefold.cost.layer_spec import ATTENTIONS, FEED_FORWARDS, layer_weights, model_weights
+from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
+from moefold.model.transformer import build_model
+from moefold.recipe import load_config
+
+MODEL = ModelConfig(
+    num_layers=2, layer_pattern="DM", hidden_size=24, num_attention_heads=4, num_query_groups=2, head_dim=6,
+    ffn_hidden_size=20, moe_ffn_hidden_size=10, num_experts=3, vocab_size=32,
+)  # fmt: skip
+WITH_EVERYTHING = replace(
+    MODEL, shared_expert_ffn_hidden_size=8, shared_expert_gate=True, moe_bias=True, router_bias=True, expert_bias=True,
+    qkv_bias=True, attention_output_bias=True, attention_sinks=True, qk_norm=True, mtp_layers=2,
+)  # fmt: skip
+LATENT = replace(
+    MODEL, attention="mla", q_lora_rank=5, kv_lora_rank=7, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+)
+MODELS = {
+    "everything": WITH_EVERYTHING,
+    "wide norms, tied": replace(WITH_EVERYTHING, qk_norm_width="all_heads", tie_embeddings=True, layer_pattern="MD"),
+    "latent": replace(LATENT, mtp_layers=1),
+    "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
+    **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},
+}
+
+
+def test_names_of_blocks_agree() -> None:
+    """Check the recipe's names, the builders and the saved tensors against the registry."""
+    assert set(ATTENTIONS) == set(ATTENTION_MEMORY)
+    assert set(FEED_FORWARDS) == set(FEED_FORWARD_MEMORY)
+    assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(get_args(key_types("model")["attention"]))
+    assert set(FEED_FORWARDS) == set(FEED_FORWARD_BUILDERS) == set(LAYER_KINDS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
+    """Build the model on the meta device and compare every parameter, in order, and every buffer."""
+    model = replace(MODELS[name], num_layers=min(8, MODELS[name].num_layers))
+    with torch.device("meta"):
+        built = build_model(Config(model=model))
+    shapes = [(key, tuple(parameter.shape)) for key, parameter in built.named_parameters()]
+    assert [(key, weight.shape) for key, weight in model_weights(model).items()] == shapes
+    shapes += [(key, tuple(buffer.shape)) for key, buffer in built.named_buffers()]
+    assert list(parameter_shapes(model).items()) == shapes
+
+
+def test_shard_dims_by_hand() -> None:
+    """Compare the shapes of one rank of tp=2, ep=3, etp=2, and of tp=4, which does not divide the key-value heads."""
+    moe = {weight.name: weight for weight in layer_weights(WITH_EVERYTHING, "M")}
+    found = {name: weight.shard(2, 3, 2).shape for name, weight in moe.items()}
+    assert found == {
+        "attention_norm.weight": (24,), "attention.wq": (12, 24), "attention.wk": (6, 24), "attention.wv": (6, 24),
+        "attention.wo": (24, 12), "attention.bq": (12,), "attention.bk": (6,), "attention.bv": (6,),
+        "attention.bo": (24,), "attention.sinks": (2,), "attention.query_norm.weight": (6,),
+        "attention.key_norm.weight": (6,), "ffn_norm.weight": (24,), "ffn.shared_gate": (1, 24),
+        "ffn.router.weight": (3, 24), "ffn.router.bias": (3,), "ffn.experts.w_gate": (1, 24, 5),
+        "ffn.experts.w_up": (1, 24, 5), "ffn.experts.w_down": (1, 5, 24), "ffn.experts.b_gate": (1, 5),
+        "ffn.experts.b_up": (1, 5), "ffn.experts.b_down": (1, 12), "ffn.shared.w_gate": (4, 24),
+        "ffn.shared.w_up": (4, 24), "ffn.shared.w_down": (24, 4),
+    }  # fmt: skip
+    assert moe["attention.wk"].shard(4, 1, 1).shape == (12, 24)
+    assert moe["attention.wq"].shard(4, 1, 1).shape == (6, 24)
+    latent = {weight.name: weight.shard(2, 1, 1).shape for weight in layer_weights(LATENT, "D")}
+    assert latent == {
+        "attention_norm.weight": (24,), "attention.wq_down": (5, 24), "attention.wq_up": (12, 5),
+        "attention.wkv_down": (9, 24), "attention.wkv_up": (14, 7), "attention.wo": (24, 6),
+        "attention.query_norm.weight": (5,), "attention.key_value_norm.weight": (7,), "ffn_norm.weight": (24,),
+        "ffn.w_gate": (10, 24), "ffn.w_up": (10, 24), "ffn.w_down": (24, 10),
+    }  # fmt: skip
+
+
+def test_matrices_by_hand() -> None:
+    """List what is no matrix, for weight decay, and the matrix that Muon leaves to AdamW."""
+    weights = layer_weights(WITH_EVERYTHING, "M")
+    vectors = {weight.name.split(".", 1)[-1] for weight in weights if not weight.is_matrix}
+    assert vectors == {
+        "weight", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight", "router.bias",
+        "experts.b_gate", "experts.b_up", "experts.b_down",
+    }  # fmt: skip
+    assert [weight.name for weight in weights if weight.is_matrix and not weight.uses_muon] == ["ffn.shared_gate"]

@@ -1,0 +1,202 @@
+"""Mappings and pipelines that are refused, with their messages, and accepted ones.
+
+Settings are overrides of the default recipe; those without a section belong to [parallel]. "..." in a message stands
+for a part that is left out.
+"""
+
+FOLDS = {
+    "world_size=8 tp=3": (
+        "parallel.tp=3 must divide world_size/pp=8; choose one of 1, 2, 4, 8, or make parallel.world_size a multiple "
+        "of 3"
+    ),
+    "world_size=8 ep=16": (
+        "parallel.ep=16 must divide world_size/(etp*pp)=8; choose one of 1, 2, 4, 8, or make parallel.world_size a "
+        "multiple of 16"
+    ),
+    "order=tp-cp": (
+        "parallel.order='tp-cp' must name each of tp, cp, dp, pp once, slowest to fastest, joined by '-'; the default"
+        " is 'pp-dp-cp-tp'"
+    ),
+}
+
+MAPPINGS = {
+    "world_size=4 etp=4 model.hidden_size=66 model.head_dim=8 model.moe_bias=true": (
+        "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
+    ),
+    "world_size=8 tp=8 model.num_attention_heads=12 model.num_query_groups=2 model.head_dim=32": (
+        "parallel.tp=8 must divide model.num_attention_heads=12; choose model.num_attention_heads=8 or 16, or "
+        "parallel.tp=1, 2 or 4"
+    ),
+    "world_size=4 tp=4 model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32": (
+        "parallel.tp=4 must divide model.num_query_groups=6, or be a multiple of it (key and value heads are then "
+        "replicated); choose model.num_query_groups=4 or 8, or parallel.tp=1 or 2"
+    ),
+    "world_size=4 tp=4 model.layer_pattern=DM model.ffn_hidden_size=1022": (
+        "parallel.tp=4 must divide model.ffn_hidden_size=1022; choose model.ffn_hidden_size=1020 or 1024, or "
+        "parallel.tp=1 or 2"
+    ),
+    "world_size=4 tp=4 model.shared_expert_ffn_hidden_size=6": (
+        "parallel.tp=4 must divide model.shared_expert_ffn_hidden_size=6; choose "
+        "model.shared_expert_ffn_hidden_size=4 or 8, or parallel.tp=1 or 2"
+    ),
+    "world_size=2 tp=2 model.vocab_size=257": (
+        "parallel.tp=2 must divide model.vocab_size=257; choose model.vocab_size=258, or parallel.tp=1"
+    ),
+    "world_size=8 cp=8 context=ulysses model.num_attention_heads=4 model.head_dim=32": (
+        "parallel.cp=8 must divide num_attention_heads/tp=4 with parallel.context='ulysses', which gives each rank "
+        "whole heads; choose parallel.context='ring' or 'allgather', or parallel.cp=1, 2 or 4"
+    ),
+    "world_size=8 ep=8 model.num_experts=6": (
+        "parallel.ep=8 must divide model.num_experts=6; choose model.num_experts=8, or parallel.ep=1 or 2"
+    ),
+    "world_size=4 etp=4 model.moe_ffn_hidden_size=510": (
+        "parallel.etp=4 must divide model.moe_ffn_hidden_size=510; choose model.moe_ffn_hidden_size=508 or 512, or "
+        "parallel.etp=1 or 2"
+    ),
+    "world_size=2 ep=2 model.layer_pattern=D": (
+        "parallel.ep=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
+        "parallel.ep=1"
+    ),
+    "world_size=2 etp=2 model.layer_pattern=D": (
+        "parallel.etp=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
+        "parallel.etp=1"
+    ),
+    "world_size=8 pp=8": (
+        "parallel.pp=8 must be at most model.num_layers=4, one layer for each stage; choose model.num_layers=8, or "
+        "parallel.pp=1, 2 or 4"
+    ),
+    "world_size=4 pp=4 schedule=interleaved virtual_stages=2": (
+        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.num_layers=4, one layer for each stage; "
+        "choose model.num_layers=8, or parallel.pp=1 or 2"
+    ),
+    "world_size=4 tp=2 cp=2 train.seq_len=254": (
+        "train.seq_len=254 must be divisible by cp*tp=2*2=4; choose 252 or 256"
+    ),
+    "world_size=2 tp=2 train.seq_len=1": ("train.seq_len=1 must be divisible by cp*tp=1*2=2; choose 2"),
+    "world_size=8 cp=8 train.seq_len=248": (
+        "train.seq_len=248 must be divisible by 2*cp=16, the chunks that balance parallel.context='ring'; choose 240 "
+        "or 256"
+    ),
+    "world_size=2 cp=2 context=allgather train.seq_len=6": (
+        "train.seq_len=6 must be divisible by 2*cp=4, the chunks that balance parallel.context='allgather'; choose 4 "
+        "or 8"
+    ),
+    "world_size=4 ep=2 etp=2 dispatcher=local": (
+        "parallel.dispatcher='local' needs ep=etp=1, and parallel.ep=2, parallel.etp=2; choose 'alltoall' or "
+        "'allgather'"
+    ),
+    "world_size=2 tp=2 dispatcher=allgather": (
+        "parallel.dispatcher='allgather' sends tokens between the ranks of ep and etp, and parallel.ep=1, "
+        "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
+    ),
+    "world_size=1 dispatcher=deepep": (
+        "parallel.dispatcher='deepep' sends tokens between the ranks of ep and etp, and parallel.ep=1, "
+        "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
+    ),
+    "world_size=2 etp=2 dispatcher=leastloaded": (
+        "parallel.dispatcher='leastloaded' moves routed tokens between the ranks of ep, and parallel.ep=1; choose "
+        "'alltoall', or ep of 2 or more"
+    ),
+    "world_size=2 ep=2 dispatcher=leastloaded moe.capacity_factor=1.0 moe.pad_to_capacity=true": (
+        "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
+        "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'"
+    ),
+    "world_size=2 ep=2 dispatcher=leastloaded moe.llep_threshold=2.0": (
+        "moe.llep_threshold=2.0 must be below parallel.ep=2, the most mean loads that one rank can have; the "
+        "published value is 1.3"
+    ),
+    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_capacity=1.5": (
+        "moe.llep_capacity=1.5 must be at most moe.llep_threshold=1.3: what a rank may keep needs no relief; choose "
+        "llep_capacity of 1.0 to 1.3"
+    ),
+    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_min_tokens=1000": (
+        "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take "
+        "over of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564"
+    ),
+    "world_size=2 tp=2 ep=2 dispatcher=leastloaded model.top_k=4 moe.llep_min_tokens=257": (
+        "moe.llep_min_tokens=257 must be at most 256..."
+    ),
+    "world_size=2 pp=2 schedule=interleaved": (
+        "parallel.schedule='interleaved' needs parallel.virtual_stages of 2 or more, and it is 1; choose "
+        "virtual_stages=2, or schedule='1f1b'"
+    ),
+    "world_size=2 pp=2 virtual_stages=2": (
+        "parallel.virtual_stages=2 needs parallel.schedule='interleaved', and it is '1f1b'; choose "
+        "schedule='interleaved' or 'zero-bubble', or virtual_stages=1"
+    ),
+    "world_size=1 schedule=interleaved virtual_stages=2": (
+        "parallel.schedule='interleaved' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b' with "
+        "virtual_stages=1, or pp=2"
+    ),
+    "world_size=4 tp=2 train.micro_batch_size=2 train.global_batch_size=10": (
+        "train.global_batch_size=10 must be divisible by train.micro_batch_size*dp=2*2=4 (dp = "
+        "world_size/(tp*cp*pp)); choose 8 or 12"
+    ),
+    "world_size=4 pp=4 train.micro_batch_size=4": (
+        "parallel.schedule='1f1b' needs at least pp=4 micro-batches, and train.global_batch_size=8 gives each "
+        "data-parallel rank 2; choose train.global_batch_size=16, micro_batch_size=2, or schedule='gpipe'"
+    ),
+    "world_size=4 pp=4 train.global_batch_size=3": (
+        "parallel.schedule='1f1b' needs at least pp=4 micro-batches, and train.global_batch_size=3 gives each "
+        "data-parallel rank 3; choose train.global_batch_size=4, or schedule='gpipe'"
+    ),
+    "world_size=4 pp=2 schedule=interleaved virtual_stages=2 train.global_batch_size=10": (
+        "parallel.schedule='interleaved' with pp=2 runs micro-batches in 2 equal rounds, and "
+        "train.global_batch_size=10 gives each data-parallel rank 5; choose train.global_batch_size=8 or 12"
+    ),
+}
+
+PIPELINES = {
+    "world_size=2 pp=2 schedule=zbv": (
+        "parallel.schedule='zbv' needs parallel.virtual_stages of 2, and it is 1; choose virtual_stages=2, or "
+        "schedule='zero-bubble'"
+    ),
+    "world_size=2 pp=2 schedule=dualpipev virtual_stages=3 model.num_layers=8": (
+        "parallel.schedule='dualpipev' has exactly 2 stages on each rank, and parallel.virtual_stages=3; choose "
+        "virtual_stages=2, or schedule='zero-bubble'"
+    ),
+    "world_size=2 pp=2 schedule=dualpipev virtual_stages=2 train.global_batch_size=3": (
+        "parallel.schedule='dualpipev' needs at least 2*pp=4 micro-batches, and train.global_batch_size=3 gives each "
+        "data-parallel rank 3; choose train.global_batch_size=4, or schedule='zbv'"
+    ),
+    "world_size=2 pp=2 schedule=zero-bubble train.global_batch_size=5": (
+        "parallel.schedule='zero-bubble' with pp=2 runs micro-batches in 2 equal rounds..."
+    ),
+    "world_size=2 pp=2 schedule=csv": (
+        "parallel.schedule='csv' needs parallel.schedule_csv, the path of its file; or choose 'zero-bubble'"
+    ),
+    "world_size=1 schedule=csv schedule_csv=rows.csv": (
+        "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
+    ),
+    "world_size=8 pp=8 pipeline_layout=auto model.num_layers=4": (
+        "parallel.pipeline_layout='auto' splits the embedding, model.num_layers=4 layers and the loss, and "
+        "parallel.pp*parallel.virtual_stages=8 are more; choose model.num_layers=6, or fewer stages"
+    ),
+    "world_size=1 pipeline_layout=Ett|ttL model.num_layers=4": (
+        "parallel.pipeline_layout='Ett|ttL': it has 2 stages, and parallel.pp*parallel.virtual_stages=1; the first | "
+        "too many is at character 4"
+    ),
+}
+
+ACCEPTED = [
+    "world_size=8 tp=8",
+    "world_size=8 tp=2 cp=2 context=ulysses",
+    "world_size=8 cp=8 context=ulysses",
+    "world_size=4 cp=4 context=ulysses model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32",
+    "world_size=2 cp=2 context=ulysses train.seq_len=6",
+    "world_size=4 pp=4",
+    "world_size=4 pp=4 schedule=gpipe train.global_batch_size=1",
+    "world_size=2 pp=2 schedule=interleaved virtual_stages=2 train.global_batch_size=1",
+    "world_size=8 tp=2 ep=2 etp=2 dispatcher=allgather",
+    "world_size=8 tp=2 ep=2 etp=2 dispatcher=leastloaded moe.capacity_factor=1.0",
+    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_min_tokens=564",
+    "world_size=1 dispatcher=local context=ulysses zero=3 schedule=gpipe",
+    "world_size=4 tp=4 model.ffn_hidden_size=1024 model.layer_pattern=D",
+    "world_size=2 etp=1 model.moe_ffn_hidden_size=511",
+    "world_size=2 pp=2 schedule=zero-bubble",
+    "world_size=2 pp=2 schedule=zero-bubble virtual_stages=4 model.num_layers=8",
+    "world_size=2 pp=2 schedule=zbv virtual_stages=2 model.num_layers=8 train.global_batch_size=1",
+    "world_size=2 pp=2 schedule=csv schedule_csv=rows.csv virtual_stages=3 model.num_layers=8",
+    "world_size=1 schedule=zero-bubble",
+    "world_size=6 pp=6 pipeline_layout=auto model.num_layers=4 train.global_batch_size=12",
+]
