@@ -11,6 +11,7 @@ from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types
 from moefold.convert.weights import parameter_shapes
+from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY
 from moefold.cost.layer_spec import ATTENTIONS, FEED_FORWARDS, layer_weights, model_weights
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.transformer import build_model
@@ -37,7 +38,9 @@ MODELS = {
 
 
 def test_names_of_blocks_agree() -> None:
-    """Check the recipe's names and the builders against the registry."""
+    """Check the recipe's names, the builders and the saved tensors against the registry."""
+    assert set(ATTENTIONS) == set(ATTENTION_MEMORY)
+    assert set(FEED_FORWARDS) == set(FEED_FORWARD_MEMORY)
     assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(get_args(key_types("model")["attention"]))
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_BUILDERS) == set(LAYER_KINDS)
 

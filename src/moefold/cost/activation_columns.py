@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from moefold.config.model import LAYER_KINDS
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import FORWARD_POINTS, LAYER_KINDS, RECIPE_COLUMNS, RECOMPUTE_POINTS, ByteTable
+from moefold.cost.memory_columns import FORWARD_POINTS, RECIPE_COLUMNS, RECOMPUTE_POINTS, ByteTable
 from moefold.cost.saved_tensors import PARTS, BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
 

@@ -15,7 +15,7 @@ from moefold.topology.dispatchers import dispatcher_of
 
 
 class BlockSizes:
-    """What the saved tensors of a block depend on: one micro-batch on one rank.
+    """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
 
     Args:
         cfg: a recipe that `check_config` passed.
@@ -114,7 +114,7 @@ def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
         width = query + key_value // 2
         over_heads = model.qk_norm_width == "all_heads"
         saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
-    return saved + _saved_by_core_attention(sizes, model.head_size)
+    return saved + saved_by_core_attention(sizes, model.head_size)
 
 
 def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
@@ -143,7 +143,7 @@ def _saved_by_mla(sizes: BlockSizes) -> BytesByPart:
         width = max(model.head_size, model.v_head_dim)
         values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
         saved["attention"] += sizes.gathered_bytes(sizes.heads * (2 * width + values))
-    return saved + _saved_by_core_attention(sizes, model.v_head_dim)
+    return saved + saved_by_core_attention(sizes, model.v_head_dim)
 
 
 def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
@@ -152,7 +152,8 @@ def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
     return BytesByPart(attention=sizes.gathered_bytes(2 * model.hidden_size + heads))
 
 
-def _saved_by_core_attention(sizes: BlockSizes, value_head_size: int) -> BytesByPart:
+def saved_by_core_attention(sizes: BlockSizes, value_head_size: int) -> BytesByPart:
+    """Return the bytes of the output of the heads, and of the logarithms of their softmax sums."""
     p = sizes.cfg.parallel
     # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
     copies = 2 if p.cp > 1 and p.context == "ulysses" else 1

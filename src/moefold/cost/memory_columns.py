@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.model import ModelConfig
+from moefold.config.model import LAYER_KINDS, ModelConfig
 from moefold.topology.pipeline_layout import StageParts
 
 Counts = NDArray[np.float64]
@@ -43,8 +43,6 @@ that are copied."""
 STATE_COLUMNS = ("embedding", "head", "mtp", "second_embedding", "following_embedding", "stage")
 """States of the ends of the model. The last stage's copy of the embedding is "following" on the rank of the first."""
 
-LAYER_KINDS = ("D", "M")
-"""Kinds of layers by their letters in `model.layer_pattern`."""
 COMPARE_BLOCK_ROWS = 32
 """Rows that `drop_dominated` compares with at a time."""
 

@@ -17,7 +17,7 @@ from moefold.topology.pipeline_action import SlotRow, split_pairs
 from moefold.topology.schedule_tables import SCHEDULES, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
-"""Micro-batches for each rank after which the steady phase only repeats; see `ScheduleSpec.shortest_equivalent`."""
+"""Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""
 
 
 RunningChunks = tuple[int, int]
@@ -50,8 +50,6 @@ class RankSnapshots:
 
     stages: tuple[int, ...]
     """Stage indices of the rank."""
-    states: Counts
-    """State counts, [`MemoryColumns.state_size`]."""
     activations: Counts
     """Activation counts, [snapshots, `MemoryColumns.size`]."""
     occurrence: Counts
@@ -63,7 +61,7 @@ class RankSnapshots:
 
 
 @dataclass(frozen=True)
-class ScheduleSpec:
+class StepSchedule:
     """The schedule of a step."""
 
     schedule: str
@@ -75,7 +73,7 @@ class ScheduleSpec:
     """True if sent tensors stay until the step ends, and all receive buffers are allocated when it begins."""
 
     @property
-    def shortest_equivalent(self) -> "ScheduleSpec":
+    def shortest_equivalent(self) -> "StepSchedule":
         """The same schedule with the fewest micro-batches that have all its snapshots.
 
         More micro-batches only repeat the steady phase.
@@ -92,7 +90,7 @@ class ScheduleSpec:
 
 
 def find_snapshots(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
@@ -118,7 +116,7 @@ def find_snapshots(
 
 
 def find_peak_candidates(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
@@ -148,7 +146,7 @@ def find_peak_candidates(
 
 
 def find_rank_snapshots(
-    schedule_spec: ScheduleSpec,
+    schedule_spec: StepSchedule,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
     rows: Sequence[SlotRow],
@@ -169,13 +167,12 @@ def find_rank_snapshots(
         counts, in_flight = walk.snapshots(row, stages)
         num_awaited = walk.num_recv_buffers(stages) * schedule_spec.num_micro_batches
         end = columns.size
-        states = state_counts(chunks, stages, columns)
-        found.append(RankSnapshots(tuple(stages), states, counts[:, :end], counts[:, end:-1], in_flight, num_awaited))
+        found.append(RankSnapshots(tuple(stages), counts[:, :end], counts[:, end:-1], in_flight, num_awaited))
     return tuple(found)
 
 
 @lru_cache(maxsize=16384)
-def _slots_of_rank(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
+def _slots_of_rank(schedule_spec: StepSchedule, rank: int) -> SlotRow:
     """Return the slots of a pipeline rank; only with overlap are two micro-batches in one slot."""
     s = schedule_spec
     row = schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
@@ -196,7 +193,7 @@ class _RankWalker:
 
     def __init__(
         self,
-        schedule_spec: ScheduleSpec,
+        schedule_spec: StepSchedule,
         chunks: Sequence[ModelChunk],
         stages_by_rank: Sequence[Sequence[int]],
         columns: MemoryColumns,

@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
-from moefold.cost.memory_snapshots import RankSnapshots, ScheduleSpec, find_rank_snapshots
+from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
@@ -92,7 +92,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
-    schedule_spec = ScheduleSpec(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
+    schedule_spec = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
     return find_rank_snapshots(schedule_spec, chunks, stages_by_rank, schedule_slots(cfg), RECIPE_COLUMNS)
 
 

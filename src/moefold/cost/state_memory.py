@@ -13,9 +13,9 @@ from heapq import nlargest
 
 import numpy as np
 
+from moefold.config.model import LAYER_KINDS
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import (
-    LAYER_KINDS,
     RECIPE_COLUMNS,
     ByteTable,
     Counts,

@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
 from moefold.cost.memory_columns import MemoryColumns, ModelChunk
-from moefold.cost.memory_snapshots import MemorySnapshots, ScheduleSpec, find_peak_candidates, find_snapshots
+from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
@@ -73,7 +73,7 @@ class MemoryEstimate:
         return self.total <= self.capacity
 
 
-FindSnapshots = Callable[[ScheduleSpec, Sequence[ModelChunk], Sequence[Sequence[int]], MemoryColumns], MemorySnapshots]
+FindSnapshots = Callable[[StepSchedule, Sequence[ModelChunk], Sequence[Sequence[int]], MemoryColumns], MemorySnapshots]
 
 
 class MemoryModel:
@@ -105,8 +105,8 @@ class MemoryModel:
         self.activation_memory = ActivationMemoryTable(
             model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
         )
-        self._snapshots: dict[ScheduleSpec, MemorySnapshots] = {}
-        self._peak_candidates: dict[ScheduleSpec, MemorySnapshots] = {}
+        self._snapshots: dict[StepSchedule, MemorySnapshots] = {}
+        self._peak_candidates: dict[StepSchedule, MemorySnapshots] = {}
         self.optimizer_prefetch = OptimizerPrefetch(self.state_memory)
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
         self._backward_bytes_cache: dict[tuple[int, ...], float] = {}
@@ -198,7 +198,7 @@ class MemoryModel:
         return self._find_cached(self._schedule_spec(mapping), self._peak_candidates, find_peak_candidates)
 
     def _find_cached(
-        self, schedule_spec: ScheduleSpec, cache: dict[ScheduleSpec, MemorySnapshots], find: FindSnapshots
+        self, schedule_spec: StepSchedule, cache: dict[StepSchedule, MemorySnapshots], find: FindSnapshots
     ) -> MemorySnapshots:
         """Return the snapshots of a schedule, cached for all lengths of its steady phase."""
         if schedule_spec not in cache:
@@ -211,9 +211,9 @@ class MemoryModel:
             )
         return cache[schedule_spec]
 
-    def _schedule_spec(self, mapping: ParallelMapping) -> ScheduleSpec:
+    def _schedule_spec(self, mapping: ParallelMapping) -> StepSchedule:
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
-        return ScheduleSpec(
+        return StepSchedule(
             schedule,
             mapping.pp,
             mapping.vpp,
@@ -222,7 +222,7 @@ class MemoryModel:
             not self.workload.is_megatron,
         )
 
-    def _stage_chunks(self, schedule_spec: ScheduleSpec) -> tuple[tuple[ModelChunk, ...], tuple[tuple[int, ...], ...]]:
+    def _stage_chunks(self, schedule_spec: StepSchedule) -> tuple[tuple[ModelChunk, ...], tuple[tuple[int, ...], ...]]:
         chunks = self.split(schedule_spec.pp * schedule_spec.vpp)
         return chunks, chunks_of_rank(chunks, schedule_spec.schedule, schedule_spec.pp, schedule_spec.vpp)
 
