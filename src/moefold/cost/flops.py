@@ -31,7 +31,7 @@ from moefold.cost.layer_spec import (
     layer_weights,
     mtp_layer_weights,
 )
-from moefold.cost.param_shapes import ModelPart, WeightShape
+from moefold.cost.param_spec import ModelPart, ParamSpec
 
 TRAIN_TO_FORWARD = 3
 """FLOPs of a training step over those of its forward pass."""
@@ -162,7 +162,7 @@ def keys_per_token(window: int, seq_len: int, *, causal: bool) -> float:
     return seq_len / 2 if causal else seq_len
 
 
-def _gemm_flops(model: ModelConfig, weights: Iterable[WeightShape]) -> Counter[ModelPart]:
+def _gemm_flops(model: ModelConfig, weights: Iterable[ParamSpec]) -> Counter[ModelPart]:
     """Return the FLOPs of one token's GEMMs with the weights of a layer, by part."""
     flops: Counter[ModelPart] = Counter()
     for weight in weights:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moefold.config.model import ModelConfig
-from moefold.cost.param_shapes import ModelPart, WeightShape
+from moefold.cost.param_spec import ModelPart, ParamSpec
 
 
 def softmax_core_flops(model: ModelConfig, keys: float) -> float:
@@ -34,7 +34,7 @@ class BlockSpec:
 
     name: str
     """As in `model.attention`, or as a letter of `model.layer_pattern`."""
-    weights: Callable[[ModelConfig], Iterable[WeightShape]]
+    weights: Callable[[ModelConfig], Iterable[ParamSpec]]
     """Parameters of the module, by their names in it and in its order.
 
     A matrix costs one multiply-add for each of its elements and each token; of the experts, a token uses top_k."""
@@ -45,7 +45,7 @@ class BlockSpec:
 
 
 @lru_cache(maxsize=256)
-def layer_weights(model: ModelConfig, kind: str) -> tuple[WeightShape, ...]:
+def layer_weights(model: ModelConfig, kind: str) -> tuple[ParamSpec, ...]:
     """Return the unsharded parameters of a layer of kind "D" or "M"."""
     return (
         _norm("attention_norm", model.hidden_size),
@@ -56,29 +56,29 @@ def layer_weights(model: ModelConfig, kind: str) -> tuple[WeightShape, ...]:
 
 
 @lru_cache(maxsize=256)
-def mtp_layer_weights(model: ModelConfig) -> tuple[WeightShape, ...]:
+def mtp_layer_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameters of one MTP (multi-token prediction) layer."""
     hidden = model.hidden_size
     return (
-        WeightShape("projection", (hidden, 2 * hidden), "mtp"),
+        ParamSpec("projection", (hidden, 2 * hidden), "mtp"),
         *layer_weights(model, model.layer_kinds[-1]),
         *(_norm(name, hidden) for name in ("embedding_norm", "hidden_norm", "output_norm")),
     )
 
 
-def embedding_weight(model: ModelConfig) -> WeightShape:
+def embedding_weight(model: ModelConfig) -> ParamSpec:
     """Return the token embedding."""
-    return WeightShape("weight", (model.vocab_size, model.hidden_size), "embedding", tp_dim=0)
+    return ParamSpec("weight", (model.vocab_size, model.hidden_size), "embedding", tp_dim=0)
 
 
-def head_weights(model: ModelConfig) -> tuple[WeightShape, ...]:
+def head_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the last norm, and the output head unless embeddings are tied."""
     norm = _norm("norm", model.hidden_size)
     return (norm,) if model.tie_embeddings else (replace(embedding_weight(model), part="head"), norm)
 
 
 @lru_cache(maxsize=16)
-def model_weights(model: ModelConfig) -> dict[str, WeightShape]:
+def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
     """Return every parameter of a model by its name, in the order of the module."""
     found = list(_prefixed("embedding", (embedding_weight(model),)))
     for i, kind in enumerate(model.layer_kinds):
@@ -94,15 +94,15 @@ def attention_spec(model: ModelConfig) -> BlockSpec:
     return ATTENTIONS[model.attention]
 
 
-def _prefixed(prefix: str, weights: Iterable[WeightShape]) -> Iterator[WeightShape]:
+def _prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
     return (replace(weight, name=f"{prefix}.{weight.name}") for weight in weights)
 
 
-def _norm(name: str, width: int) -> WeightShape:
-    return WeightShape(f"{name}.weight", (width,), "norms")
+def _norm(name: str, width: int) -> ParamSpec:
+    return ParamSpec(f"{name}.weight", (width,), "norms")
 
 
-def gqa_weights(model: ModelConfig) -> Iterator[WeightShape]:
+def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `Attention`."""
     hidden = model.hidden_size
     head = model.head_size
@@ -110,18 +110,18 @@ def gqa_weights(model: ModelConfig) -> Iterator[WeightShape]:
     groups = model.num_query_groups
     query = heads * head
     key_value = groups * head
-    yield WeightShape("wq", (query, hidden), "attention", tp_dim=0)
-    yield WeightShape("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
-    yield WeightShape("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
-    yield WeightShape("wo", (hidden, query), "attention", tp_dim=1)
+    yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+    yield ParamSpec("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+    yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1)
     if model.qkv_bias:
-        yield WeightShape("bq", (query,), "attention", tp_dim=0)
-        yield WeightShape("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
-        yield WeightShape("bv", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+        yield ParamSpec("bq", (query,), "attention", tp_dim=0)
+        yield ParamSpec("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+        yield ParamSpec("bv", (key_value,), "attention", tp_dim=0, tp_heads=groups)
     if model.attention_output_bias:
-        yield WeightShape("bo", (hidden,), "attention")
+        yield ParamSpec("bo", (hidden,), "attention")
     if model.attention_sinks:
-        yield WeightShape("sinks", (heads,), "attention", tp_dim=0)
+        yield ParamSpec("sinks", (heads,), "attention", tp_dim=0)
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
@@ -130,7 +130,7 @@ def gqa_weights(model: ModelConfig) -> Iterator[WeightShape]:
         yield _norm("key_norm", head)
 
 
-def mla_weights(model: ModelConfig) -> Iterator[WeightShape]:
+def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `LatentAttention`."""
     hidden = model.hidden_size
     heads = model.num_attention_heads
@@ -141,48 +141,48 @@ def mla_weights(model: ModelConfig) -> Iterator[WeightShape]:
     down_rows = (rank, model.qk_rope_head_dim)
     up_rows = (model.qk_nope_head_dim, model.v_head_dim)
     if query_rank:
-        yield WeightShape("wq_down", (query_rank, hidden), "attention")
-        yield WeightShape("wq_up", (query, query_rank), "attention", tp_dim=0)
+        yield ParamSpec("wq_down", (query_rank, hidden), "attention")
+        yield ParamSpec("wq_up", (query, query_rank), "attention", tp_dim=0)
     else:
-        yield WeightShape("wq", (query, hidden), "attention", tp_dim=0)
-    yield WeightShape("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
-    yield WeightShape("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
-    yield WeightShape("wo", (hidden, heads * model.v_head_dim), "attention", tp_dim=1)
+        yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
+    yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
+    yield ParamSpec("wo", (hidden, heads * model.v_head_dim), "attention", tp_dim=1)
     if query_rank:
         yield _norm("query_norm", query_rank)
     yield _norm("key_value_norm", rank)
 
 
-def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[WeightShape]:
+def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
     """Yield the parameters of `SwiGLU`."""
-    yield WeightShape("w_gate", (ffn, hidden), part, tp_dim=0)
-    yield WeightShape("w_up", (ffn, hidden), part, tp_dim=0)
-    yield WeightShape("w_down", (hidden, ffn), part, tp_dim=1)
+    yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
+    yield ParamSpec("w_up", (ffn, hidden), part, tp_dim=0)
+    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1)
 
 
-def dense_weights(model: ModelConfig) -> Iterator[WeightShape]:
+def dense_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of the feed-forward network of a dense layer."""
     return swiglu_weights("dense_mlp", model.hidden_size, model.ffn_hidden_size)
 
 
-def moe_weights(model: ModelConfig) -> Iterator[WeightShape]:
+def moe_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `MoELayer`."""
     hidden = model.hidden_size
     ffn = model.moe_ffn_hidden_size
     experts = model.num_experts
     shared = model.shared_expert_ffn_hidden_size
     if shared and model.shared_expert_gate:
-        yield WeightShape("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
-    yield WeightShape("router.weight", (experts, hidden), "router")
+        yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+    yield ParamSpec("router.weight", (experts, hidden), "router")
     if model.router_bias:
-        yield WeightShape("router.bias", (experts,), "router")
-    yield WeightShape("experts.w_gate", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield WeightShape("experts.w_up", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield WeightShape("experts.w_down", (experts, ffn, hidden), "experts", etp_dim=1)
+        yield ParamSpec("router.bias", (experts,), "router")
+    yield ParamSpec("experts.w_gate", (experts, hidden, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_up", (experts, hidden, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_down", (experts, ffn, hidden), "experts", etp_dim=1)
     if model.moe_bias:
-        yield WeightShape("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
-        yield WeightShape("experts.b_up", (experts, ffn), "experts", etp_dim=1)
-        yield WeightShape("experts.b_down", (experts, hidden), "experts", etp_dim=1)
+        yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
+        yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
+        yield ParamSpec("experts.b_down", (experts, hidden), "experts", etp_dim=1)
     if shared:
         yield from _prefixed("shared", swiglu_weights("shared_experts", hidden, shared))
 

@@ -24,7 +24,7 @@ from moefold.cost.memory_columns import (
     recipe_chunk,
     state_counts,
 )
-from moefold.cost.param_shapes import WeightShape
+from moefold.cost.param_spec import ParamSpec
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import ShardSpec, StateBytes, UnitMemory, rope_buffer_bytes, unit_weights
 
@@ -160,7 +160,7 @@ class OptimizerOffloadMemory:
     """Maximum bytes in memory during an update: the moments of `PARAMS_IN_TRANSIT` parameters."""
 
 
-def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[WeightShape], min_kib: int) -> Iterator[int]:
+def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], min_kib: int) -> Iterator[int]:
     """Yield the moment bytes of each weight that is large enough for `optim/state_offload.py` to offload.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
-from moefold.cost.param_shapes import WeightShape
+from moefold.cost.param_spec import ParamSpec
 from moefold.topology.pipeline_layout import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -69,7 +69,7 @@ class ShardSpec:
     matrix_groups: tuple[str, ...] = ()
     """Groups whose matrices the optimizer gathers; their number of moments differs, and they have no step count."""
 
-    def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
+    def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
         weight_bytes = gradients = sums = moments = 0
         for weight in weights:
@@ -81,14 +81,14 @@ class ShardSpec:
             moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
-    def num_moments(self, weight: WeightShape) -> int:
+    def num_moments(self, weight: ParamSpec) -> int:
         """Return the number of moments of a weight."""
         return self.optimizer.num_matrix_moments if self._is_gathered(weight) else self.optimizer.num_moments
 
-    def _is_gathered(self, weight: WeightShape) -> bool:
+    def _is_gathered(self, weight: ParamSpec) -> bool:
         return weight.in_muon_groups(self.matrix_groups)
 
-    def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
+    def gathered_bytes(self, weights: Iterable[ParamSpec]) -> int:
         """Return the bytes of the gathered weights."""
         total = 0
         for weight in weights:
@@ -143,7 +143,7 @@ def unit_names(cfg: Config, stage: Stage) -> list[str]:
     return names + ["head"] + ["mtp"] * parts.num_mtp_layers if stage.is_last else names
 
 
-def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
+def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
     """Return the unsharded weights of one of `unit_names`."""
     match name:
         case "embedding":

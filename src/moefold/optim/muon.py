@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moefold.comm.groups import Group
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.layer_spec import model_weights
-from moefold.cost.param_shapes import WeightShape
+from moefold.cost.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import MOMENTUM, build_optimizer
 from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
@@ -28,7 +28,7 @@ UPDATE_RMS = 0.2
 SplitMatrices = Callable[[str, Tensor], Sequence[Tensor]]
 
 
-def logical_matrices(weight: WeightShape, matrix: Tensor) -> Sequence[Tensor]:
+def logical_matrices(weight: ParamSpec, matrix: Tensor) -> Sequence[Tensor]:
     """Return the logical matrices of a parameter for Muon, as views of its rows.
 
     Returns:

@@ -29,7 +29,7 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
-from moefold.cost.param_shapes import expert_dp_dim
+from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision

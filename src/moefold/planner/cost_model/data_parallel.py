@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import layer_weights, mtp_layer_weights
-from moefold.cost.param_shapes import WeightShape
+from moefold.cost.param_spec import ParamSpec
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
@@ -119,11 +119,11 @@ class MuonCost:
             self._newton_schulz_cache[small, large] = self._update.ns_steps * step + kernels * self._device.kernel_gap_s
         return self._newton_schulz_cache[small, large]
 
-    def _matrices(self, weights: Sequence[WeightShape]) -> list[WeightShape]:
+    def _matrices(self, weights: Sequence[ParamSpec]) -> list[ParamSpec]:
         return [w for w in weights if w.in_muon_groups(self._update.muon_groups)]
 
     @cached_property
-    def _mtp_projections(self) -> list[WeightShape]:
+    def _mtp_projections(self) -> list[ParamSpec]:
         """The projection of an MTP layer, which other layers do not have."""
         return [w for w in self._matrices(mtp_layer_weights(self._model_config)) if w.part == "mtp"]
 
@@ -133,7 +133,7 @@ def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWor
     return MuonCost(model_spec, device, workload) if workload.update.muon_groups else None
 
 
-def _shard_matrix(weight: WeightShape, mapping: ParallelMapping, num_ranks: int) -> _ShardedMatrix:
+def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> _ShardedMatrix:
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
     degree = (
         1

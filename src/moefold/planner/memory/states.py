@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
-from moefold.cost.param_shapes import WeightShape
+from moefold.cost.param_spec import ParamSpec
 from moefold.cost.state_memory import (
     PARAMS_IN_TRANSIT,
     STATE_FIELDS,
@@ -59,7 +59,7 @@ class StateMemoryTable:
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
         self._total_bytes: dict[tuple[object, ...], ByteTable] = {}
-        self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
+        self._weights: dict[tuple[str | int, int], tuple[ParamSpec, ...]] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
         """Return the bytes of each state column, [parts, columns].
@@ -187,7 +187,7 @@ class StateMemoryTable:
         return replace(counted, buffers=self._buffer_bytes(name))
 
     def _sharded_bytes(
-        self, shard_spec: ShardSpec, weights: Sequence[WeightShape], gathered_bytes: int, *, is_offloaded: bool
+        self, shard_spec: ShardSpec, weights: Sequence[ParamSpec], gathered_bytes: int, *, is_offloaded: bool
     ) -> StateBytes:
         states = shard_spec.state_bytes(weights)
         optimizer = states.optimizer
@@ -223,7 +223,7 @@ class StateMemoryTable:
             self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg)
         return self._rope_bytes_by_cp[mapping.cp]
 
-    def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
+    def weights(self, name: str | int, tp: int) -> tuple[ParamSpec, ...]:
         """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "mtp" (MTP)."""
         key = (name, tp)
         if key not in self._weights:
@@ -241,20 +241,20 @@ def layer_letter(model_spec: ModelSpec, kind: int) -> str:
     return "M" if layer is not None and layer.kind == "moe" else "D"
 
 
-def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[WeightShape, ...]:
+def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[ParamSpec, ...]:
     """Return the weights of a model without a runtime config: one matrix for all weights with equal sharding."""
     hidden = model_spec.hidden_size
     if name in ("embedding", "head"):
-        return (WeightShape("weight", (model_spec.vocab_size, hidden), "embedding", tp_dim=0),)
+        return (ParamSpec("weight", (model_spec.vocab_size, hidden), "embedding", tp_dim=0),)
     kind = model_spec.mtp_layer_kind if isinstance(name, str) else name
     dense, experts = layer_parameters(model_spec, kind)
-    found = [WeightShape("dense", (dense // hidden, hidden), "attention", tp_dim=0)]
+    found = [ParamSpec("dense", (dense // hidden, hidden), "attention", tp_dim=0)]
     layer = model_spec.kinds[kind].feed_forward
     if experts and layer is not None:
         rows = expert_parameters(layer, hidden)
-        found.append(WeightShape("experts", (layer.num_experts, rows), "experts", etp_dim=1))
+        found.append(ParamSpec("experts", (layer.num_experts, rows), "experts", etp_dim=1))
     if name == "mtp":
-        found.append(WeightShape("projection", (hidden, 2 * hidden), "mtp"))
+        found.append(ParamSpec("projection", (hidden, 2 * hidden), "mtp"))
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ def expert_dp_dim(shape: Sequence[int], degree: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShape:
+class ParamSpec:
     """Shape of one parameter, unsharded or sharded by tensor or expert parallelism."""
 
     name: str
@@ -66,7 +66,7 @@ class WeightShape:
         """Return the dim that `tp` ranks shard, or None if each holds all of it."""
         return None if self.tp_heads % tp else self.tp_dim
 
-    def shard(self, tp: int, ep: int, etp: int) -> "WeightShape":
+    def shard(self, tp: int, ep: int, etp: int) -> "ParamSpec":
         """Return the shard of one rank of tensor or expert parallelism."""
         shape = list(self.shape)
         tp_dim = self.tp_shard_dim(tp)
