@@ -28,7 +28,7 @@ from moefold.parallel.pipeline_schedule import training_schedule
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
-from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
+from moefold.topology.schedules import SCHEDULES, stage_ranks
 
 TimeSpans = list[tuple[float, float]]
 

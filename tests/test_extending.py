@@ -26,7 +26,7 @@ from moefold.planner.simulator.simulate import Segment, StageSegments, simulate,
 from moefold.testing.pool import WorkerPool
 from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedule_tables import runtime_slots
+from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

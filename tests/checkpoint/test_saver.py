@@ -15,7 +15,7 @@ from moefold.checkpoint.saver import BackgroundSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

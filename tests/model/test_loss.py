@@ -10,7 +10,7 @@ from moefold.comm.collectives import all_gather, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
-from moefold.model.transformer import build_model, loss_chunk
+from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
 from moefold.testing.pool import make_group
 
@@ -120,7 +120,7 @@ def test_no_logits_are_kept(is_tied, mtp_layers):
 def test_the_automatic_chunk_holds_64_mib_of_logits():
     def of(vocab_size: int, tp: int) -> int:
         model, parallel = ModelConfig(vocab_size=vocab_size), ParallelConfig(tp=tp, world_size=tp)
-        return loss_chunk(Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1)))
+        return Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1)).loss_chunk_tokens
 
     assert of(32768, 1) == 512
     assert of(32768, 4) == 2048

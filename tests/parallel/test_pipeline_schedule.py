@@ -14,7 +14,7 @@ from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.stages import plan_stages
 from moefold.parallel.pipeline_schedule import evaluation_schedule, training_schedule
 from moefold.topology.pipeline_action import Action, find_deadlock, one_per_slot
-from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.schedules import stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count, validate_schedule
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -14,7 +14,7 @@ from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.collective_order import collective_sequence, order_mismatches
 from moefold.topology.layout import fold
-from moefold.topology.schedule_tables import runtime_slots
+from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.validate.config import check_config
 from moefold.validate.parallel import validate_collective_order

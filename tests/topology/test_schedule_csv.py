@@ -6,7 +6,7 @@ from moefold.errors import ConfigError
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
 from moefold.topology.pipeline_action import Action, one_per_slot
 from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.schedules import stage_ranks
 from moefold.train.start import check_machine
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"

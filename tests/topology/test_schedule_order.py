@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.parallel.pipeline_schedule import SINGLE_STAGE, training_schedule
-from moefold.topology.schedule_tables import SCHEDULES, schedule_slots, stage_ranks
+from moefold.topology.schedules import SCHEDULES, schedule_slots, stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -11,8 +11,8 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, DataConfig
 from moefold.data import open_dataset
 from moefold.errors import ConfigError
+from moefold.parallel.batch import Batch
 from moefold.parallel.context_parallel import sequence_positions
-from moefold.parallel.gradients import Batch
 from moefold.train.batch import BatchSharder
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny

@@ -20,7 +20,7 @@ from moefold.convert.init_from import load_initial_weights
 from moefold.data import open_dataset
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.writer import read_faults
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.signals import StopSignals

@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.model.init import init_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.topology.layout import fold

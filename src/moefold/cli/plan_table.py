@@ -17,7 +17,7 @@ from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 from moefold.validate.memory import OFFLOAD_PARTS
 
 GIB = 2**30

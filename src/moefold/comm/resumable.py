@@ -1,7 +1,8 @@
 """Resumable computations: generators that yield while a collective is in flight, to overlap two micro-batches.
 
-A forward pass is written once, as a generator: `run_to_end` runs it without overlap; `BackwardOverlap` runs it
-concurrently with the backward pass of another micro-batch, so that each hides the other's collectives.
+`BackwardOverlap` runs a forward pass that is written as a generator during the backward pass of another micro-batch, so
+that each hides the other's collectives. Without overlap, blocks and stages run a plain forward pass of the same parts;
+`run_to_end` runs the generator of an MoE layer.
 
 The backward pass is one ordinary autograd call. At each collective of an MoE layer it launches the collective, resumes
 the forward pass up to the launch of its next collective, and only then waits. One thread does all of this, so the order

@@ -19,6 +19,12 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
+LOSS_CHUNK_LOGITS = 1 << 24
+"""Logits of a loss chunk with train.loss_chunk = -1: 64 MiB in float32."""
+MIN_LOSS_CHUNK_TOKENS = 256
+"""Minimum tokens of a loss chunk with train.loss_chunk = -1."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Duration, device, compute type and output folder of a run."""
@@ -445,6 +451,13 @@ class Config:
     def num_micro_batches(self) -> int:
         """Micro-batches per data-parallel rank and step."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+        if self.train.loss_chunk >= 0:
+            return self.train.loss_chunk
+        return max(MIN_LOSS_CHUNK_TOKENS, LOSS_CHUNK_LOGITS * self.parallel.tp // self.model.vocab_size)
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,12 +11,7 @@ from functools import cached_property
 from moefold.config.schema import Config
 from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, BlockSizes
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
-from moefold.topology.schedule_tables import SCHEDULES
-
-CHUNK_LOGITS = 1 << 24
-"""Logits per chunk with train.loss_chunk = -1."""
-MIN_CHUNK_TOKENS = 256
-"""Minimum tokens per chunk with train.loss_chunk = -1."""
+from moefold.topology.schedules import SCHEDULES
 
 LOSS_TILE_TOKENS = 512
 """Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
@@ -140,11 +135,7 @@ class ActivationMemory(BlockSizes):
     @property
     def _loss_chunk_tokens(self) -> int:
         """Tokens whose logits are in memory at a time; 0: all."""
-        chunk = self.cfg.train.loss_chunk
-        model = self.cfg.model
-        p = self.cfg.parallel
-        if chunk < 0:
-            chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS * p.tp // model.vocab_size)
+        chunk = self.cfg.loss_chunk_tokens
         return chunk if 0 < chunk < self.gathered_tokens else 0
 
     def head(self) -> BytesByPart:

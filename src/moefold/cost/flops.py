@@ -24,13 +24,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from moefold.config.model import ModelConfig
-from moefold.cost.layer_spec import (
-    attention_spec,
-    embedding_weight,
-    head_weights,
-    layer_weights,
-    mtp_layer_weights,
-)
+from moefold.cost.layer_spec import attention_spec, embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.param_spec import ModelPart, ParamSpec
 
 TRAIN_TO_FORWARD = 3

@@ -19,8 +19,8 @@ def softmax_core_flops(model: ModelConfig, keys: float) -> float:
 
 
 def key_value_cache_width(model: ModelConfig, tp: int) -> int:
-    """Return the width of the keys and values of a token on one of `tp` ranks."""
-    return 2 * model.num_query_groups * model.head_size // tp
+    """Return the width of the keys and values of a token on one of `tp` ranks; with tp > groups each has one group."""
+    return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
 def latent_cache_width(model: ModelConfig, tp: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.pipeline_action import SlotRow, split_pairs
-from moefold.topology.schedule_tables import SCHEDULES, schedule_row
+from moefold.topology.schedules import SCHEDULES, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""

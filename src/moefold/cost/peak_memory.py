@@ -14,7 +14,7 @@ from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
-from moefold.topology.schedule_tables import schedule_slots
+from moefold.topology.schedules import schedule_slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from moefold.config.schema import Config
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.unit_memory import UnitMemory
-from moefold.topology.schedule_tables import schedule_slots
+from moefold.topology.schedules import schedule_slots
 
 
 def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from moefold.config.schema import Config
 from moefold.cost.stage_partition import balanced_stages
 from moefold.topology.pipeline_layout import Stage, StageParts, StagePlan, even_stages, parse_layout
-from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.schedules import stage_ranks
 
 
 def plan_stages(cfg: Config) -> StagePlan:

@@ -92,7 +92,7 @@ def wrap_method(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None
 
 
 def set_on_modules(root: nn.Module, name: str, value: object) -> None:
-    """Set an attribute on every module below `root` that has it."""
+    """Set an attribute on `root` and all modules inside it that have it."""
     for module in root.modules():
         if hasattr(module, name):
             setattr(module, name, value)

@@ -24,10 +24,6 @@ from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
-CHUNK_LOGITS = 1 << 24
-"""Default size of a loss chunk, in logits: 64 MiB in float32."""
-MIN_CHUNK_TOKENS = 256
-
 
 class Block(nn.Module):
     """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
@@ -165,7 +161,7 @@ class Transformer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.loss: LossFunction = NextTokenLoss()
-        self._loss_chunk = loss_chunk(cfg)
+        self._loss_chunk = cfg.loss_chunk_tokens
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -286,13 +282,6 @@ class Transformer(nn.Module):
 def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
     """Return the tokens that an MTP layer embeds, int64 [B, S/cp]: the targets of the layer before it."""
     return columns["labels"] if depth == 0 else columns["mtp_labels"][:, depth - 1]
-
-
-def loss_chunk(cfg: Config) -> int:
-    """Return the tokens whose logits are in memory at a time; 0: all of a micro-batch."""
-    if cfg.train.loss_chunk >= 0:
-        return cfg.train.loss_chunk
-    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS * cfg.parallel.tp // cfg.model.vocab_size)
 
 
 def build_model(cfg: Config) -> Transformer:

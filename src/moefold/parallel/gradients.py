@@ -1,7 +1,6 @@
 """Gradient accumulation over micro-batches, reduction over tp, global norm over both views, and clipping."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
 from moefold.comm.torch_compat import foreach_mul_, foreach_norm
 from moefold.model.transformer import Transformer
+from moefold.parallel.batch import Batch
 
 NORM_EPS = 1e-6
 """Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""
@@ -61,7 +61,7 @@ def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str
 
 
 def needs_clip(norm: float, max_norm: float) -> bool:
-    """Return whether `clip_gradients` would change anything; if not, a pass over all gradients is saved."""
+    """Return whether the norm exceeds max_norm or is not finite; if not, a pass over all gradients is saved."""
     return not norm + NORM_EPS <= max_norm
 
 
@@ -98,38 +98,6 @@ def _num_replicas(grad: Tensor) -> int:
         if placement.is_replicate():
             num_replicas *= grad.device_mesh.size(axis)
     return num_replicas
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This rank's shard of a global batch: tokens, and columns by name.
-
-    Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
-    over cp, [N, ..., S/cp] for N = num_micro_batches * B samples; a column per sample [N, ...] is whole on every cp
-    rank. `BatchSharder` makes these columns, and those that the samples bring along:
-
-    * "labels": next tokens, int64 [N, S/cp].
-    * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
-    * "sample_ids": index of each sample in the global batch, int64 [N].
-    * "mtp_labels", with multi-token prediction (MTP): the tokens after the next one, int64 [N, mtp_layers, S/cp].
-    * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp]; 0 after the sample's end.
-    * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
-      [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document.
-    """
-
-    tokens: Tensor
-    """int64 [N, S/cp]."""
-    columns: dict[str, Tensor]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors."""
-        return (self.tokens, *self.columns.values())
-
-    def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Split the batch into micro-batches; return tokens and columns of each."""
-        parts = {name: column.chunk(count) for name, column in self.columns.items()}
-        for i, tokens in enumerate(self.tokens.chunk(count)):
-            yield tokens, {name: part[i] for name, part in parts.items()}
 
 
 class Accumulation:

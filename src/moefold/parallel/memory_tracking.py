@@ -24,7 +24,7 @@ from moefold.optim.state_offload import states_on_device
 from moefold.parallel.layer_parts import forward_method
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),

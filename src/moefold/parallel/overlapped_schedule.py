@@ -18,8 +18,9 @@ from moefold.comm.pipelining_compat import (
 )
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
 from moefold.model.transformer import Transformer
+from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import UnshardedParams
-from moefold.parallel.gradients import Accumulation, Batch
+from moefold.parallel.gradients import Accumulation
 from moefold.parallel.pipeline_schedule import StageLossFn
 from moefold.topology.pipeline_action import SlotRow
 

@@ -11,7 +11,8 @@ from moefold.config.schema import Config
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
-from moefold.parallel.gradients import Accumulation, Batch, sum_replicated_gradients
+from moefold.parallel.batch import Batch
+from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
 from moefold.parallel.pipeline import PipelineRunner, allreduce_tied_embedding_grad
 from moefold.topology.pipeline_layout import StagePlan

@@ -1,4 +1,4 @@
-"""Apply all parallel axes to the model, in reading order; the only place that does."""
+"""Build the stages of a rank and apply the parallel axes to them, in the order of the calls."""
 
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,7 @@ class ShardedStages:
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
     """Build this rank's stages, shard them along every axis, and initialise the weights.
 
-    Collective: FSDP may communicate. No rank holds full parameters at any time.
+    Collective over the world. No rank holds full parameters at any time.
 
     Args:
         cfg: the recipe.
@@ -64,7 +64,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
     Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, then the
-    phases of the flight recorder; memory attribution wraps them in measured steps (docs/design/002).
+    phases of the flight recorder; memory attribution wraps them in measured steps. See
+    docs/design/002-seams-of-the-maths.md.
 
     Args:
         cfg: the recipe.
@@ -74,8 +75,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     """
     layout = groups.layout
     plan = plan_stages(cfg)
-    positions = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
-    positions = torch.as_tensor(positions, device=groups.device)
+    of_cp_rank = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
+    positions = torch.as_tensor(of_cp_rank, device=groups.device)
     with torch.device("meta"):
         stages = [
             Transformer(cfg, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
@@ -84,8 +85,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     selection = select_dispatcher(cfg, groups)
     # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs.
     if not for_training:
-        plain = replace(cfg.train, precision="dtype"), replace(cfg.moe, dispatch_precision="dtype")
-        cfg = replace(cfg, train=plain[0], moe=plain[1])
+        train = replace(cfg.train, precision="dtype")
+        moe = replace(cfg.moe, dispatch_precision="dtype")
+        cfg = replace(cfg, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None

@@ -19,13 +19,13 @@ from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWitho
 from moefold.config.schema import Config
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
+from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import UnshardedParams
-from moefold.parallel.gradients import Batch
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedule_tables import runtime_slots, schedule_of
+from moefold.topology.schedules import runtime_slots, schedule_of
 
 
 class PipelineRunner:

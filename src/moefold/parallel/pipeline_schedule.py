@@ -11,7 +11,7 @@ from moefold.comm.pipelining_compat import PipelineStageBase, RowSchedule
 from moefold.config.schema import Config
 from moefold.topology.pipeline_action import Action, one_per_slot
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedule_tables import runtime_slots, schedule_of
+from moefold.topology.schedules import runtime_slots, schedule_of
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 StageLossFn = Callable[[Tensor, Tensor], Tensor]

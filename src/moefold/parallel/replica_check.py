@@ -18,8 +18,8 @@ from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.model.local_param import local_tensor
+from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks
-from moefold.parallel.gradients import Batch
 from moefold.parallel.parallel_model import ParallelModel
 
 CHUNK_WORDS = 1 << 18

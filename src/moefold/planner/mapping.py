@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
+from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""

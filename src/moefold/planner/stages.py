@@ -13,7 +13,7 @@ from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
 from moefold.topology.pipeline_layout import StageParts
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 
 
 def build_chunk(

@@ -12,7 +12,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]

@@ -19,7 +19,7 @@ from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.registry import make_optimizer
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress

@@ -18,8 +18,9 @@ from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, Replic
 from moefold.optim.adamw import named_moments, set_learning_rate
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.registry import make_optimizer
+from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
-from moefold.parallel.gradients import Batch, clip_gradients, local_norm_sq, needs_clip
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
@@ -418,10 +419,10 @@ class TrainingStep:
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
-        num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
+        micro_batches_of_all_ranks = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
-            layer.end_step(counts[i], thresholds[i] / num_micro_batches)
+            layer.end_step(counts[i], thresholds[i] / micro_batches_of_all_ranks)
 
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]

@@ -84,63 +84,64 @@ class Trainer:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
             RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
-        run = self._context(stop)
-        resume = self._checkpointing.resume(run)
+        context = self._context(stop)
+        resume = self._checkpointing.resume(context)
         first_step = self._position.step + 1
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.enter_context(_explain_disk_full(self._cfg.run.dir))
-            if run.is_first_rank:
-                run.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
-            run.log_dropped_files(first_step)
+            if context.is_first_rank:
+                context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
+            context.log_dropped_files(first_step)
             try:
-                self._loop(run)
+                self._loop(context)
             except Exception as error:
                 for callback in (*self._callbacks, *self._further_callbacks):
-                    callback.on_error(run, error)
+                    callback.on_error(context, error)
                 raise
-            if run.log is not None:
-                run.log.log_end(run.status, self._position.step, self._checkpointing.total_save_s)
-        return run.status
+            if context.log is not None:
+                context.log.log_end(context.status, self._position.step, self._checkpointing.total_save_s)
+        return context.status
 
     def _context(self, stop: StopSignals) -> TrainingContext:
         return TrainingContext(self._cfg, self._groups, self._train_step, self._data_loader, self._position, stop)
 
-    def _loop(self, run: TrainingContext) -> None:
+    def _loop(self, context: TrainingContext) -> None:
         for callback in self._each_callback():
-            callback.on_start(run)
-        while self._position.step < self._cfg.run.steps and run.status == 0:
-            step = self._one_step(run)
+            callback.on_start(context)
+        while self._position.step < self._cfg.run.steps and context.status == 0:
+            step = self._one_step(context)
             if step is None:
                 continue
             for callback in self._each_callback():
-                callback.after_step(run, step)
+                callback.after_step(context, step)
+            # A signal in the last step does not change the status, unless it prevented the evaluation.
             if step.signals and not (step.is_last and step.is_evaluated):
-                run.status = SIGNAL_STATUS + step.signals[0]
+                context.status = SIGNAL_STATUS + step.signals[0]
         for callback in self._each_callback():
-            callback.on_end(run, run.status)
+            callback.on_end(context, context.status)
 
     def _each_callback(self) -> Iterator[Callback]:
-        """Yield the callbacks in the order of their calls; the phase of the flight recorder names a user's."""
+        """Yield the callbacks in order; the flight recorder's phase names the user's callbacks."""
         yield from self._callbacks
         for callback in self._further_callbacks:
             self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
             yield callback
 
-    def _one_step(self, run: TrainingContext) -> FinishedStep | None:
+    def _one_step(self, context: TrainingContext) -> FinishedStep | None:
         """Load a batch and train on it; return None if the step was rolled back. Collective."""
         started_s = time.perf_counter()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
         batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
-        run.log_dropped_files(self._position.step + 1)
+        context.log_dropped_files(self._position.step + 1)
         data_s = time.perf_counter() - started_s
         result = self._train_step.run(
-            batch, self._position.step + 1, lambda: run.stop.flags, data_s, lambda: host_facts(run)
+            batch, self._position.step + 1, lambda: context.stop.flags, data_s, lambda: host_facts(context)
         )
         step_time_s = time.perf_counter() - started_s
         self._checkpointing.check()
-        if result.decision.reason and not self._handle_fault(run, result, samples):
+        if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
         self._position.step += 1
         self._position.samples = samples[-1] + 1
@@ -154,7 +155,7 @@ class Trainer:
             signals=[number for number, count in zip(SIGNALS, result.flags, strict=True) if count],
         )
 
-    def _handle_fault(self, run: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
+    def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
         """Log, skip, roll back or stop after a non-finite step or a spike; return False after a rollback. Collective.
 
         Raises:
@@ -164,16 +165,16 @@ class Trainer:
         step_fault = StepFault(
             self._position.step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
         )
-        if run.log is not None:
-            run.log.log_step_fault(step_fault)
+        if context.log is not None:
+            context.log.log_step_fault(step_fault)
         if action in ("log", "skip"):
             return True
         self._checkpointing.drain()
         if action == "stop":
             raise RunError(step_fault.stop_message())
-        found = self._checkpointing.roll_back(run, step_fault)
-        if run.log is not None:
-            run.log.rewind(found, self._position.step)
+        found = self._checkpointing.roll_back(context, step_fault)
+        if context.log is not None:
+            context.log.rewind(found, self._position.step)
         return False
 
     def _startup_messages(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
-from moefold.topology.schedule_tables import schedule_of
+from moefold.topology.schedules import schedule_of
 from moefold.validate.config import check_config
 
 GIB = 2**30

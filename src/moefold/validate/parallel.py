@@ -22,7 +22,7 @@ from moefold.topology.layout import divisors, fold
 from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedule_tables import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
+from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
 
 

@@ -12,7 +12,7 @@ from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
-from moefold.topology.schedule_tables import schedule_of
+from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.train import has_validation_split
 

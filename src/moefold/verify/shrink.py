@@ -11,7 +11,7 @@ from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 from moefold.validate.config import check_config
 
 HEAD_SIZE = 8

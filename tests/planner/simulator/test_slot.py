@@ -13,7 +13,7 @@ from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.parallel.pipeline_schedule import training_schedule
 from moefold.planner.simulator.simulate import slot_rows
-from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.schedules import stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -15,7 +15,7 @@ from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
 
 class Experts(nn.Module):
-    """Routed experts: w_down(activation(x w_gate, x w_up)) each; this rank holds [E/ep, H, F/etp] of the weights.
+    """Routed experts: activation(x w_gate, x w_up) w_down each; this rank holds [E/ep, H, F/etp] of the weights.
 
     Biases b_gate and b_up [E/ep, F/etp] are sharded like the columns that they are added to. b_down [E/ep, H/etp] is
     sharded too: the outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every

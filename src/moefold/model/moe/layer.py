@@ -31,7 +31,7 @@ class MoELayer(nn.Module):
     """Sparse MoE feed-forward layer over this rank's tokens.
 
     `last_counts_E` holds the routed tokens of each expert over the global batch of the previous step, int64 [E], all 0
-    before the first step; None unless `moe.aux_kind` is "last_global_batch".
+    before the first step; None unless `moe.aux_kind` is "last_global_batch" and `moe.aux_loss` is not 0.
 
     `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
 
@@ -77,8 +77,8 @@ class MoELayer(nn.Module):
         self._aux_scale = moe.aux_coefficient * loss_scale
         self._z_scale = moe.z_loss * loss_scale
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
-        looks_back = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
-        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if looks_back else None
+        uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
+        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if uses_last_counts else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)

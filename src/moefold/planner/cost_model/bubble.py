@@ -8,7 +8,7 @@ import numpy as np
 
 from moefold.planner.cost_model.workload import elementwise_max
 from moefold.topology.pipeline_action import ActionResult, Slot, execute_order
-from moefold.topology.schedule_tables import schedule_rows
+from moefold.topology.schedules import schedule_rows
 
 
 def bubble_s(

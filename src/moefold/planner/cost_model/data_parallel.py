@@ -18,7 +18,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_ma
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 
 MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
 """Dtype of weights, gradients and Newton-Schulz GEMMs, by the compute type."""

@@ -29,7 +29,7 @@ from moefold.planner.memory.activations import (
 )
 from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
 from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")

@@ -28,7 +28,7 @@ from moefold.planner.memory.activations import (
 from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
-from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
+from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""

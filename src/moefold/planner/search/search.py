@@ -42,7 +42,7 @@ from moefold.planner.search.pipeline_search import (
 )
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.schedule_tables import DEFAULT_SCHEDULE
+from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 _QueueEntry = tuple[float, int, int, int]
 """Lower bound in seconds; indices of the micro-batch choice, of the strategy batch and of the pipeline; -1: not chosen

@@ -40,7 +40,7 @@ from moefold.planner.search.constraints import (
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
-from moefold.topology.schedule_tables import SCHEDULES
+from moefold.topology.schedules import SCHEDULES
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 

@@ -8,7 +8,7 @@ first in a tie. Messages are sent over the link after the slot has ended and whe
 not be ready.
 
 The ranks that share a stage are assumed to run in step: one rank stands for all of them. Slots contain one action, or a
-forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedule_tables.py`).
+forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedules.py`).
 """
 
 import math
@@ -28,7 +28,7 @@ from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Eve
 from moefold.planner.stages import split_stages
 from moefold.topology.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock, one_per_slot
 from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedule_tables import SCHEDULES, overlapped_schedules, schedule_rows
+from moefold.topology.schedules import SCHEDULES, overlapped_schedules, schedule_rows
 
 
 @dataclass(frozen=True, slots=True)

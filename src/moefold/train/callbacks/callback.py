@@ -5,7 +5,7 @@ from signal import Signals
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.parallel.gradients import Batch
+from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
 from moefold.train.signals import StopSignals

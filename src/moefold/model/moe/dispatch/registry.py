@@ -16,24 +16,9 @@ from moefold.model.moe.dispatch.base import Dispatcher
 from moefold.model.moe.dispatch.deepep import Buffer, DeepEPDispatcher
 from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher, RebalanceRule
 from moefold.model.moe.dispatch.local import LocalDispatcher
+from moefold.model.moe.dispatch.options import DispatcherOptions
 from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of, dispatcher_spec
 from moefold.validate.moe import UNSUPPORTED_REASONS, is_kernel_package_installed
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatcherOptions:
-    """Inputs of a builder: the groups, the sizes, and the parts that only some dispatchers take."""
-
-    groups: MoEGroups
-    num_experts: int
-    """E, over all ranks; ep divides it."""
-    rebalance_rule: RebalanceRule | None = None
-    """When ranks take over routed tokens of others, for a spec with `moves_experts`."""
-    buffer: Buffer | None = None
-    """Communication buffers, for a spec with `needs_buffer`."""
-    fp8_dispatch: bool = False
-    """Send routed tokens to the experts in 8 bits."""
-
 
 DispatcherBuilder = Callable[[DispatcherOptions], Dispatcher[Any]]
 
