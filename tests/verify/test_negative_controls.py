@@ -34,9 +34,9 @@ def _run_with_halved_expert_gradients(cfg: Config) -> DistributedRecord:
 
 def _run_without_replicated_sum(cfg: Config) -> DistributedRecord:
     """As if sequence parallelism forgot to add the norm gradients of its ranks."""
-    from moefold.parallel import parallelize
+    from moefold.parallel import parallel_model
 
-    parallelize.sum_replicated_gradients = lambda parameters, tp: None
+    parallel_model.sum_replicated_gradients = lambda parameters, tp: None
     return run_distributed(cfg, 1)
 
 
@@ -66,9 +66,9 @@ def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
 
 def _run_without_embedding_exchange(cfg: Config) -> DistributedRecord:
     """As if the last stage's use of the embedding stayed its own."""
-    from moefold.parallel import parallelize
+    from moefold.parallel import parallel_model
 
-    parallelize.allreduce_tied_embedding_grad = lambda stages, plan, pp: None
+    parallel_model.allreduce_tied_embedding_grad = lambda stages, plan, pp: None
     return run_distributed(cfg, 1)
 
 
