@@ -90,7 +90,7 @@ def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, 
         started_s = time.perf_counter()
         if offload is not None:
             offload.begin_step()
-        module(tokens, tokens, weights).sum().backward()
+        module(tokens, labels=tokens, weights=weights).sum().backward()
         row = {"step_s": time.perf_counter() - started_s, "peak_mib": (_memory_kib("VmHWM") - before_kib) / 1024}
         if offload is not None:
             totals = offload.end_step()

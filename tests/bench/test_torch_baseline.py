@@ -36,7 +36,7 @@ def test_loss_and_gradients_are_ours(kind):
     tokens, labels = torch.randint(64, (2, 2, 16)).unbind(0)
     weights = torch.full(tokens.shape, 1 / tokens.numel(), dtype=torch.float64)
 
-    model(tokens, labels, weights).sum().backward()
+    model(tokens, labels=labels, weights=weights).sum().backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     TorchBaseline(cfg, torch.float64, "loop").loss(model, tokens, labels).backward()

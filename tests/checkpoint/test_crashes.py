@@ -93,6 +93,7 @@ def _assert_nothing_is_lost(pool: WorkerPool, tmp_path: Path, kills: int, *, asy
     assert differing_tensors(*last) == []
     losses = [[(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("killed", "whole")]
     assert losses[0] == losses[1]
+    assert found["after saves"] >= kills // 2
     return found
 
 
@@ -103,7 +104,7 @@ def test_two_kills_lose_nothing(pool, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_ten_kills_lose_nothing(pool, tmp_path, async_save):
-    _assert_nothing_is_lost(pool, tmp_path, 10, async_save=async_save)
+    assert _assert_nothing_is_lost(pool, tmp_path, 10, async_save=async_save)["in saves"] > 0
 
 
 @pytest.mark.slow
@@ -112,4 +113,3 @@ def test_ten_kills_lose_nothing(pool, tmp_path, async_save):
 def test_a_hundred_kills_lose_nothing(pool, tmp_path, async_save):
     found = _assert_nothing_is_lost(pool, tmp_path, 100, async_save=async_save)
     assert found["in saves"] > 0
-    assert found["after saves"] >= 50

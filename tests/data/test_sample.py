@@ -88,3 +88,23 @@ def test_columns_are_stacked_by_name() -> None:
 def test_wrong_columns_are_rejected(columns: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stack_samples([Sample(np.arange(5), token_columns=columns)], 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"target": np.zeros(4)}, {"target": np.zeros(4)}, "'target'.* are taken"),
+        ({"advantages": np.zeros(4)}, {}, "have the columns"),
+        ({"advantages": np.zeros(3)}, {"advantages": np.zeros(3)}, "3 values per sample, and needs 4"),
+    ],
+)
+def test_columns_that_do_not_fit_are_rejected(first, second, message):
+    samples = [Sample(np.arange(5), token_columns=columns) for columns in (first, second)]
+    with pytest.raises(ValueError, match=message):
+        stack_samples(samples, 4)
+
+
+def test_a_name_is_a_column_per_token_or_per_sample():
+    sample = Sample(np.arange(5), token_columns={"score": np.zeros(4)}, sample_columns={"score": np.zeros(())})
+    with pytest.raises(ValueError, match="taken"):
+        stack_samples([sample], 4)

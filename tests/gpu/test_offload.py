@@ -57,7 +57,7 @@ def _run(**train: object):
         torch.cuda.reset_peak_memory_stats()
         if offload is not None:
             offload.begin_step()
-        loss = module(tokens, tokens, shares).sum()
+        loss = module(tokens, labels=tokens, weights=shares).sum()
         loss.backward()
         torch.cuda.synchronize()
         losses.append(float(loss))

@@ -210,7 +210,8 @@ def test_multi_token_prediction_equals_that_of_transformers(seed):
     for depth in (1, 2):
         shares[:, depth - 1, : SEQ_LEN - depth] = 1 / (2 * (SEQ_LEN - depth))
     ours.train()
-    mine = ours(tokens[:, :-1], tokens[:, 1:], torch.full((2, SEQ_LEN), 0.0), None, ahead, shares)[1]
+    targets = {"labels": tokens[:, 1:], "weights": torch.full((2, SEQ_LEN), 0.0)}
+    mine = ours(tokens[:, :-1], **targets, mtp_labels=ahead, mtp_weights=shares)[1]
     hidden = theirs.model(input_ids=tokens[:, :-1]).last_hidden_state
     expected, read = 0.0, tokens[:, 1:]
     for depth in (1, 2):

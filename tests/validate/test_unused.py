@@ -127,6 +127,7 @@ CASES = [
     ("faults.straggler_factor=3", [f"parallel.{key}=2" for key in ("world_size", "pp")], ["parallel.world_size=2"]),
     ("faults.max_skips=5", [], ["faults.spike=skip"]),
     ("faults.max_rollbacks=5", [], ["faults.nonfinite=rollback"]),
+    ("data.shuffle=false", ["data.kind=program"], ["data.kind=synthetic"]),
     ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
     ("faults.check_dispatch=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
 ]

@@ -18,8 +18,8 @@ class KernelProfile:
     """Properties of a device's kernels that decide which tensors they save for backward."""
 
     grouped_experts: bool
-    """Grouped GEMM: the experts of a rank run together and save four inner widths of a SwiGLU. Else they run one after
-    another, and the two inner projections are saved."""
+    """Grouped GEMM: the experts of a rank run together. Four inner widths of a SwiGLU are counted, an upper bound: they
+    save two and recompute the activation. Else they run one after another, and the two inner projections are saved."""
     fused_swiglu: bool = False
     """Fused SwiGLU (gate, SiLU and product), which saves its two inputs: three inner widths in all, or two if
     expert_activation, which is that kernel alone, is recomputed."""

@@ -67,14 +67,21 @@ class ProgramData:
     validation: Sampler = field(default_factory=NoSamples)
 
     def check(self, seq_len: int) -> None:
-        """Check that samples have the length of the recipe's.
+        """Check that samples have the length of the recipe's, and that their annotations are read.
 
         Raises:
-            ConfigError: they have not.
+            ConfigError: they have another length, or annotations although `has_annotations` is False.
         """
         for sampler in (self.train, self.validation):
-            if len(sampler) and sampler.seq_len != seq_len:
+            if not len(sampler):
+                continue
+            if sampler.seq_len != seq_len:
                 raise ConfigError(f"train.seq_len={seq_len} must be the seq_len of the samples, {sampler.seq_len}")
+            if not sampler.has_annotations and sampler.annotated_sample(0).is_annotated:
+                raise ConfigError(
+                    f"samples of {type(sampler).__name__} have columns, weights or document_ids; "
+                    "set has_annotations = True"
+                )
 
 
 def open_dataset(

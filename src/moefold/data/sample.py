@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 BUILTIN_COLUMNS = frozenset({"labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts"})
 """Columns that a batch has by itself."""
+RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "target", "losses", "return_outputs"}
+"""Names that a program's columns may not have: built-in ones, and keyword arguments of stages and torch's schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,12 @@ class Sample:
     """Further columns of the batch for a loss function, one value or more per input token, [..., S]."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further columns of the batch with values per sample, of any shape."""
+
+    @property
+    def is_annotated(self) -> bool:
+        """Return whether the sample has more than tokens."""
+        has_arrays = self.document_ids is not None or self.weights is not None
+        return has_arrays or bool(self.token_columns) or bool(self.sample_columns)
 
 
 class SampleSource(Protocol):
@@ -135,7 +143,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     """Stack samples of an annotated source.
 
     Raises:
-        ValueError: a sample has arrays of the wrong length, or a column with the name of a built-in one.
+        ValueError: a sample has arrays of the wrong length, other columns than the first, or a reserved column name.
     """
     tokens = np.empty((len(samples), seq_len + 1), dtype=np.int64)
     documents = np.zeros((len(samples), seq_len + 1), dtype=np.int32)
@@ -151,13 +159,18 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     for name, values in token_columns.items():
         if values.shape[-1] != seq_len:
             raise ValueError(f"the column {name!r} has {values.shape[-1]} values per sample, and needs {seq_len}")
-    if clashes := BUILTIN_COLUMNS & {*token_columns, *sample_columns}:
-        raise ValueError(f"a batch has the columns {sorted(clashes)} by itself; choose other names")
+    names = [*token_columns, *sample_columns]
+    clashes = {name for name in names if name in RESERVED_COLUMNS or names.count(name) > 1}
+    if clashes:
+        raise ValueError(f"the column names {sorted(clashes)} are taken; choose other names")
     return SampleBatch(tokens, documents, weights, token_columns, sample_columns)
 
 
 def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     """Stack the columns of samples, all of which have the same ones."""
+    for part in columns:
+        if part.keys() != columns[0].keys():
+            raise ValueError(f"samples of one batch have the columns {sorted(columns[0])} and {sorted(part)}")
     return {name: np.stack([part[name] for part in columns]) for name in columns[0]}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -282,6 +281,9 @@ def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) ->
                 super().__init__(load(), **arguments)
 
         register_model("moefold")(OpenLM)
+    # The module of the command is not needed where lm-eval itself runs the model.
+    from lm_eval.__main__ import cli_evaluate
+
     previous_argv = sys.argv
     sys.argv = ["lm_eval", *argv]
     try:

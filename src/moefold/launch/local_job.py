@@ -5,6 +5,7 @@ flight-record files of the ranks; folders that killed processes left are removed
 """
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import shutil
@@ -59,6 +60,8 @@ def run_processes(main: RankMain, rank_envs: Sequence[RankEnv], device_type: str
     Raises:
         RunError: the system cannot start another process.
     """
+    # A forked rank must not destroy process groups of this process: their threads do not exist there.
+    gc.collect()
     context: ForkContext | SpawnContext
     context = get_context("fork") if device_type == "cpu" else get_context("spawn")
     all_started = context.Barrier(len(rank_envs))
@@ -126,6 +129,7 @@ def _rank_entry(
     all_started: Barrier,
     status_pipe: Connection,
 ) -> None:
+    gc.freeze()
     os.environ.update(_torchrun_variables(rank_env))
     with RankErrorHandler(rank_env, lambda: False):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -32,6 +32,7 @@ class BatchSharder:
         self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._first_in_batch = groups.attn.dp.rank * self._samples_per_rank
         self._mtp_layers = cfg.model.mtp_layers
+        self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
         self._positions = positions.cpu().numpy()
         self._device = groups.device
@@ -89,8 +90,18 @@ class BatchSharder:
         samples_of_rank = self._sampler.batch_at(
             samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank]
         )
+        self._check_ids(samples_of_rank.tokens)
         is_taken = np.arange(self._first_in_batch, self._first_in_batch + self._samples_per_rank) < num_taken
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        """Check that ids are in the vocabulary; a sharded embedding would return zeros for others.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise ValueError(f"samples hold ids {tokens.min()} to {tokens.max()}; model.vocab_size={self._vocab_size}")
 
     def _target_weights(self, samples: SampleBatch) -> TargetWeights:
         """Return the loss weight of each target, [count, 1 + mtp_layers, S]: the next token, then the MTP targets.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import RECOMPUTE_PARTS, Config, TrainConfig
-from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.recompute_parts import AUTO, containing_part, missing_reason
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
@@ -34,6 +33,9 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
     if AUTO not in cfg.train.recompute:
         return
     if cfg.train.memory_budget_gib:
+        # numpy takes a tenth of a second to import: recipes that choose their parts do without it.
+        from moefold.cost.auto_recompute import GIB, choose_recompute
+
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
     elif device_type == "cpu":
         raise ConfigError(

@@ -4,7 +4,7 @@ A mapping is a fold (tp cp pp ep etp, from which dp edp follow), a micro-batch s
 a dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to
 recompute or offload. The runtime's rules on each level read that level and those above it, so the legal mappings are
 the sum over folds and micro-batch sizes of products of short lists. Counting and search use this structure. Where no
-mapping is legal, `explain_infeasible` and its helpers name the runtime's error for the nearest legal mapping.
+mapping is legal, `explain_illegal` and its helpers name the runtime's error for the nearest legal mapping.
 """
 
 from collections import Counter
