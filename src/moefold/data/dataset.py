@@ -40,6 +40,13 @@ class Dataset:
     """Converts text to ids and back."""
 
 
+NEEDS_PROGRAM = (
+    'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, data=...); '
+    "choose another kind for a command"
+)
+"""Message where no program passes samples."""
+
+
 class NoSamples(Sampler):
     """No sample."""
 
@@ -190,10 +197,7 @@ class _DatasetBuilder:
     def _source(self, tokenizer: Tokenizer, split: str) -> SampleSource:
         data = self.data
         if data.kind == "program":
-            raise ConfigError(
-                'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, '
-                "data=...); choose another kind for a command"
-            )
+            raise ConfigError(NEEDS_PROGRAM)
         if data.kind == "synthetic":
             check_no_data_path(data)
             samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)

@@ -129,6 +129,7 @@ def _rank_entry(
     all_started: Barrier,
     status_pipe: Connection,
 ) -> None:
+    # What was inherited is never collected here; see `run_processes`.
     gc.freeze()
     os.environ.update(_torchrun_variables(rank_env))
     with RankErrorHandler(rank_env, lambda: False):

@@ -159,9 +159,11 @@ class Attention(SelfAttention):
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
         if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
-            query, key = self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
+            query = self.query_norm(query, slice(None))
+            key = self.key_norm(key, self.kv_rows)
         elif self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = self.query_norm(query)
+            key = self.key_norm(key)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
         attended = self.core_attention(rope(query), rope(key), value, document_starts, sinks)
         wo = local_param(self.wo, x.dtype)

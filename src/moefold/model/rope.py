@@ -69,8 +69,10 @@ def _yarn(cfg: ModelConfig, plain: Tensor) -> Tensor:
     first = pair_with_rotations(cfg.rope_beta_fast)
     last = pair_with_rotations(cfg.rope_beta_slow)
     if cfg.rope_truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * pairs - 1)
     # 0.001 as in transformers: the blend falls within one pair.
     interpolation = ((torch.arange(pairs, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
     return plain * (1 - interpolation + interpolation / cfg.rope_scaling_factor)

@@ -259,10 +259,9 @@ def _check_program_data(cfg: Config, program_data: "ProgramData | None") -> None
     if program_data is not None and cfg.data.kind != "program":
         raise ConfigError(f'data.kind={cfg.data.kind!r} must be "program" where a program passes the data')
     if program_data is None and cfg.data.kind == "program":
-        raise ConfigError(
-            'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, data=...); '
-            "choose another kind for the command"
-        )
+        from moefold.data.dataset import NEEDS_PROGRAM
+
+        raise ConfigError(NEEDS_PROGRAM)
     if program_data is not None:
         program_data.check(cfg.train.seq_len)
         if cfg.train.eval_every and not len(program_data.validation):
