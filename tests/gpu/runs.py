@@ -5,8 +5,7 @@ from dataclasses import replace
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.host.rank_env import RankEnv
-from moefold.launch.ranks import init_distributed
+from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -14,9 +13,9 @@ from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 
-def losses_on(cfg: Config, device_type: str, steps: int, port: int) -> list[float]:
-    """The loss of each step; `port` is for the rendezvous."""
-    with init_distributed(RankEnv(0, 0, 1, "127.0.0.1", port), device_type) as device:
+def losses_on(cfg: Config, device_type: str, steps: int) -> list[float]:
+    """Train some steps and return the loss of each; the rendezvous uses a free port, so that runs can be concurrent."""
+    with init_distributed(single_rank_env(), device_type) as device:
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)

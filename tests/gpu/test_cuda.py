@@ -15,7 +15,7 @@ pytestmark = [
 
 def test_float32_losses_equal_those_of_the_cpu():
     cfg = small_recipe("float32")
-    cpu, gpu = losses_on(cfg, "cpu", 5, 29511), losses_on(cfg, "cuda", 5, 29512)
+    cpu, gpu = losses_on(cfg, "cpu", 5), losses_on(cfg, "cuda", 5)
     assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
@@ -23,10 +23,10 @@ def test_routing_state_follows_the_device():
     """Expert bias, noise, thresholds and running load live where the tokens are."""
     cfg = small_recipe("float32")
     model = replace(cfg.model, router_score="sigmoid", expert_bias=True, num_groups=4, top_groups=2)
-    for port, choice in ((29515, "topk"), (29517, "quantile")):
+    for choice in ("topk", "quantile"):
         moe = replace(cfg.moe, aux_kind="global_batch", input_jitter=0.01, choice=choice)
         routed = replace(cfg, model=model, moe=moe)
-        cpu, gpu = losses_on(routed, "cpu", 5, port), losses_on(routed, "cuda", 5, port + 1)
+        cpu, gpu = losses_on(routed, "cpu", 5), losses_on(routed, "cuda", 5)
         assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
@@ -35,29 +35,29 @@ def test_latent_attention_and_further_tokens_equal_those_of_the_cpu():
     sizes = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
     model = replace(cfg.model, v_head_dim=24, mtp_layers=1, rope_interleaved=True, **sizes)
     latent = replace(cfg, model=model)
-    cpu, gpu = losses_on(latent, "cpu", 5, 29519), losses_on(latent, "cuda", 5, 29520)
+    cpu, gpu = losses_on(latent, "cpu", 5), losses_on(latent, "cuda", 5)
     assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
-@pytest.mark.parametrize(("document_end", "port"), [(-1, 29521), (2, 29525)])
-def test_gpt_oss_equals_that_of_the_cpu(document_end, port):
+@pytest.mark.parametrize("document_end", [-1, 2])
+def test_gpt_oss_equals_that_of_the_cpu(document_end):
     """Sinks, windows tile by tile and by mask, biases and the clamped gate; with and without documents."""
     cfg = small_recipe("float32")
     attention = {"attention_sinks": True, "attention_pattern": "WF", "attention_output_bias": True, "qkv_bias": True}
     experts = {"moe_bias": True, "moe_activation": "clamped_swiglu", "swiglu_limit": 0.1, "router_bias": True}
-    for offset, window, seq_len in ((0, 5, 64), (2, 9, 320)):
+    for window, seq_len in ((5, 64), (9, 320)):
         model = replace(cfg.model, vocab_size=8, sliding_window=window, **attention, **experts)
-        train, data = replace(cfg.train, seq_len=seq_len), replace(cfg.data, document_end=document_end)
+        # At a higher rate, choices of experts that bfloat16 changes part the losses by 4 % in five steps.
+        train = replace(cfg.train, seq_len=seq_len, lr=1e-3)
+        data = replace(cfg.data, document_end=document_end)
         limited = replace(cfg, model=model, train=train, data=data)
-        cpu, gpu = (losses_on(limited, kind, 5, port + offset + i) for i, kind in enumerate(("cpu", "cuda")))
+        cpu, gpu = (losses_on(limited, kind, 5) for kind in ("cpu", "cuda"))
         assert gpu == pytest.approx(cpu, rel=1e-4)
-        half = losses_on(replace(limited, run=replace(limited.run, dtype="bfloat16")), "cuda", 5, port + offset + 10)
+        half = losses_on(replace(limited, run=replace(limited.run, dtype="bfloat16")), "cuda", 5)
         assert half == pytest.approx(cpu, rel=2e-2)
 
 
 def test_bfloat16_trains_and_follows_float32():
-    half, single = (
-        losses_on(small_recipe(dtype), "cuda", 20, 29513 + i) for i, dtype in enumerate(("bfloat16", "float32"))
-    )
+    half, single = (losses_on(small_recipe(dtype), "cuda", 20) for dtype in ("bfloat16", "float32"))
     assert half == pytest.approx(single, rel=2e-2)
     assert half[-1] < half[0]

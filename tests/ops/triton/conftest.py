@@ -7,6 +7,8 @@ import pytest
 import torch
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+WITHOUT_GPU = ("test_compile.py",)
+"""Files whose tests compile ahead of time, and take minutes of CPU time."""
 
 
 def pytest_report_header():
@@ -17,6 +19,8 @@ def pytest_report_header():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Let `make gpu` run the tests of Triton's kernels too."""
+    if not torch.cuda.is_available():
+        return
     for item in items:
-        if torch.cuda.is_available() and Path(item.fspath).parent == Path(__file__).parent:
+        if item.path.parent == Path(__file__).parent and item.path.name not in WITHOUT_GPU:
             item.add_marker(pytest.mark.gpu)

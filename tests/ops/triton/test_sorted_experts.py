@@ -19,6 +19,8 @@ from moefold.verify.distributed_run import run_distributed
 from tests.slow import slow
 from tests.verify.recipes import tiny
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="CPU ranks need Triton's interpreter; GPU ranks: tests/gpu")
 E, H, F, T, K = 4, 9, 7, 11, 2
 TRITON = TritonExpertOps(Autotuner(is_enabled=False))
 ENGINES = [
@@ -39,12 +41,12 @@ class _Pool:
 def _leaves(dtype, has_bias):
     shapes = [(T, H), (T, K), (E, H, F), (E, H, F), (E, F, H)]
     shapes += [(E, F), (E, F), (E, 4)] if has_bias else []
-    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
 def _permutation(kind):
-    ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])  # the last expert has no rows
-    kept = None if kind == "all" else torch.rand(T, K) > 0.3
+    ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)]).to(DEVICE)  # the last expert has no rows
+    kept = None if kind == "all" else (torch.rand(T, K) > 0.3).to(DEVICE)
     return plan_permutation(ids, E, kept, T if kind == "slots" else None)
 
 
@@ -62,7 +64,7 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
         LazyCounts(counts), gate, columns, PermuteMap.from_permutation(permutation), saves_fc1=not postpones
     )
     y = fused_experts(x, ExpertWeights(*tensors), how, kernels, permute_probs(probs, permutation), later)
-    grad = torch.randn(T, H, dtype=torch.float64).to(dtype)
+    grad = torch.randn(T, H, dtype=torch.float64).to(DEVICE, dtype)
     y.backward(grad)
     actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
 
@@ -84,7 +86,8 @@ def test_scattered_stores_equal_gathered_sums():
     """The way that is taken where it is faster, and the order of sums is free."""
     permutation = _permutation("slots")
     sorting = PermuteMap.from_permutation(permutation)
-    rows, w = torch.randn(len(permutation.token_R), F), torch.randn(E, F, H)
+    rows = torch.randn(len(permutation.token_R), F).to(DEVICE)
+    w = torch.randn(E, F, H).to(DEVICE)
     offsets = permutation.tokens_per_expert_E.cumsum(0, dtype=torch.int32)
     found = {}
 
@@ -102,7 +105,7 @@ def test_scattered_stores_equal_gathered_sums():
 
 
 def test_counts_on_a_device_are_read_once_and_only_if_asked():
-    counts = LazyCounts(torch.tensor([3, 0, 2]))
+    counts = LazyCounts(torch.tensor([3, 0, 2], device=DEVICE))
     assert len(counts) == 3
     assert "_values" not in vars(counts)
     assert list(counts) == [3, 0, 2]
@@ -120,6 +123,7 @@ def _single(**mapping):
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 
 
+@ON_CPU
 @pytest.mark.parity
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
 def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
@@ -133,6 +137,7 @@ def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
 
 
+@ON_CPU
 def test_the_choice_is_automatic_and_switchable():
     cpu = torch.device("cpu")
     cfg = _single()
