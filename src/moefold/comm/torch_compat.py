@@ -43,6 +43,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def work_from_future(future: torch.futures.Future[Any]) -> Any:
+    """Return a handle of a collective whose result is that of a future."""
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+def process_group_name(group: Any) -> str:
+    """Return the name under which torch.distributed registered a process group."""
+    name: str = torch.distributed.distributed_c10d._world.pg_names[group]
+    return name
+
+
 def operator_name(op: Any) -> str:
     """Return the name of an operator without its namespace and overload, such as `mm`."""
     name: str = op._schema.name.split("::")[1]

@@ -1,4 +1,4 @@
-"""Worker pool of gloo ranks on this machine, used by parity tests and `moefold verify`.
+"""Worker pool of ranks on this machine, used by parity tests and `moefold verify`.
 
 Each task gets fresh processes, forked in milliseconds from a fork server that has imported torch. Processes are not
 reused, as torch caches device meshes by their ranks and would use destroyed process groups. A task that fails or
@@ -21,10 +21,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
 from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
+from moefold.testing.staged_group import STAGED, register_staged_backend
 
 MAX_TEMP_DIR_BYTES = 70
 """Limit of the temporary folder's path: a socket path in it has 32 bytes more, and at most 103 (macOS) or 107."""
@@ -50,18 +52,28 @@ class WorkerError(RuntimeError):
 class WorkerPool:
     """Runs functions on forked ranks, each call in its own process group."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        """Create a pool; ranks are forked by `run`.
+    def __init__(
+        self, preload: Sequence[str] = (), *, backend: Literal["gloo", "staged"] = "gloo", forks: bool = True
+    ) -> None:
+        """Create a pool; ranks are started by `run`.
 
         Args:
             preload: modules that the fork server imports in addition to those of training; missing ones are ignored.
+            backend: back-end of the process groups; see `moefold.testing.staged_group`.
+            forks: False: ranks are spawned, which takes seconds. Ranks that use CUDA need that, as a process that was
+                forked from one that has asked for GPUs cannot use them.
 
         Raises:
             ConfigError: the path of the temporary folder is too long for the sockets of the fork server.
         """
         _check_temp_dir()
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
+        self._backend = backend
+        self._context: ForkServerContext | SpawnContext
+        if forks:
+            self._context = mp.get_context("forkserver")
+            self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
+        else:
+            self._context = mp.get_context("spawn")
         remove_stale_folders()
         if mp.parent_process() is None:
             # The folder contains the fork server's socket. A child process shares the folder of its parent.
@@ -77,7 +89,7 @@ class WorkerPool:
         timeout_s: float = 120.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> list[Any]:
-        """Call `function(*args)` on every rank of a new gloo process group.
+        """Call `function(*args)` on every rank of a new process group.
 
         Args:
             world_size: number of ranks.
@@ -109,13 +121,14 @@ class WorkerPool:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=_worker_main,
-            args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s),
+            args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._backend),
             daemon=True,
         )
         with _single_omp_thread():
             # The fork server ignores SIGINT only once it has imported torch.
             with block_signals([signal.SIGINT], starts_python=True):
-                forkserver.ensure_running()
+                if isinstance(self._context, ForkServerContext):
+                    forkserver.ensure_running()
             process.start()
         child_end.close()
         return process, parent_end
@@ -186,7 +199,9 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
     return "\n".join(lines)
 
 
-def _worker_main(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+def _worker_main(
+    connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float, backend: str
+) -> None:
     # A terminal sends SIGINT to all processes: the one that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)
@@ -204,8 +219,10 @@ def _worker_main(connection: Connection, task: str, port: int, rank: int, world_
         threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+        if backend == STAGED:
+            register_staged_backend()
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout
+            backend, store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout
         )
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
