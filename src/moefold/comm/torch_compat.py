@@ -6,6 +6,7 @@ Before the upper limit of torch in pyproject.toml is raised, check each name in 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ def operator_name(op: Any) -> str:
     return name
 
 
+def process_group_size(args: Sequence[Any]) -> int:
+    """Return the size of the process group among the arguments of an operator of `torch.ops.c10d`."""
+    group = next(arg for arg in args if hasattr(arg, "_type") and "ProcessGroup" in str(arg._type()))
+    return int(torch.distributed.ProcessGroup.unbox(group).size())
+
+
 # Autograd.
 
 
@@ -74,6 +81,22 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[A
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def around_backward(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a reusable context around each run of the autograd engine, meanwhile."""
+    run = torch.autograd._engine_run_backward
+
+    def run_inside(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_inside
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
 
 
 # Kernels of the CPU and of CUDA that torch chooses by itself and does not export.

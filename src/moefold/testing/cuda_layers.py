@@ -1,0 +1,66 @@
+"""Traces of one MoE layer, or of its whole block, forward and backward, for the recipe of any mapping."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from moefold.comm.groups import fake_rank
+from moefold.config.load import config_from_dict
+from moefold.config.presets import load_preset
+from moefold.config.schema import Config
+from moefold.parallel.parallelize import build_sharded_stages
+from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
+
+LayerPart = Literal["layer", "block"]
+
+
+def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config:
+    """Build the recipe of one MoE layer of a model, with one sample of `tokens` tokens for each data-parallel rank."""
+    model = dict(load_preset(preset)) | {"num_layers": 1, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": 256}
+    parallel = sections.get("parallel", {})
+    data_parallel = parallel.get("world_size", 1) // (parallel.get("tp", 1) * parallel.get("cp", 1))
+    train = {"seq_len": tokens, "micro_batch_size": 1, "global_batch_size": data_parallel}
+    return config_from_dict(
+        {
+            "run": {"dtype": "bfloat16", "device": "cuda", "deterministic": True} | sections.get("run", {}),
+            "model": model | sections.get("model", {}),
+            "parallel": parallel,
+            "moe": sections.get("moe", {}),
+            "train": train | sections.get("train", {}),
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+def trace_layer(
+    cfg: Config, part: LayerPart = "layer", device: Device = H200, *, runs_all_candidates: bool = False
+) -> Trace:
+    """Trace the second forward and backward pass of the layer on rank 0, without gradients from before.
+
+    Args:
+        cfg: a recipe of one layer, as of `layer_config`.
+        part: the MoE layer alone, or with attention and norms.
+        device: properties of the GPU.
+        runs_all_candidates: run every candidate of the autotuner.
+    """
+    tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
+    trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates)
+    with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
+        groups = replace(groups, device=CUDA)
+        (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
+        if cfg.train.precision != "dtype":
+            apply_kernels(stage, select_kernels(cfg, CUDA))
+        stage.train()
+        block: Any = stage.layers["0"]
+        sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
+        shape = (tokens, 1, cfg.model.hidden_size)
+        for _ in range(2):
+            stage.zero_grad(set_to_none=True)
+            x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
+            trace.events.clear()
+            trace.launches.clear()
+            y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
+            y.backward(torch.empty_like(y))
+    return trace

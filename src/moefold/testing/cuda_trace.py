@@ -1,0 +1,455 @@
+"""Trace of the CUDA code paths without a GPU: meta tensors that report a CUDA device, and counters of what they meet.
+
+The traced code is the code that a GPU would run: the same device checks, kernels and collectives. Operators and
+collectives run on meta tensors (the process group is torch's fake one), kernel launches are recorded and not made.
+Where the host reads a number from the device, the trace records a wait and answers with a balanced routing.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moefold.comm.torch_compat import (
+    TorchDispatchMode,
+    around_backward,
+    operator_name,
+    process_group_size,
+    storage_key,
+    tree_leaves,
+)
+
+CUDA = torch.device("cuda", 0)
+"""The device that meta tensors report."""
+META = torch.device("meta")
+WAITING_METHODS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__,
+    torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
+}  # fmt: skip
+"""Methods that copy to the host and wait for the device."""
+FREE_OPS = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "view",
+    "alias", "lift_fresh", "record_stream", "set_", "resize_", "_reshape_alias",
+}  # fmt: skip
+"""Operators that launch nothing, besides views."""
+GATHERING_OPS = {"index_select", "index", "gather", "embedding"}
+"""Operators that read as many elements of their first argument as the index selects, at most."""
+
+
+class Device(NamedTuple):
+    """The properties of a GPU that the code asks for."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    memory_bytes: int
+
+
+H200 = Device("NVIDIA H200", (9, 0), 132, 150_000_000_000)
+B200 = Device("NVIDIA B200", (10, 0), 148, 190_000_000_000)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the traced code asked of the device, or of the host.
+
+    Attributes:
+        kind: "op" (operator of torch), "kernel" (launch of ours), "collective", "wait" (the host waits for the device),
+            "copy" (between host and device, without a wait) or "host" (operator on the CPU).
+        name: of the operator, kernel, collective or method.
+        source: innermost line of moefold, as "model/moe/layer.py:120".
+        moved_bytes: bytes read and written in device memory; of a collective: bytes sent.
+        flops: of matrix products.
+        contraction: length of the sums of a matrix product; 0 for others.
+        is_weight_gradient: True for a grouped product over the rows of each expert.
+    """
+
+    kind: str
+    name: str
+    source: str
+    moved_bytes: float = 0.0
+    flops: float = 0.0
+    contraction: int = 0
+    is_weight_gradient: bool = False
+
+
+@dataclass
+class Launch:
+    """A recorded kernel launch."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    grid: Any
+    options: dict[str, Any]
+
+    def argument(self, name: str) -> Any:
+        """Return an argument by the name of the kernel's parameter."""
+        names = self.kernel.arg_names
+        return self.options[name] if name in self.options else self.args[names.index(name)]
+
+
+@dataclass
+class Trace:
+    """Record of the operators, launches, collectives and host waits of the traced code.
+
+    Attributes:
+        num_rows: routed tokens that this rank computes, of a balanced routing; the host reads them as a scalar.
+        runs_all_candidates: run every candidate of the autotuner, as its measurements do.
+    """
+
+    num_rows: int = 0
+    runs_all_candidates: bool = False
+    events: list[Event] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Return the events of some kinds."""
+        return [event for event in self.events if event.kind in kinds]
+
+    def host_values(self, x: Tensor) -> Tensor:
+        """Return what the host reads from x: routed tokens, spread evenly over the last dimension."""
+        share = self.num_rows // x.shape[-1] if x.dim() else self.num_rows
+        return torch.full(x.shape, share if not x.is_floating_point() else 0, dtype=x.dtype, device="cpu")
+
+    def add(self, kind: str, name: str, **counts: Any) -> None:
+        """Record an event at the current line of moefold."""
+        self.events.append(Event(kind, name, _source(), **counts))
+
+
+@contextmanager
+def trace_cuda(trace: Trace, device: Device = H200) -> Iterator[Trace]:
+    """Run code as on a CUDA device and record it; tensors of it must be on the meta device."""
+    properties = SimpleNamespace(
+        multi_processor_count=device.multiprocessors,
+        total_memory=device.memory_bytes,
+        name=device.name,
+        major=device.capability[0],
+        minor=device.capability[1],
+    )
+    with ExitStack() as stack:
+        for name, value in {
+            "get_device_capability": lambda device=None: (properties.major, properties.minor),
+            "get_device_properties": lambda device=None: properties,
+            "get_device_name": lambda device=None: properties.name,
+            "current_device": lambda: 0,
+            "current_stream": lambda device=None: _Stream(trace),
+            "Stream": lambda *args, **options: _Stream(trace),
+            "Event": lambda *args, **options: _Event(trace),
+            "stream": _nothing,
+            "synchronize": lambda device=None: trace.add("wait", "synchronize"),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", _Sends(trace)))
+        stack.enter_context(_recorded_launches(trace))
+        stack.enter_context(_Operators(trace))
+        functions = stack.enter_context(_Functions(trace))
+        # The engine is called by a function of torch, inside which the mode is off.
+        stack.enter_context(around_backward(functions))
+        yield trace
+
+
+class _Functions(TorchFunctionMode):
+    """Function mode that answers Python calls for meta tensors as for CUDA tensors."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self._replaced: dict[Any, Callable[..., Any]] = {
+            _attribute_getter("device"): lambda x: CUDA if x.is_meta else x.device,
+            _attribute_getter("is_cuda"): lambda x: x.is_meta,
+            F.scaled_dot_product_attention: self._attention,
+            F.rms_norm: self._rms_norm,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        replaced = self._replaced.get(func)
+        if replaced is not None:
+            return replaced(*args, **kwargs)
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if x is not None and x.is_meta and func in WAITING_METHODS:
+            self.trace.add("wait", func.__name__, moved_bytes=_bytes(x))
+            return func(self.trace.host_values(x), *args[1:], **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and x is None and _on_meta(kwargs.get("device")) == META:
+            self.trace.add("wait", "copy to the device")
+        target = _target(func, args, kwargs)
+        if x is not None and x.is_meta and target is not None and target.type == "cpu":
+            is_async = bool(kwargs.get("non_blocking"))
+            self.trace.add("copy" if is_async else "wait", "copy to the host", moved_bytes=_bytes(x))
+            return self.trace.host_values(x).to(kwargs.get("dtype", x.dtype))
+        if x is not None and not x.is_meta and target is not None and target.type == "cuda":
+            is_async = bool(kwargs.get("non_blocking"))
+            self.trace.add("copy" if is_async else "wait", "copy to the device", moved_bytes=_bytes(x))
+        kwargs.pop("pin_memory", None)
+        return func(*(_on_meta(value) for value in args), **{name: _on_meta(value) for name, value in kwargs.items()})
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        y: Tensor = _FusedAttention.apply(q, k, v, attn_mask, self.trace)
+        return y
+
+    def _rms_norm(self, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
+        y: Tensor = _FusedRMSNorm.apply(x, weight, self.trace)
+        return y
+
+
+class _FusedAttention(torch.autograd.Function):
+    """SDPA as one kernel in each direction, which meta tensors would decompose."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, trace: Trace) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.trace, ctx.mask_bytes = trace, 0 if mask is None else _bytes(mask)
+        y = q.new_empty(*q.shape[:-1], v.shape[-1])
+        trace.add("op", "sdpa", moved_bytes=_bytes(q, k, v, y) + ctx.mask_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        moved = 2 * _bytes(q, k, v, grad) + ctx.mask_bytes
+        ctx.trace.add("op", "sdpa backward", moved_bytes=moved)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm as one kernel in each direction, which meta tensors would decompose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, trace: Trace) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.trace = trace
+        trace.add("op", "rms_norm", moved_bytes=2 * _bytes(x))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.trace.add("op", "rms_norm backward", moved_bytes=3 * _bytes(x))
+        return torch.empty_like(x), torch.empty_like(weight), None
+
+
+class _Operators(TorchDispatchMode):
+    """Dispatch mode that records operators and collectives."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = operator_name(func)
+        if func.namespace == "c10d":
+            self._collective(name, args)
+            return out
+        if func.is_view or name in FREE_OPS:
+            return out
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        on_device = [x for x in (*inputs, *outputs) if x.is_meta]
+        if not on_device:
+            self.trace.add("host", name, moved_bytes=_bytes(*inputs, *outputs))
+            return out
+        moved = _bytes(*on_device)
+        if name in GATHERING_OPS:
+            moved -= max(0, _bytes(inputs[0]) - _bytes(*outputs))
+        flops, contraction, is_wgrad = _gemm_cost(name, inputs, outputs)
+        self.trace.add("op", name, moved_bytes=moved, flops=flops, contraction=contraction, is_weight_gradient=is_wgrad)
+        return out
+
+    def _collective(self, name: str, args: tuple[Any, ...]) -> None:
+        size = process_group_size(args)
+        self.trace.add("collective", name.strip("_"), moved_bytes=sent_bytes(name, args, size))
+
+
+def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
+    """Return the bytes that a rank sends in a collective of c10d, to others than itself."""
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    others = (size - 1) / size
+    if "alltoall" in name:
+        return _bytes(tensors[1]) * others
+    if "allgather" in name:
+        return _bytes(tensors[1]) * (size - 1)
+    if "reduce_scatter" in name:
+        return _bytes(tensors[1]) * others
+    return 2 * _bytes(tensors[0]) * others
+
+
+def _gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[float, int, bool]:
+    """Return (FLOPs, length of the sums, whether it is a grouped weight gradient) of a matrix product, else zeros."""
+    if name in ("mm", "bmm", "_grouped_mm"):
+        a, b = inputs[0], inputs[1]
+    elif name in ("addmm", "baddbmm"):
+        a, b = inputs[1], inputs[2]
+    else:
+        return 0.0, 0, False
+    is_wgrad = name == "_grouped_mm" and a.dim() == 2 and b.dim() == 2
+    # The rows of all experts together: each of them belongs to one expert's sum.
+    flops = 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if name in ("bmm", "baddbmm") else 1)
+    return flops, a.shape[-1] // (outputs[0].shape[0] if is_wgrad else 1), is_wgrad
+
+
+class _Sends:
+    """Records point-to-point messages, which torch's fake process group does not take on meta tensors."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def __call__(self, operations: Sequence[dist.P2POp]) -> list[Any]:
+        """Record the sends."""
+        sent = [op.tensor for op in operations if op.op is dist.isend]
+        self.trace.add("collective", "send", moved_bytes=_bytes(*sent))
+        return []
+
+
+class _Stream:
+    """A stream that orders nothing: a trace has one order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def synchronize(self) -> None:
+        self.trace.add("wait", "stream synchronize")
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return _Event(self.trace)
+
+
+class _Event:
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def synchronize(self) -> None:
+        self.trace.add("wait", "event synchronize")
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+@contextmanager
+def _nothing(*args: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _recorded_launches(trace: Trace) -> Iterator[None]:
+    """Record launches of Triton kernels, which are not made."""
+    from triton.runtime.jit import JITFunction
+
+    from moefold.ops import autotune
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        launch = Launch(kernel, args, grid, options)
+        trace.launches.append(launch)
+        flops, contraction, is_wgrad = launch_flops(launch)
+        trace.add(
+            "kernel",
+            kernel.__name__,
+            moved_bytes=launch_bytes(launch),
+            flops=flops,
+            contraction=contraction,
+            is_weight_gradient=is_wgrad,
+        )
+
+    def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> Tensor:
+        runs = list(candidates.values())
+        if trace.runs_all_candidates:
+            for candidate in runs[1:]:
+                candidate()
+        return runs[0]()
+
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "run", first_is_fastest):
+        yield
+
+
+def launch_bytes(launch: Launch) -> int:
+    """Return the bytes of the tensors of a launch, each counted once."""
+    tensors = {storage_key(x.untyped_storage()): x for x in launch.args if isinstance(x, Tensor)}
+    return _bytes(*tensors.values())
+
+
+def launch_flops(launch: Launch) -> tuple[float, int, bool]:
+    """Return (FLOPs, length of the sums, whether it is a grouped weight gradient) of a launch, else zeros."""
+    cost = GEMM_KERNELS.get(launch.kernel.__name__)
+    return cost(launch) if cost else (0.0, 0, False)
+
+
+def _grouped_gemm_flops(launch: Launch) -> tuple[float, int, bool]:
+    rows, width = launch.argument("y").shape[0], launch.argument("width")
+    depth = launch.argument("depth") * (2 if launch.options.get("HAS_SECOND") else 1)
+    return 2.0 * rows * width * depth, depth, False
+
+
+def _weight_gradient_flops(launch: Launch) -> tuple[float, int, bool]:
+    out = launch.argument("out")
+    rows = min(len(launch.argument("x")), len(launch.argument("grad")))
+    return 2.0 * rows * out.shape[1] * out.shape[2], rows // len(out), True
+
+
+GEMM_KERNELS: dict[str, Callable[[Launch], tuple[float, int, bool]]] = {
+    "_grouped_gemm_kernel": _grouped_gemm_flops,
+    "_scaled_gemm_kernel": _grouped_gemm_flops,
+    "_weight_grad_kernel": _weight_gradient_flops,
+    "_scaled_weight_grad_kernel": _weight_gradient_flops,
+}
+"""FLOPs of our kernels with matrix products."""
+
+
+def _attribute_getter(name: str) -> Any:
+    """Return the function that a function mode is called with where an attribute of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return META
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return META
+    return value
+
+
+def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return the device to which `Tensor.to` copies; None where it does not name one."""
+    if func is not torch.Tensor.to:
+        return None
+    other = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if isinstance(other, Tensor):
+        return CUDA if other.is_meta else other.device
+    if isinstance(other, torch.device | str):
+        return torch.device(other)
+    return None
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _source() -> str:
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/moefold/" in path and not path.endswith(("testing/cuda_trace.py", "comm/torch_compat.py")):
+            return f"{path.rsplit('/moefold/', 1)[1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"

@@ -1,0 +1,79 @@
+"""What a trace notices: host waits, copies, operators in both directions, collectives and their bytes."""
+
+import pytest
+import torch
+
+from moefold.testing.cuda_trace import CUDA, Trace, sent_bytes, trace_cuda
+
+pytest.importorskip("triton")
+
+
+def on_device(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: int(x[0]),
+        lambda x: bool(x[0] > 0),
+        lambda x: x[0].item(),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.Event().synchronize(),
+        lambda x: torch.ones(4).to(CUDA),
+        lambda x: torch.tensor([1.0, 2.0], device=CUDA),
+    ],
+)
+def test_a_host_wait_is_noticed(read):
+    with trace_cuda(Trace(num_rows=8)) as trace:
+        read(on_device(4))
+    assert len(trace.of("wait")) == 1
+
+
+def test_a_copy_without_a_wait_is_none():
+    with trace_cuda(Trace(num_rows=8)) as trace:
+        counts = on_device(4, dtype=torch.int64).to("cpu", non_blocking=True)
+    assert not trace.of("wait")
+    assert len(trace.of("copy")) == 1
+    assert counts.tolist() == [2, 2, 2, 2]
+
+
+def test_meta_tensors_report_a_cuda_device_in_the_backward_pass_too():
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((grad.device, grad.is_cuda))
+            return grad * torch.ones(1, device=grad.device)
+
+    with trace_cuda(Trace()) as trace:
+        x = on_device(4, 8).requires_grad_()
+        Doubled.apply(x).sum().backward()
+    assert seen == [(CUDA, True)]
+    assert x.grad.is_meta
+    assert [event.name for event in trace.of("op")] == ["mul", "sum", "ones_like", "ones", "mul"]
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_bytes_and_flops_of_a_matrix_product():
+    with trace_cuda(Trace()) as trace:
+        on_device(8, 16) @ on_device(16, 4)
+    (product,) = trace.of("op")
+    assert (product.moved_bytes, product.flops, product.contraction) == (4 * (128 + 64 + 32), 2 * 8 * 16 * 4, 16)
+
+
+def test_bytes_sent_exclude_this_rank():
+    x = torch.empty(8, 4)
+    out = torch.empty(32, 4)
+    assert sent_bytes("alltoall_base_", (x, x), 4) == 128 * 3 / 4
+    assert sent_bytes("_allgather_base_", (out, x), 4) == 128 * 3
+    assert sent_bytes("_reduce_scatter_base_", (x, out), 4) == 512 * 3 / 4
+    assert sent_bytes("allreduce_", ([x],), 4) == 2 * 128 * 3 / 4

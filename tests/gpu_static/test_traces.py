@@ -1,0 +1,53 @@
+"""The CUDA step traced without a GPU: host waits of a MoE layer, launches, bytes moved and bytes sent."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).parent / "traces.json"
+MAPPINGS = json.loads(TABLE.read_text())
+COMMAND = "python -m tests.gpu_static.trace_mappings --write"
+MAX_RISE = 1.02
+"""Largest factor over the table of bytes and launches."""
+MAX_WAITS = {name: 0 if "one rank" in name or "padded" in name else 1 for name in MAPPINGS}
+"""Host waits of a layer, forward and backward; an all-to-all needs to know how many tokens arrive."""
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def traced():
+    # Interpreted kernels are not launched.
+    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu_static.trace_mappings"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_table_has_every_mapping(traced):
+    assert list(traced) == list(MAPPINGS), f"regenerate the table: {COMMAND}"
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_the_host_waits_no_more_than_it_must(traced, name):
+    assert len(traced[name]["waits"]) <= MAX_WAITS[name], traced[name]["waits"]
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("key", ["moved_bytes", "sent_bytes", "launches"])
+def test_no_count_rises_above_the_table(traced, name, key):
+    now = traced[name][key]
+    before = MAPPINGS[name][key]
+    assert now <= before * MAX_RISE, f"{name}: {key} rose from {before:,} to {now:,}; if it must, {COMMAND}"
+
+
+def test_our_kernels_are_launched(traced):
+    # Router, activation and combine in both directions, under every mapping.
+    assert all(counts["kernels"] >= 6 for counts in traced.values()), traced
