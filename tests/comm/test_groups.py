@@ -72,3 +72,26 @@ def _held() -> list[str]:
 
 def test_pool_preloads_the_given_modules(pool):
     assert {"moefold.train.trainer", "tests.preload"} <= set(pool.run(1, _held)[0])
+
+
+def _separate_handles() -> tuple[bool, ...]:
+    layout = fold(world_size=4, cp=2, ep=4)
+    groups = ParallelGroups.create(layout, torch.device("cpu"), separates_purposes=True)
+    model = groups.attn.dp_cp.handle
+    fsdp = groups.dense_mesh.get_group("dp_cp")
+    experts = groups.moe.ep.handle
+    mark = torch.tensor(2.0 ** dist.get_rank(), dtype=torch.float64)
+    for group in (model, fsdp, experts):
+        dist.all_reduce(mark, group=group)
+    assert mark.item() == 15 * 4 * 4
+    return (
+        model is dist.group.WORLD,
+        fsdp is model,
+        experts is model,
+        fsdp is experts,
+        groups.moe.experts.handle is experts,
+    )
+
+
+def test_model_experts_and_fsdp_can_have_groups_of_their_own(pool):
+    assert pool.run(4, _separate_handles) == [(True, False, False, False, True)] * 4

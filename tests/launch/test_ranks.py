@@ -14,6 +14,7 @@ from moefold.launch.ranks import choose_device, spawn_ranks
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 

@@ -1,22 +1,24 @@
 """Process groups and device meshes of a layout, created here only; also of a fake world, on the meta device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder, group_timeout
 from moefold.comm.resumable import BackwardOverlap
-from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group
+from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options
 from moefold.config.schema import Config
-from moefold.topology.layout import Layout, View, fold
+from moefold.topology.communicators import Communicator, communicator_names, communicators
+from moefold.topology.layout import Layout, fold
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,22 @@ class ParallelGroups:
     """Forward pass that is resumed while collectives of a backward pass are in flight."""
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device, recorder: FlightRecorder | None = None) -> "ParallelGroups":
+    def create(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        recorder: FlightRecorder | None = None,
+        separates_purposes: bool | None = None,
+    ) -> "ParallelGroups":
         """Create the communicators of this rank. Collective: every rank of the world calls it.
 
-        Groups with the same ranks are created once and shared.
+        Groups share a communicator as `topology.communicators` says.
 
         Args:
             layout: the folding.
             device: device of this rank.
             recorder: flight recorder that a watchdog reads; None for a new one.
+            separates_purposes: whether model, experts and FSDP have communicators of their own; None: on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -116,51 +125,39 @@ class ParallelGroups:
         rank = dist.get_rank()
         recorder = recorder or FlightRecorder()
         recorder.set_phase("creating the process groups")
-        created: dict[tuple[int, ...], Group] = {}
-        attention = layout.attention
-        moe = layout.moe
-        names = _group_names(layout, rank)
+        separates = device.type == "cuda" if separates_purposes is None else separates_purposes
         clock = CommTimer(is_cuda=device.type == "cuda")
         backward_overlap = BackwardOverlap()
-
-        def group(view: View, *axes: str) -> Group:
-            ranks = tuple(sorted(view.group(rank, *axes)))
-            if ranks not in created:
-                handle = _process_group(ranks, recorder.hang_timeout_s)
-                number = recorder.add_group(names[ranks], ranks)
-                created[ranks] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
-            return created[ranks]
-
-        attn_groups = AttentionGroups(
-            tp=group(attention, "tp"),
-            cp=group(attention, "cp"),
-            dp=group(attention, "dp"),
-            dp_cp=group(attention, "dp", "cp"),
-            sequence=group(attention, "cp", "tp"),
-            stage=group(attention, "dp", "cp", "tp"),
-        )
-        experts = group(moe, "ep", "etp")
-        moe_groups = MoEGroups(
-            etp=group(moe, "etp"),
-            ep=group(moe, "ep"),
-            edp=group(moe, "edp"),
-            experts=experts,
-            expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
-        )
+        of_group = communicators(layout, rank, separates_purposes=separates)
+        created: dict[Communicator, Group] = {}
+        for communicator, name in communicator_names(layout, of_group).items():
+            ranks = communicator.ranks
+            handle = _process_group(communicator, recorder.hang_timeout_s)
+            number = recorder.add_group(name, ranks)
+            created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
+        groups = {name: created[communicator] for name, communicator in of_group.items()}
+        coordinates = [
+            (layout.moe.coordinate(r, "ep"), layout.moe.coordinate(r, "etp")) for r in groups["experts"].ranks
+        ]
         everyone = tuple(range(layout.world_size))
-        world = Group(
-            everyone, rank, _process_group(everyone, 0), recorder, recorder.add_group("world", everyone), clock
-        )
+        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+        world = Group(everyone, rank, dist.group.WORLD, recorder, recorder.add_group("world", everyone), clock)
         return cls(
             layout=layout,
             rank=rank,
             device=device,
-            attn=attn_groups,
-            moe=moe_groups,
-            pp=group(attention, "pp"),
+            attn=AttentionGroups(**{axes.name: groups[axes.name] for axes in fields(AttentionGroups)}),
+            moe=MoEGroups(
+                etp=groups["etp"],
+                ep=groups["ep"],
+                edp=groups["edp"],
+                experts=groups["experts"],
+                expert_coordinates=tuple(coordinates),
+            ),
+            pp=groups["pp"],
             world=world,
-            dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
-            expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
+            dense_mesh=_dense_mesh(layout, groups, device),
+            expert_mesh=_expert_mesh(layout, groups, device),
             recorder=recorder,
             backward_overlap=backward_overlap,
         )
@@ -177,64 +174,41 @@ class ParallelGroups:
         return Group(ranks, self.rank, handle, recorder, recorder.add_group("background thread", ranks))
 
 
-def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """Return the axes along which the ranks of each group differ, in both views, such as "cp x tp / ep"."""
-    attention = layout.attention
-    moe = layout.moe
-    axes_of_groups: Sequence[tuple[View, tuple[str, ...]]] = (
-        (attention, ("pp",)),
-        (attention, ("tp",)),
-        (attention, ("cp",)),
-        (attention, ("dp",)),
-        (attention, ("dp", "cp")),
-        (attention, ("cp", "tp")),
-        (attention, ("dp", "cp", "tp")),
-        (moe, ("etp",)),
-        (moe, ("ep",)),
-        (moe, ("edp",)),
-        (moe, ("ep", "etp")),
-    )
-    names: dict[tuple[int, ...], list[str]] = {(rank,): ["one rank"]}
-    for view, axes in axes_of_groups:
-        ranks = tuple(sorted(view.group(rank, *axes)))
-        # An axis of degree 1 adds nothing to a product.
-        name = " x ".join(axis for axis in axes if len(view.group(rank, axis)) > 1)
-        if name and name not in names.setdefault(ranks, []):
-            names[ranks].append(name)
-    return {ranks: " / ".join(found) for ranks, found in names.items()}
+def _timeout(hang_timeout_s: float) -> timedelta:
+    return group_timeout(hang_timeout_s) if hang_timeout_s else default_pg_timeout
 
 
-def _timeout(hang_timeout_s: float) -> timedelta | None:
-    return group_timeout(hang_timeout_s) if hang_timeout_s else None
-
-
-def _process_group(ranks: tuple[int, ...], hang_timeout_s: float) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
+def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.ProcessGroup:
+    ranks = communicator.ranks
+    if len(ranks) == dist.get_world_size() and communicator.purpose == "model":
         handle = dist.group.WORLD
     else:
+        timeout = _timeout(hang_timeout_s)
+        is_nccl = "nccl" in dist.get_backend_config()
+        options = nccl_options(timeout, is_high_priority=communicator.purpose == "experts") if is_nccl else None
         # Only the members synchronise: other ranks need not create groups that they are not in.
-        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(hang_timeout_s))
+        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=timeout, pg_options=options)
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 
 
-def _dense_mesh(layout: Layout, groups: AttentionGroups, single_rank_group: Group, device: torch.device) -> DeviceMesh:
-    ranks = [[layout.attention.group(r, "tp")] for r in groups.dp_cp.ranks]
+def _dense_mesh(layout: Layout, groups: Mapping[str, Group], device: torch.device) -> DeviceMesh:
+    """Return the mesh of dense parameters: FSDP communicates over dp_cp, and nothing over the other axes."""
+    ranks = [[layout.attention.group(r, "tp")] for r in groups["dp_cp"].ranks]
     return DeviceMesh.from_group(
-        [groups.dp_cp.handle, single_rank_group.handle, groups.tp.handle],
+        [groups[name].handle for name in ("fsdp_dense", "one", "tp")],
         device.type,
         ranks,
         mesh_dim_names=("dp_cp", "one", "tp"),
     )
 
 
-def _expert_mesh(
-    layout: Layout, rank: int, groups: MoEGroups, single_rank_group: Group, device: torch.device
-) -> DeviceMesh:
+def _expert_mesh(layout: Layout, groups: Mapping[str, Group], device: torch.device) -> DeviceMesh:
+    """Return the mesh of the experts' parameters: FSDP communicates over edp, and nothing over the other axes."""
     view = layout.moe
-    ranks = [[[view.group(r, "etp") for r in view.group(s, "ep")]] for s in view.group(rank, "edp")]
+    ranks = [[[view.group(r, "etp") for r in view.group(s, "ep")]] for s in groups["edp"].ranks]
     return DeviceMesh.from_group(
-        [groups.edp.handle, single_rank_group.handle, groups.ep.handle, groups.etp.handle],
+        [groups[name].handle for name in ("fsdp_experts", "one", "ep", "etp")],
         device.type,
         ranks,
         mesh_dim_names=("edp", "one", "ep", "etp"),

@@ -7,9 +7,11 @@ Before the upper limit of torch in pyproject.toml is raised, check each name in 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -137,6 +139,22 @@ def cuda_flash_attention() -> Any:
 def cuda_flash_attention_backward() -> Any:
     """Return the operator of the backward pass of flash attention on CUDA."""
     return torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+# Process groups.
+
+
+def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
+    """Return the options of a NCCL group.
+
+    Args:
+        timeout: the group's timeout; torch warns if its options have another one.
+        is_high_priority: whether its kernels run on a stream of high priority: a waiting block of theirs is scheduled
+            before those of GEMMs.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high_priority)
+    options._timeout = timeout
+    return options
 
 
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.

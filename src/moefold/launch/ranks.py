@@ -19,7 +19,7 @@ from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, har
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.rendezvous import HOST, is_loopback, join_rendezvous, loopback_store, restrict_to_loopback
-from moefold.launch.runtime_env import choose_threads, keep_freed_blocks
+from moefold.launch.runtime_env import choose_threads, expand_segments, keep_freed_blocks
 from moefold.launch.single_reporter import has_report
 from moefold.terminal import print_escaped
 
@@ -32,6 +32,8 @@ CONNECT_GRACE_S = 10.0
 
 def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
     """Return the device type of the ranks, "cpu" or "cuda", without initialising a GPU.
+
+    For "cuda" it also configures the allocator of this process and of those that it starts, see `expand_segments`.
 
     Args:
         requested_device: run.device.
@@ -47,6 +49,7 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
         return device
     if num_gpus < world_size if rank_env is None else num_gpus <= rank_env.local_rank:
         raise ConfigError(missing_gpu_message(requested_device, world_size, rank_env, num_gpus))
+    expand_segments()
     return device
 
 
@@ -118,7 +121,7 @@ def init_distributed(
     if on_rendezvous is not None:
         on_rendezvous(session)
     try:
-        _init_process_group(backend, store, rank_env, timeout_s)
+        _init_process_group(backend, store, rank_env, timeout_s, device)
     except CallTimeoutError:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "
@@ -168,8 +171,13 @@ def _describe_exit(exitcode: int) -> str:
     return f"failed (exit status {exitcode})"
 
 
-def _init_process_group(backend: str, store: dist.Store, rank_env: RankEnv, timeout_s: float) -> None:
+def _init_process_group(
+    backend: str, store: dist.Store, rank_env: RankEnv, timeout_s: float, device: torch.device
+) -> None:
     """Initialise the default process group.
+
+    NCCL is bound to the device: it connects here, within `timeout_s`, and not in the first step. The groups of a rank
+    are then split from the communicator of the world, in which every rank takes part: see `topology.communicators`.
 
     Raises:
         CallTimeoutError: torch blocks beyond its own timeout.
@@ -177,11 +185,16 @@ def _init_process_group(backend: str, store: dist.Store, rank_env: RankEnv, time
     timeout = group_timeout(timeout_s)
 
     def connect() -> None:
-        if "nccl" in backend:
+        if device.type == "cuda":
             # The current device is per thread.
-            torch.cuda.set_device(rank_env.local_rank)
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=timeout
+            backend,
+            store=store,
+            rank=rank_env.rank,
+            world_size=rank_env.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
         )
 
     run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,21 @@ LOGGED_PREFIXES = {
     ),
 }
 """Prefixes of environment variables that change computation or communication, by device type."""
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables by which a user configures torch's CUDA allocator, which reads them at its first use."""
+
+
+def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make torch's CUDA allocator use expandable segments, unless the user configured it; call it before CUDA starts.
+
+    The routed tokens of a rank change with each step, and so do the sizes of its blocks. Without expandable segments,
+    free blocks of earlier sizes stay reserved: an allocation can fail although enough memory is free. Child processes
+    inherit the setting.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:

@@ -1,0 +1,91 @@
+"""Communicators of a rank: which groups of a layout share one, by ranks and by purpose. Torch-free.
+
+Collectives of one NCCL communicator run one after another, on one stream. With a communicator of its own, FSDP's
+all-gathers and reduce-scatters do not wait for the dispatch of tokens, nor the dispatch for them, although both often
+connect the same ranks; the experts' communicators can have a stream of high priority.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moefold.topology.layout import Layout, View
+
+Purpose = Literal["model", "experts", "fsdp"]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of each rank: the ranks that differ along `axes` of a view, and what they communicate."""
+
+    view: Literal["attention", "moe"]
+    axes: tuple[str, ...]
+    purpose: Purpose = "model"
+
+    def view_of(self, layout: Layout) -> View:
+        """Return the view of the layout that has these axes."""
+        return layout.attention if self.view == "attention" else layout.moe
+
+
+GROUPS = {
+    "pp": GroupSpec("attention", ("pp",)),
+    "tp": GroupSpec("attention", ("tp",)),
+    "cp": GroupSpec("attention", ("cp",)),
+    "dp": GroupSpec("attention", ("dp",)),
+    "dp_cp": GroupSpec("attention", ("dp", "cp")),
+    "sequence": GroupSpec("attention", ("cp", "tp")),
+    "stage": GroupSpec("attention", ("dp", "cp", "tp")),
+    "etp": GroupSpec("moe", ("etp",), "experts"),
+    "ep": GroupSpec("moe", ("ep",), "experts"),
+    "edp": GroupSpec("moe", ("edp",)),
+    "experts": GroupSpec("moe", ("ep", "etp"), "experts"),
+    "one": GroupSpec("attention", ()),
+    "fsdp_dense": GroupSpec("attention", ("dp", "cp"), "fsdp"),
+    "fsdp_experts": GroupSpec("moe", ("edp",), "fsdp"),
+}
+"""The groups of a rank by name, in the order in which they are created."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of a rank; two groups that have equal ones share it."""
+
+    ranks: tuple[int, ...]
+    """Members, ascending."""
+    purpose: Purpose
+
+
+def communicators(layout: Layout, rank: int, *, separates_purposes: bool) -> dict[str, Communicator]:
+    """Return the communicator of each group of a rank, by the names and in the order of `GROUPS`.
+
+    Every rank creates as many communicators as the others, in the same order, and those created at once partition the
+    world: so each can be split from the world's communicator, in which all ranks of the world take part.
+
+    Args:
+        layout: the folding.
+        rank: rank in the world.
+        separates_purposes: whether groups with the same ranks share a communicator only if their purpose is the same.
+            A group of one rank communicates nothing, and has one communicator for all purposes.
+    """
+    found = {}
+    for name, spec in GROUPS.items():
+        ranks = tuple(sorted(spec.view_of(layout).group(rank, *spec.axes)))
+        is_separate = separates_purposes and len(ranks) > 1
+        found[name] = Communicator(ranks, spec.purpose if is_separate else "model")
+    return found
+
+
+def communicator_names(layout: Layout, found: Mapping[str, Communicator]) -> dict[Communicator, str]:
+    """Return the axes along which the ranks of each communicator differ, in both views, such as "cp x tp / ep"."""
+    axes: dict[Communicator, list[str]] = {}
+    for name, communicator in found.items():
+        spec = GROUPS[name]
+        named = axes.setdefault(communicator, [])
+        # An axis of degree 1 adds nothing to a product.
+        product = " x ".join(axis for axis in spec.axes if spec.view_of(layout).degree(axis) > 1)
+        if product and product not in named:
+            named.append(product)
+    return {
+        communicator: (" / ".join(named) or "one rank") + (" (FSDP)" if communicator.purpose == "fsdp" else "")
+        for communicator, named in axes.items()
+    }

@@ -1,0 +1,33 @@
+"""A step with communicators by purpose, as on CUDA, equals one whose groups share them by their ranks."""
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from tests.verify.recipes import tiny
+
+
+def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), separates_purposes=separates)
+    fsdp = groups.expert_mesh.get_group("edp"), groups.dense_mesh.get_group("dp_cp")
+    assert (fsdp[1] is not groups.attn.dp_cp.handle) == separates
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    sharder = BatchSharder(data.train, cfg, groups, model.positions)
+    size = cfg.train.global_batch_size
+    results = [training.run(sharder.batch(i * size), i + 1) for i in range(2)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_step_does_not_depend_on_the_communicators(pool, zero):
+    cfg = tiny(world_size=4, cp=2, ep=2, zero=zero)
+    shared, separate = (pool.run(4, _train, cfg, separates) for separates in (False, True))
+    assert separate == shared
