@@ -143,7 +143,7 @@ def test_long_runs_go_tile_by_tile(window, limits, length):
     starts = random_starts(7, length, 2) if limits == "documents" else None
     if limits == "sinks":
         given.append(random_sinks(8, 4))
-    assert isinstance(AttentionMaskSpec(window, starts).local_mask(0, length, given[0].device), BlockedWindow)
+    assert isinstance(AttentionMaskSpec(window, starts).local_mask(0, given[0]), BlockedWindow)
 
     def expected(q, k, v, sinks=None):
         return reference_attention(q, k, v, positions, positions, starts, window, sinks)

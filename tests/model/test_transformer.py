@@ -35,3 +35,23 @@ def test_resumable_forward_equals_the_plain_one(mtp_layers: int, has_documents: 
     resumable = run(is_resumable=True)
     assert len(plain) > 10
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(plain, resumable, strict=True))
+
+
+def test_rope_of_documents_computes_no_frequencies(monkeypatch) -> None:
+    """The copy of the frequencies to a GPU would make the host wait in every micro-batch."""
+    model = build_model(tiny()).double()
+    model.set_positions(torch.arange(16))
+    monkeypatch.setattr("moefold.model.rope.rope_frequencies", None)
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    starts = torch.tensor([[0] * 5 + [5] * 11, [0] * 16])
+    assert model(tokens, document_starts=starts).shape == (16, 2, 32)
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_projections_without_a_slice_record_none(qkv_bias) -> None:
+    attention = build_model(tiny(model={"qkv_bias": qkv_bias})).double().layers["0"].attention
+    for weight, bias in ((attention.wq, attention.bq), (attention.wk, attention.bk)):
+        shards = attention._shard_of(weight, bias, slice(None), torch.float64)
+        assert all(shard is given for shard, given in zip(shards, (weight, bias), strict=True))
+        part, _ = attention._shard_of(weight, bias, slice(1, 3), torch.float64)
+        assert torch.equal(part, weight[1:3])

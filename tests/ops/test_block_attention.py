@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import (
+    BlockedWindow,
     CpuFlash,
     CudaFlash,
     MathBlockAttention,
@@ -15,10 +17,12 @@ from moefold.ops.block_attention import (
 )
 from tests.model.attention_reference import (
     random_attention,
+    random_sinks,
     reference_attention,
     relative_errors,
     with_gradients,
 )
+from tests.ops.reference_flash import use_reference_flash
 
 HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5)]
 # (queries, keys, seen): single rows, few rows, more than one tile of the kernel in either direction.
@@ -207,6 +211,62 @@ def test_the_cuda_kernel_takes_and_gives_these_shapes(seen):
         gradients = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=seen)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (6, 2, 4), torch.float32)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_the_cuda_kernel_takes_windows(window):
+    with FakeTensorMode():
+        q, grad_out = (torch.empty(6, 2, 4, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        k, v = (torch.empty(6, 2, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        assert BlockedWindow.suits(q, window, None)
+        assert not BlockedWindow.suits(q, window, torch.empty(6, 2))
+        assert not BlockedWindow.suits(q.float(), window, None)
+        out, lse = attention_block(q, k, v, block_mask=BlockedWindow(window))
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=BlockedWindow(window))
+    assert (out.shape, out.stride(), lse.shape, lse.dtype) == (q.shape, q.stride(), (6, 2, 4), torch.float32)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 20])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_through_the_cuda_operators(monkeypatch, window, with_sinks):
+    """The CPU runs the calls of the CUDA kernel with operators of the same schemas."""
+    flash = use_reference_flash(monkeypatch)
+    inputs = random_attention(3, 21, 2, (4, 2, 8)) + ([random_sinks(4, 4)] if with_sinks else [])
+    positions = torch.arange(21)
+
+    def expected(q, k, v, sinks=None):
+        return reference_attention(q, k, v, positions, positions, None, window, sinks)
+
+    def attend(q, k, v, sinks=None):
+        return CausalAttention(window)(q, k, v, None, sinks)
+
+    for mine, theirs in zip(with_gradients(attend, *inputs), with_gradients(expected, *inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+    assert flash.calls == (["forward", "backward"] if window else [])
+
+
+@pytest.mark.parametrize("seen", ["all", "causal"])
+def test_blocks_through_the_cuda_operators(monkeypatch, seen):
+    flash = use_reference_flash(monkeypatch)
+    given = _rectangle(9, 9 if seen == "causal" else 12, (4, 2, 8))
+    expected = _through(MathBlockAttention(), *given, seen)
+    for x, y in zip(_through(CudaFlash(), *given, seen), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert flash.calls == ["forward", "backward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [1, 40, 200])
+def test_windows_of_the_cuda_kernel_equal_the_masked_twin(window):
+    given = [x.to("cuda", torch.bfloat16) for x in _rectangle(300, 300, (4, 2, 16))]
+    positions = torch.arange(300, device="cuda")
+    distance = positions[:, None] - positions
+    mask = ((distance >= 0) & (distance < window)).unsqueeze(0)
+    exact = _through(MathBlockAttention(), *(x.double() for x in given), mask)
+    for x, y in zip(_through(CudaFlash(), *given, BlockedWindow(window)), exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.gpu

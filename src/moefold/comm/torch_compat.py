@@ -132,13 +132,13 @@ def cpu_flash_attention_backward() -> Any:
 
 
 def cuda_flash_attention() -> Any:
-    """Return the operator of flash attention on CUDA: out, log-sum-exp, and the state of dropout."""
-    return torch.ops.aten._scaled_dot_product_flash_attention
+    """Return the operator of flash attention on CUDA, with windows: out, log-sum-exp, and the state of dropout."""
+    return torch.ops.aten._flash_attention_forward
 
 
 def cuda_flash_attention_backward() -> Any:
     """Return the operator of the backward pass of flash attention on CUDA."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return torch.ops.aten._flash_attention_backward
 
 
 # Process groups.

@@ -47,20 +47,20 @@ class AttentionMaskSpec:
         """Return whether a query of a sample of this length may attend to less than its causal context."""
         return self.document_starts is not None or 0 < self.window < seq_len
 
-    def local_mask(self, first: int, length: int, device: torch.device) -> "Literal['causal'] | Tensor | BlockedWindow":
+    def local_mask(self, first: int, q: Tensor) -> "Literal['causal'] | Tensor | BlockedWindow":
         """Return the mask between queries and keys of the same contiguous tokens, for `attention_block`.
 
         Args:
             first: position of the first token.
-            length: number of tokens.
-            device: of a mask.
+            q: their queries, [S, B, A, D].
         """
+        length = len(q)
         if not self.needs_mask(length):
             return "causal"
-        if BlockedWindow.is_worthwhile(self.window, length):
+        if BlockedWindow.suits(q, self.window, self.document_starts):
             starts = None if self.document_starts is None else self.document_starts[first : first + length] - first
             return BlockedWindow(self.window, starts)
-        positions = torch.arange(first, first + length, device=device)
+        positions = torch.arange(first, first + length, device=q.device)
         return self.mask(positions, positions)
 
     def in_window(self, distance: int) -> bool:
@@ -177,7 +177,12 @@ class Attention(SelfAttention):
         weight: Tensor, bias: Tensor | None, weight_rows: slice, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of this rank's heads."""
-        return local_param(weight, dtype)[weight_rows], None if bias is None else local_param(bias, dtype)[weight_rows]
+        weight = local_param(weight, dtype)
+        bias = None if bias is None else local_param(bias, dtype)
+        if weight_rows == slice(None):
+            # A slice of everything would cost its backward pass a tensor of zeros and a copy.
+            return weight, bias
+        return weight[weight_rows], None if bias is None else bias[weight_rows]
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
@@ -249,7 +254,7 @@ class CausalAttention:
             and _has_long_documents(document_starts)
         ):
             return _attend_per_document(q, k, v, document_starts, self.kernel)
-        block_mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device)
+        block_mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q)
         mask = None
         if sinks is not None or isinstance(block_mask, BlockedWindow):
             return _BlockAttention.apply(

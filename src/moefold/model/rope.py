@@ -9,7 +9,13 @@ from moefold.config.model import ModelConfig
 from moefold.ops.rope import Rope, RopeKernel
 
 
-def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: RopeKernel | None = None) -> Rope:
+def build_rope(
+    cfg: ModelConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    kernel: RopeKernel | None = None,
+    frequencies: Tensor | None = None,
+) -> Rope:
     """Build the RoPE of tokens at the given positions.
 
     Args:
@@ -17,9 +23,13 @@ def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: 
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
         dtype: dtype of the result; angles are computed in float64.
         kernel: fused RoPE kernel; None: PyTorch operations.
+        frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy;
+            None: computed and copied.
     """
+    if frequencies is None:
+        frequencies = rope_frequencies(cfg).to(positions.device)
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
-    angles = positions_SB.to(torch.float64)[:, :, None, None] * rope_frequencies(cfg).to(positions.device)
+    angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
     return Rope((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)

@@ -18,7 +18,7 @@ from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_su
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
-from moefold.model.rope import build_rope
+from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.rope import Rope
 
@@ -171,12 +171,14 @@ class Transformer(nn.Module):
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
+        self._rope_frequencies: Tensor | None = None
         self.kernels: Kernels = TORCH_KERNELS
 
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
-        self.rope = build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope)
+        self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
+        self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
         """Run the layers of this stage.
@@ -272,7 +274,10 @@ class Transformer(nn.Module):
         # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
         # its place in the sample bit by bit, in low precision too.
         positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
-        return build_rope(self.cfg.model, positions_SB, self.dtype, self.kernels.rope)
+        return self._build_rope(positions_SB)
+
+    def _build_rope(self, positions: Tensor) -> Rope:
+        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""

@@ -12,9 +12,10 @@ output with a sink is the output without, scaled by 1 - exp(sink - lse), with ls
 (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
 blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-Sliding windows are computed in blocks that skip keys outside the window. Blocks are at least as long as the window
-reaches back: the T queries of a block attend to its own keys and those of the previous block, so the sequence becomes a
-batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
+The flash kernel of CUDA takes a sliding window as it is. A CPU computes windows in blocks that skip keys outside the
+window. Blocks are at least as long as the window reaches back: the T queries of a block attend to its own keys and
+those of the previous block, so the sequence becomes a batch of attention over T queries and 2T keys, and the work grows
+with S * T instead of S * S.
 """
 
 from dataclasses import dataclass
@@ -77,6 +78,19 @@ class BlockedWindow:
     document_starts: Tensor | None = None
     """Index at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
 
+    @staticmethod
+    def suits(q: Tensor, window: int, document_starts: Tensor | None) -> bool:
+        """Return whether a window is faster than a mask: a kernel takes it, or, on a CPU, blocks save work.
+
+        Args:
+            q: queries of contiguous tokens, [S, B, A, D].
+            window: most keys that a query attends to; 0: no limit.
+            document_starts: as in the mask.
+        """
+        if _cuda_flash_supports(q):
+            return window > 0 and document_starts is None
+        return q.device.type != "cuda" and BlockedWindow.is_worthwhile(window, len(q))
+
     @property
     def block_size(self) -> int:
         """Tokens of a block, T."""
@@ -84,7 +98,7 @@ class BlockedWindow:
 
     @staticmethod
     def is_worthwhile(window: int, length: int) -> bool:
-        """Return whether blocks save work for this many tokens."""
+        """Return whether blocks save work for this many tokens on a CPU."""
         return window > 0 and length >= MIN_BLOCKS * max(window - 1, MIN_BLOCK_TOKENS)
 
     def to_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,7 +169,7 @@ CUDA_FLASH_HEAD_MULTIPLE = 8
 Mask = Literal["all", "causal"] | Tensor
 """Attended keys: all; "causal": query i attends to keys 0..i, with Sq = Sk; or a bool mask [B or 1, Sq, Sk]."""
 BlockMask = Mask | BlockedWindow
-"""A `Mask`, or a sliding window, with Sq = Sk."""
+"""A `Mask`, or a sliding window, with Sq = Sk. Only `CudaFlash` takes a window, without documents."""
 
 
 class BlockKernel(Protocol):
@@ -193,6 +207,8 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
     """
     assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
     if isinstance(block_mask, BlockedWindow):
+        if _cuda_flash_supports(q):
+            return CudaFlash().forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
         out, lse = attention_block(q_blocks, k_blocks, v_blocks, block_mask=mask)
         return block_mask.from_blocks(out, len(q)), block_mask.from_blocks(lse, len(q))
@@ -217,6 +233,9 @@ def attention_block_backward(
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
     if isinstance(block_mask, BlockedWindow):
+        if _cuda_flash_supports(q):
+            grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
+            return CudaFlash().backward(grad_out, q, k, v, out, lse, block_mask)
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
         # The gradient of padding is zero, so its log-sum-exp only has to be finite.
         args = (
@@ -255,15 +274,18 @@ def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
     """Return the fastest kernel that supports this device, dtype, head dim and mask."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
-    if (
+    if isinstance(block_mask, str) and _cuda_flash_supports(q):
+        return CudaFlash()
+    return MathBlockAttention()
+
+
+def _cuda_flash_supports(q: Tensor) -> bool:
+    return (
         q.device.type == "cuda"
-        and isinstance(block_mask, str)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
         and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
-    ):
-        return CudaFlash()
-    return MathBlockAttention()
+    )
 
 
 class CpuFlash:
@@ -298,27 +320,31 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """CUDA flash kernel; bfloat16 and float16."""
+    """CUDA flash kernel with sliding windows; bfloat16 and float16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        flash = cuda_flash_attention()
-        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(block_mask))
-        return _sequence_first(out), lse.permute(2, 0, 1)
+        tensors = (_batch_first(x) for x in (q, k, v))
+        lengths = (None, None, q.shape[0], k.shape[0])
+        window = _window_args(block_mask)
+        out, lse, *_ = cuda_flash_attention()(*tensors, *lengths, 0.0, _is_causal(block_mask), False, **window)
+        return _batch_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        flash = cuda_flash_attention_backward()
-        tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        tensors = (_batch_first(x) for x in (grad_out, q, k, v, out))
         # The RNG state is read only with dropout; the kernel needs a contiguous lse.
         seed = q.new_empty(2, dtype=torch.uint64)
         offset = q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0).contiguous()
         lengths = (None, None, q.shape[0], k.shape[0])
-        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset)
-        return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
+        window = _window_args(block_mask)
+        dq, dk, dv = cuda_flash_attention_backward()(
+            *tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset, **window
+        )
+        return _batch_first(dq), _batch_first(dk), _batch_first(dv)
 
 
 class MathBlockAttention:
@@ -401,6 +427,19 @@ def _heads_first(x_SBAD: Tensor) -> Tensor:
 
 def _sequence_first(x_BASD: Tensor) -> Tensor:
     return x_BASD.permute(2, 0, 1, 3)
+
+
+def _batch_first(x_SBAD: Tensor) -> Tensor:
+    """Swap the first two dims, [S, B, heads, D] <-> [B, S, heads, D], without a copy."""
+    return x_SBAD.transpose(0, 1)
+
+
+def _window_args(block_mask: BlockMask) -> dict[str, int]:
+    """Return how many keys before and after its own a query of the CUDA flash kernel attends to; -1: no limit."""
+    if not isinstance(block_mask, BlockedWindow):
+        return {"window_size_left": -1, "window_size_right": 0 if _is_causal(block_mask) else -1}
+    assert block_mask.document_starts is None, "the flash kernel takes windows without documents"
+    return {"window_size_left": block_mask.window - 1, "window_size_right": 0}
 
 
 def unit_stride(x: Tensor) -> Tensor:

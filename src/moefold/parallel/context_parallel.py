@@ -167,6 +167,7 @@ class _CausalBlocks:
         self._chunk_size = q.shape[0] // 2
         self._mask_spec = mask_spec
         self._device = q.device
+        self._q = q
         self._needs_mask = mask_spec.needs_mask(q.shape[0] * cp.size)
 
     def local_blocks(self) -> list[tuple[slice, BlockMask]]:
@@ -181,8 +182,8 @@ class _CausalBlocks:
             return [(slice(None), self._mask_spec.mask(positions, positions))]
         halves = (slice(self._chunk_size), slice(self._chunk_size, None))
         masks = [
-            self._mask_spec.local_mask(chunk * self._chunk_size, self._chunk_size, self._device)
-            for chunk in self.local_chunks
+            self._mask_spec.local_mask(chunk * self._chunk_size, self._q[rows])
+            for chunk, rows in zip(self.local_chunks, halves, strict=True)
         ]
         return list(zip(halves, masks, strict=True))
 
