@@ -60,13 +60,12 @@ def test_gradients_in_other_dtypes(dtypes):
 
 
 @BOTH
-def test_the_input_is_saved_as_it_is(splits):
+def test_the_operands_are_saved_as_they_are(splits):
     x, w, _ = _case()
     saved = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         UpcastLinear.apply(x, w, splits)
-    assert saved[0].data_ptr() == x.data_ptr()
-    assert sum(tensor.nbytes for tensor in saved[1:]) <= 6 * w.numel()
+    assert [tensor.data_ptr() for tensor in saved] == [x.data_ptr(), w.data_ptr()]
 
 
 class _Products(TorchDispatchMode):

@@ -44,13 +44,12 @@ class UpcastLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor, splits: bool) -> Tensor:
-        """Compute x @ w.T; saves the parts of w with `splits`."""
+        """Compute x @ w.T; saves its arguments as they are."""
         ctx.splits = splits
+        ctx.save_for_backward(x_TH, w_EH)
         if not splits:
-            ctx.save_for_backward(x_TH, w_EH)
             return x_TH.to(w_EH.dtype) @ w_EH.t()
         w_PEH = split_fp32(w_EH)
-        ctx.save_for_backward(x_TH, w_PEH)
         y_TPE = _mm(x_TH, w_PEH.flatten(0, 1).t(), torch.float32).unflatten(1, w_PEH.shape[:2])
         return y_TPE.sum(1)
 
@@ -58,13 +57,14 @@ class UpcastLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, None]:
         """Compute the gradient of x in its dtype, rounded once, and that of w in its own dtype."""
-        x_TH, w = ctx.saved_tensors
+        x_TH, w_EH = ctx.saved_tensors
         if not ctx.splits:
-            return (grad_TE @ w).to(x_TH.dtype), grad_TE.t() @ x_TH.to(w.dtype), None
+            return (grad_TE @ w_EH).to(x_TH.dtype), grad_TE.t() @ x_TH.to(w_EH.dtype), None
         num_experts = grad_TE.shape[1]
         grad_PTE = split_fp32(grad_TE)
+        w_PEH = split_fp32(w_EH)
         grad_TX = torch.cat([grad_PTE[i] for i, _ in PART_PAIRS], 1)
-        w_XH = torch.cat([w[j] for _, j in PART_PAIRS])
+        w_XH = torch.cat([w_PEH[j] for _, j in PART_PAIRS])
         parts_TX = grad_TX[:, FIRST_WHOLE_PAIR * num_experts : (FIRST_WHOLE_PAIR + NUM_PARTS) * num_experts]
         grad_w_PEH = _mm(parts_TX.t(), x_TH, torch.float32).unflatten(0, (NUM_PARTS, num_experts))
         return _mm(grad_TX, w_XH, x_TH.dtype), grad_w_PEH.sum(0), None
