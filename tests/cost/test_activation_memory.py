@@ -118,6 +118,7 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LATENT | {"v_head_dim": 8, "q_lora_rank": 0}},
         {"model": {"qk_norm": True}},
         {"moe": {"weight_in_expert": True}},
+        {"moe": {"input_jitter": 0.1}},
         {"moe": {"dispatch_precision": "fp8-blockwise"}},
         {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
         {"model": {"vocab_size": 4096}},
@@ -125,7 +126,20 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"mtp_layers": 1}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
     ],
-    ids=["mla", "mla_up", "padded", "qk_norm", "weighted", "narrow", "capacity", "logits", "chunks", "mtp", "dense"],
+    ids=[
+        "mla",
+        "mla_up",
+        "padded",
+        "qk_norm",
+        "weighted",
+        "jitter",
+        "narrow",
+        "capacity",
+        "logits",
+        "chunks",
+        "mtp",
+        "dense",
+    ],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):
     cfg = _config(dtype, **settings)

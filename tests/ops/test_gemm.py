@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moefold.comm.torch_compat import TorchDispatchMode
 from moefold.ops.gemm import MIN_PADDED_ROWS, PADDED_SIZES_PER_DOUBLING, TORCH_GEMM, is_faster_in_fp32, round_up_rows
 
 
@@ -100,6 +101,44 @@ def test_products_where_they_belong(dtype, rows, hidden, inner):
         )
         assert _error(out[1:-1], 3 * (grad.double() @ w.double().t())) <= tolerance
         assert out[[0, -1]].isnan().all()
+
+
+class _RecordOps(TorchDispatchMode):
+    """Records operators and the dtypes of their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((str(func), result.dtype))
+        return result
+
+
+def test_a_gpu_returns_the_float32_accumulator_in_one_operation():
+    x, w = torch.empty(64, 512, device="meta").bfloat16(), torch.empty(700, 512, device="meta").bfloat16()
+    with _RecordOps() as ops:
+        y = TORCH_GEMM.matmul_fp32(x, w)
+    assert (y.shape, y.dtype) == ((64, 700), torch.float32)
+    assert [call for call in ops.calls if "mm" in call[0]] == [("aten.mm.dtype", torch.float32)]
+    assert {dtype for _, dtype in ops.calls if dtype != torch.bfloat16} == {torch.float32}
+
+
+def test_a_gpu_adds_a_gradient_in_float32(monkeypatch):
+    """Without a GPU: the operands and the sum that torch's operation gets, with its definition in its place."""
+
+    def addmm(total, x, grad, *, out_dtype, out):
+        assert (total.dtype, out_dtype) == (torch.float32, torch.float32)
+        assert (x.dtype, grad.dtype) == (torch.bfloat16, torch.bfloat16)
+        return out.copy_(total + x.float() @ grad.float())
+
+    monkeypatch.setattr("moefold.ops.gemm._supports_fp32_output", lambda x, w: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    x, grad = torch.randn(300, 20).bfloat16(), torch.randn(300, 7).bfloat16()
+    total = torch.ones(20, 7)
+    TORCH_GEMM.add_weight_gradient(total, x, grad)
+    assert _error(total, 1 + x.double().t() @ grad.double()) <= 2e-6
 
 
 def _error(found, expected):

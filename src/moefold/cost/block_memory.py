@@ -180,10 +180,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     p = sizes.cfg.parallel
     if "moe" in sizes.recompute:
         return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
-    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
     has_shared = model.shared_expert_ffn_hidden_size > 0
-    saves_input = has_shared and (p.tp == 1 or "shared_experts" in sizes.recompute)
-    saved = sizes.norm_with_output(saves_output=saves_input or not is_low_precision)
+    # The router saves its input in the compute type, whoever else does.
+    saved = sizes.norm_with_output(saves_output=True)
     if has_shared and "shared_experts" not in sizes.recompute:
         saved["shared experts"] += sizes.swiglu(model.shared_expert_ffn_hidden_size)
         saved["shared experts"] += sizes.gathered_bytes(model.hidden_size) if p.tp > 1 else 0
@@ -191,8 +190,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes
-    copies_input = is_low_precision and not sizes.kernels.low_precision_router
-    saved["router"] += sizes.tokens * model.hidden_size * sizes.high_precision_bytes if copies_input else 0
+    if sizes.cfg.moe.input_jitter:
+        # The noise and the product with it, in the type of the logits.
+        saved["router"] += 2 * sizes.tokens * model.hidden_size * sizes.high_precision_bytes
     return saved + sizes.experts.saved()
 
 

@@ -26,14 +26,11 @@ class KernelProfile:
     tiled_loss: bool = False
     """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
     gradient is delayed."""
-    low_precision_router: bool = False
-    """The router's GEMM reads its input in the compute type and the choices are saved as one map, so no copy of the
-    input is saved."""
 
 
 CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
 CUDA_KERNELS = KernelProfile(grouped_experts=True)
 KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
 """Kernel profile by device type."""
-MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True, low_precision_router=True)
+MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True)
 """Profile of Megatron-Core with Transformer Engine, on which most published steps were measured."""

@@ -116,11 +116,15 @@ class Gemm:
         """Add `weight_gradient` to `out`."""
         if _supports_mm_out(out_KN, x_MK.t()):
             out_KN.addmm_(x_MK.t(), grad_MN)
+        elif _supports_fp32_output(x_MK, grad_MN) and out_KN.dtype == torch.float32:
+            torch.addmm(out_KN, x_MK.t(), grad_MN, out_dtype=torch.float32, out=out_KN)
         else:
             out_KN += self.weight_gradient(x_MK, grad_MN)
 
     def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """Compute `matmul` with a result in float32 at least, unless the processor's instructions round it."""
+        """Compute `matmul` with a result in float32 at least; a CPU's bfloat16 instructions may round it first."""
+        if _supports_fp32_output(x_MK, w_NK):
+            return torch.mm(x_MK, w_NK.t(), out_dtype=torch.float32)
         is_low_precision = x_MK.element_size() < torch.float32.itemsize
         return _matmul_in_chunks(x_MK, w_NK, torch.float32) if is_low_precision else self.matmul(x_MK, w_NK)
 
@@ -159,6 +163,11 @@ def _uses_onednn(x: Tensor) -> bool:
 
 def _supports_mm_out(out_MN: Tensor, x_MK: Tensor) -> bool:
     return not TORCH_GEMM.is_faster_than_torch_mm(x_MK) and out_MN.dtype == x_MK.dtype and len(out_MN) == len(x_MK)
+
+
+def _supports_fp32_output(x: Tensor, w: Tensor) -> bool:
+    """Return whether torch's GEMM of two 16-bit operands can return its float32 accumulator: not on a CPU."""
+    return x.device.type != "cpu" and x.dtype == w.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _has_onednn_linear() -> bool:

@@ -20,6 +20,7 @@ from moefold.config.schema import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
+from moefold.ops.split_gemm import upcast_linear
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
 
 
@@ -221,7 +222,7 @@ class Router(nn.Module):
         where it supports this router.
         """
         dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
-        logits_TE = self._apply_jitter(x_TH.to(dtype), token_positions) @ local_param(self.weight, dtype).t()
+        logits_TE = upcast_linear(self._apply_jitter(x_TH, token_positions), local_param(self.weight, dtype))
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
         if self.kernels.router is not None and dtype == torch.float32:
@@ -264,6 +265,7 @@ class Router(nn.Module):
         width = self._moe.input_jitter
         if width == 0 or not self.training:
             return x_TH
+        x_TH = x_TH.to(torch.promote_types(x_TH.dtype, self._min_dtype))
         noise_TH = uniform_noise(
             self._jitter_seed,
             self.step,
