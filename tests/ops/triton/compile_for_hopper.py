@@ -59,8 +59,8 @@ def others():
     yield swiglu._backward_kernel, types, gate
     combine = {"HAS_PRESENT": True, "HAS_FACTOR": True, "BLOCK_T": 8, "BLOCK_N": 256}
     yield grouped_gemm._combine_kernel, types, combine
-    yield quantize._quantize_rowwise_kernel, types, {"GATHERS": True, "ROWS": 16, "BLOCK": 128}
-    yield quantize._quantize_columnwise_kernel, types, {"GATHERS": True, "COLUMNS": 64, "BLOCK": 128}
+    yield quantize._quantize_rows_kernel, types, {"GATHERS": True, "ROWS": 16, "BLOCK": 128}
+    yield quantize._quantize_columns_kernel, types, {"GATHERS": True, "BLOCK": 128, "NUM_EXPERTS": 8}
     names = ("logits", "bias", "probs", "scores", "score_sums", "z_sums", "entropies", "grad_z", "grad_logits")
     routing = dict.fromkeys((*names, "grad_probs", "grad_scores", "grad_sums"), WIDE)
     routing |= {"ids": LONG, "copies": INT, "factor": "fp32", "smallest": "fp32"}

@@ -4,8 +4,6 @@ The tensor cores compute the partial sum over a block, which is then scaled and 
 the promotion of partial sums that DeepSeek-V3 makes every 128 terms.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -15,24 +13,21 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.interface import GatheredRows, PermuteMap
 from moefold.ops.triton.experts import TritonExpertOps, unit_stride
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
-from moefold.ops.triton.quantize import block_offsets, quantize_2d_blocks, quantize_columnwise, quantize_rowwise
-
-
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """Quantised values and their scales."""
-
-    values: Tensor
-    scales: Tensor
+from moefold.ops.triton.quantize import (
+    QuantizedTensor,
+    first_block,
+    quantize_columns,
+    quantize_rows,
+    quantize_weights,
+)
 
 
 @triton.jit
 def _scaled_gemm_kernel(
-    x, x_scales, w, w_scales, y, offsets, num_experts, width, depth,
-    stride_we, stride_wk, stride_wn, stride_se, stride_sk, stride_sn, num_blocks,
+    x, x_scales, w, w_scales, y, offsets, num_experts, num_rows, width, depth, stride_we, stride_se, stride_sn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r] = x[r] @ w[expert of r]; x and y are contiguous."""
+    """Compute y[r] = x[r] @ w[expert of r].T; all contiguous, the depth a whole number of blocks."""
     tile = tl.program_id(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
     inner = tl.arange(0, BLOCK)
@@ -44,25 +39,23 @@ def _scaled_gemm_kernel(
         last_tile = first_tile + tiles_m * tiles_n
         while tile < last_tile:
             m, n = swizzled_tile(tile - first_tile, tiles_m, tiles_n, GROUP_SIZE)
-            row = (start + m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            row = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
             is_row = row < stop
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
             is_column = column < width
+            x_cell = x + row.to(tl.int64)[:, None] * depth + inner[None, :]
+            w_cell = w + column.to(tl.int64)[None, :] * depth + inner[:, None]
+            x_scale_cell = x_scales + row
+            w_scale_cell = w_scales + n * BLOCK_N // BLOCK * stride_sn
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for block in range(num_blocks):
-                k = block * BLOCK + inner
-                a = tl.load(
-                    x + row[:, None] * depth + k[None, :], mask=is_row[:, None] & (k < depth)[None, :], other=0.0
-                )
-                b = tl.load(
-                    w + k[:, None] * stride_wk + column[None, :] * stride_wn,
-                    mask=(k < depth)[:, None] & is_column[None, :],
-                    other=0.0,
-                )
-                a_scale = tl.load(x_scales + row * num_blocks + block, mask=is_row, other=0.0)
-                b_scale = tl.load(w_scales + block * stride_sk + n * BLOCK_N // BLOCK * stride_sn)
+            for block in range(depth // BLOCK):
+                a = tl.load(x_cell + block * BLOCK, mask=is_row[:, None], other=0.0)
+                b = tl.load(w_cell + block * BLOCK, mask=is_column[None, :], other=0.0)
+                a_scale = tl.load(x_scale_cell, mask=is_row, other=0.0)
+                b_scale = tl.load(w_scale_cell + block)
                 acc += tl.dot(a, b) * (a_scale * b_scale)[:, None]
-            cell = y + row[:, None] * width + column[None, :]
+                x_scale_cell += num_rows
+            cell = y + row.to(tl.int64)[:, None] * width + column[None, :]
             tl.store(cell, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
             tile += tl.num_programs(0)
         first_tile = last_tile
@@ -73,81 +66,85 @@ def _scaled_gemm_kernel(
 
 @triton.jit
 def _scaled_weight_grad_kernel(
-    x, x_scales, grad, grad_scales, out, offsets, block_offsets, depth, width,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_scales, grad, grad_scales, out, offsets, depth, width, padded_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = x[rows of e].T @ grad[rows of e]; all contiguous, quantised along rows."""
-    tiles_n = tl.cdiv(width, BLOCK_N)
+    """Compute out[e] = x[:, blocks of e] @ grad[:, blocks of e].T; all contiguous."""
     tiles_m = tl.cdiv(depth, BLOCK_M)
+    tiles_n = tl.cdiv(width, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
-    line = (tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    column = (tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    m, n = swizzled_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_SIZE)
+    line = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_line = line < depth
+    is_column = column < width
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(offsets + expert)
-    block = tl.load(block_offsets + expert - 1, mask=expert > 0, other=0)
+    first = first_block(start, expert, BLOCK)
+    inner = first * BLOCK + tl.arange(0, BLOCK)
+    x_cell = x + line.to(tl.int64)[:, None] * padded_rows + inner[None, :]
+    grad_cell = grad + column.to(tl.int64)[None, :] * padded_rows + inner[:, None]
+    x_scale_cell = x_scales + first.to(tl.int64) * depth + line
+    grad_scale_cell = grad_scales + first.to(tl.int64) * width + column
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(start, stop, BLOCK):
-        row = (first + tl.arange(0, BLOCK)).to(tl.int64)
-        is_row = row < stop
-        a = tl.load(x + row[None, :] * depth + line[:, None], mask=is_row[None, :] & (line < depth)[:, None], other=0.0)
-        b = tl.load(
-            grad + row[:, None] * width + column[None, :], mask=is_row[:, None] & (column < width)[None, :], other=0.0
-        )
-        a_scale = tl.load(x_scales + block * depth + line, mask=line < depth, other=0.0)
-        b_scale = tl.load(grad_scales + block * width + column, mask=column < width, other=0.0)
+    for block in range(tl.cdiv(stop - start, BLOCK)):
+        a = tl.load(x_cell + block * BLOCK, mask=is_line[:, None], other=0.0)
+        b = tl.load(grad_cell + block * BLOCK, mask=is_column[None, :], other=0.0)
+        a_scale = tl.load(x_scale_cell, mask=is_line, other=0.0)
+        b_scale = tl.load(grad_scale_cell, mask=is_column, other=0.0)
         acc += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
-        block += 1
-    cell = expert.to(tl.int64) * depth * width + line[:, None] * width + column[None, :]
-    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=(line < depth)[:, None] & (column < width)[None, :])
+        x_scale_cell += depth
+        grad_scale_cell += width
+    cell = out + (expert.to(tl.int64) * depth + line)[:, None] * width + column[None, :]
+    tl.store(cell, acc.to(out.dtype.element_ty), mask=is_line[:, None] & is_column[None, :])
 
 
-def scaled_grouped_gemm(
-    x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tensor, block_size: int, out: Tensor
-) -> Tensor:
+def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tensor, out: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert, [R, N], without a device sync.
 
     Args:
-        x: [R, K], quantised along columns.
-        w: [E, K, N], quantised in squares, any strides.
-        offsets_E: end offset of each expert's rows, int32 [E]; the last is R.
-        block_size: length of the blocks.
+        x: of `quantize_rows`, [R, K].
+        w: of `quantize_weights`, [E, N, K].
+        offsets_E: end offset of each expert's rows, int32 [E]; the last is at most R.
         out: output tensor, contiguous.
     """
-    num_experts, depth, width = w.values.shape
+    num_experts, width, depth = w.values.shape
     num_rows = len(x.values)
     if num_rows == 0 or width == 0:
         return out
+    block_size = depth // len(x.scales)
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
     _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
-        x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, width, depth, *w.values.stride(),
-        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size),
-        BLOCK=block_size, GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
+        x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, num_rows, width, depth,
+        w.values.stride(0), *w.scales.stride()[:2], BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
+        GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=4,
     )  # fmt: skip
     return out
 
 
 def scaled_grouped_gemm_weight_grad(
-    x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, block_offsets_E: Tensor, block_size: int, out: Tensor
+    x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, out: Tensor
 ) -> Tensor:
     """Compute the gradient of the matrices, [E, K, N]; 0 for an expert without rows.
 
     Args:
-        x: [R, K], quantised along rows.
-        grad: [R, N], quantised along rows.
+        x: of `quantize_columns`, [K, R].
+        grad: of `quantize_columns`, [N, R].
         offsets_E: end offset of each expert's rows, int32 [E].
-        block_offsets_E: end offset of their blocks, int32 [E].
-        block_size: length of the blocks.
         out: output tensor, contiguous.
     """
     num_experts, depth, width = out.shape
+    padded_rows = x.values.shape[1]
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     num_tiles = num_experts * triton.cdiv(depth, tile_m) * triton.cdiv(width, tile_n)
+    if num_tiles and padded_rows == 0:
+        return out.zero_()
     if num_tiles:
         _scaled_weight_grad_kernel[(num_tiles,)](
-            x.values, x.scales, grad.values, grad.scales, out, offsets_E, block_offsets_E, depth, width,
-            BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK=block_size, num_warps=warps, num_stages=3,
+            x.values, x.scales, grad.values, grad.scales, out, offsets_E, depth, width, padded_rows,
+            BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK=padded_rows // len(x.scales), GROUP_SIZE=GROUP_SIZE_M,
+            num_warps=warps, num_stages=4,
         )  # fmt: skip
     return out
 
@@ -173,10 +170,9 @@ class Fp8ExpertOps(TritonExpertOps):
     ) -> Tensor:
         """See base class."""
         values = unit_stride(rows.values)
-        x = QuantizedTensor(*quantize_rowwise(values, rows.num_rows, rows.source_R, self._block_size))
-        w = QuantizedTensor(*quantize_2d_blocks(w_EKN, self._block_size))
+        x = quantize_rows(values, rows.num_rows, rows.source_R, self._block_size)
         y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
-        scaled_grouped_gemm(x, w, offsets_E, self._block_size, y_RN)
+        scaled_grouped_gemm(x, quantize_weights(w_EKN, self._block_size), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def grouped_gemm_combine(
@@ -193,15 +189,11 @@ class Fp8ExpertOps(TritonExpertOps):
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
         x, g = (
-            QuantizedTensor(
-                *quantize_columnwise(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
-            )
+            quantize_columns(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
             for r in (rows, grad)
         )
         out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])
-        return scaled_grouped_gemm_weight_grad(
-            x, g, offsets_E, block_offsets(offsets_E, self._block_size), self._block_size, out
-        )
+        return scaled_grouped_gemm_weight_grad(x, g, offsets_E, out)
 
 
 class Fp8Linear:

@@ -1,4 +1,10 @@
-"""Quantisation to e4m3 in Triton, with one float32 scale for each block of neighbouring values."""
+"""Quantisation to e4m3 in Triton, with one float32 scale for each block of neighbouring values.
+
+Hopper's FP8 tensor cores read both operands along the dim that the GEMM sums over. So every operand is written
+contiguous along that dim, transposed if need be, and padded with zeros to whole blocks: GEMMs load it as it is.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -9,14 +15,37 @@ from moefold.ops.quantization.formats import E4M3_MAX, MIN_AMAX
 from moefold.ops.triton.grouped_gemm import gather_row
 
 
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Operand of a scaled GEMM: quantised values and the scales of their blocks.
+
+    M is the outer dim and K the one that the GEMM sums over, padded to whole blocks.
+    """
+
+    values: Tensor
+    """e4m3 [M, K], contiguous; of weights [E, M, K]."""
+    scales: Tensor
+    """float32 [K/block, M]; of weights [E, M/block, K/block]."""
+
+
 @triton.jit
-def _round_to_e4m3(value, max_value):
-    """Round to the nearest e4m3 value, ties to even, but stay in float32, so that the following cast is exact.
+def _scale_of(amax, zero, max_value, min_amax):
+    """Return the scale of blocks: their amax becomes the largest value of the format.
+
+    `zero` is the sum of 0 times the values: NaN in blocks with an infinity or a NaN, which the amax may ignore.
+    """
+    return tl.math.div_rn(tl.maximum(amax, min_amax), max_value) + zero
+
+
+@triton.jit
+def _round_to_e4m3(value, scale, max_value):
+    """Divide by the scale and round to the nearest e4m3 value, ties to even, but stay in float32: the cast is exact.
 
     Adding 1.5 * 2**20 times the power of two below the value puts the last bit of the sum at the third mantissa bit;
     below 2**-6 all e4m3 values are multiples of 2**-9. Needed because Triton's interpreter does not round casts
     correctly.
     """
+    value = tl.math.div_rn(value, scale)
     value = tl.minimum(tl.maximum(value, -max_value), max_value)
     power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = tl.maximum(power, 0.015625) * 1572864.0
@@ -24,8 +53,8 @@ def _round_to_e4m3(value, max_value):
 
 
 @triton.jit
-def _quantize_rowwise_kernel(
-    x, source, quantized, scales, num_rows, width, stride_xr, max_value, min_amax,
+def _quantize_rows_kernel(
+    x, source, values, scales, num_rows, width, padded_width, stride_xr, max_value, min_amax,
     GATHERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,46 +65,77 @@ def _quantize_rowwise_kernel(
     value = tl.load(
         x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
     ).to(tl.float32)
-    amax = tl.max(tl.abs(value), 1)
-    scale = tl.math.div_rn(tl.maximum(amax, min_amax), max_value)
-    value = tl.math.div_rn(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
-    value = _round_to_e4m3(value, max_value)
-    cell = row.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(quantized + cell, value.to(quantized.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-    tl.store(scales + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale, mask=is_row)
+    scale = _scale_of(tl.max(tl.abs(value), 1), tl.sum(value * 0.0, 1), max_value, min_amax)
+    value = _round_to_e4m3(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)), max_value)
+    cell = row.to(tl.int64)[:, None] * padded_width + column[None, :]
+    tl.store(values + cell, value.to(values.dtype.element_ty), mask=is_row[:, None])
+    tl.store(scales + tl.program_id(1).to(tl.int64) * num_rows + row, scale, mask=is_row)
 
 
 @triton.jit
-def _quantize_columnwise_kernel(
-    x, source, quantized, scales, offsets, block_offsets, num_experts, width, stride_xr, max_value, min_amax,
-    GATHERS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+def _quantize_columns_kernel(
+    x, source, values, scales, offsets, num_experts, width, padded_rows, stride_xr, max_value, min_amax,
+    GATHERS: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
 ):  # fmt: skip
+    """Quantise a block of an expert's rows along the rows and transpose it; NUM_EXPERTS is a power of two."""
     block = tl.program_id(0)
-    expert = 0
-    for e in range(num_experts):
-        expert += (tl.load(block_offsets + e) <= block).to(tl.int32)
-    if expert < num_experts:
-        first_block = tl.load(block_offsets + expert - 1, mask=expert > 0, other=0)
-        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-        stop = tl.load(offsets + expert)
-        row = start + (block - first_block) * BLOCK + tl.arange(0, BLOCK)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    e = tl.arange(0, NUM_EXPERTS)
+    next_block = tl.load(offsets + e, mask=e < num_experts, other=0) // BLOCK + e + 1
+    expert = tl.sum(((next_block <= block) & (e < num_experts)).to(tl.int32), 0)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(offsets + expert, mask=expert < num_experts, other=0)
+    first = start + (block - first_block(start, expert, BLOCK)) * BLOCK
+    if first < stop:
+        row = first + tl.arange(0, BLOCK)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         is_row = row < stop
         is_column = column < width
         from_row, is_read = gather_row(source, row, is_row, GATHERS)
         value = tl.load(
             x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
         ).to(tl.float32)
-        scale = tl.math.div_rn(tl.maximum(tl.max(tl.abs(value), 0), min_amax), max_value)
-        value = tl.math.div_rn(value, tl.broadcast_to(scale[None, :], (BLOCK, COLUMNS)))
-        value = _round_to_e4m3(value, max_value)
-        cell = row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(quantized + cell, value.to(quantized.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        scale = _scale_of(tl.max(tl.abs(value), 0), tl.sum(value * 0.0, 0), max_value, min_amax)
+        rounded = _round_to_e4m3(value, tl.broadcast_to(scale[None, :], (BLOCK, BLOCK)), max_value)
+        to_row = block * BLOCK + tl.arange(0, BLOCK)
+        cell = column.to(tl.int64)[None, :] * padded_rows + to_row[:, None]
+        tl.store(values + cell, rounded.to(values.dtype.element_ty), mask=is_column[None, :])
         tl.store(scales + block.to(tl.int64) * width + column, scale, mask=is_column)
 
 
-def quantize_rowwise(x: Tensor, num_rows: int, source_R: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantise rows in blocks [1, block]: (e4m3 [R, K], float32 scales [R, K/block]).
+@triton.jit
+def first_block(start, expert, BLOCK: tl.constexpr):
+    """Return the index of an expert's first block of rows, given its first row.
+
+    Experts begin at whole blocks. Each has at most one incomplete block, so that this leaves enough room for the
+    blocks of all experts before it, and needs no sum over them.
+    """
+    return start // BLOCK + expert
+
+
+@triton.jit
+def _quantize_weights_kernel(
+    w, values, scales, depth, width, padded_depth, stride_we, stride_wk, stride_wn, max_value, min_amax,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.program_id(2).to(tl.int64)
+    is_n = n < width
+    value = tl.load(
+        w + expert * stride_we + k[:, None] * stride_wk + n[None, :] * stride_wn,
+        mask=(k < depth)[:, None] & is_n[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    amax = tl.max(tl.max(tl.abs(value), 1), 0)
+    scale = _scale_of(amax, tl.sum(tl.sum(value * 0.0, 1), 0), max_value, min_amax)
+    value = _round_to_e4m3(value, tl.zeros_like(value) + scale, max_value)
+    cell = (expert * width + n)[None, :] * padded_depth + k[:, None]
+    tl.store(values + cell, value.to(values.dtype.element_ty), mask=is_n[None, :])
+    tl.store(scales + (expert * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0), scale)
+
+
+def quantize_rows(x: Tensor, num_rows: int, source_R: Tensor | None, block_size: int) -> QuantizedTensor:
+    """Quantise rows in blocks [1, block] for a GEMM over the columns: M is R, K the columns.
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
@@ -83,23 +143,22 @@ def quantize_rowwise(x: Tensor, num_rows: int, source_R: Tensor | None, block_si
         source_R: index into `x` of each row, int [R]; -1 for zeros.
         block_size: a power of two.
     """
-    width = x.shape[1]
-    blocks = triton.cdiv(width, block_size)
-    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, blocks, dtype=torch.float32, device=x.device)
-    rows = 16
-    if values.numel():
-        _quantize_rowwise_kernel[(triton.cdiv(num_rows, rows), blocks)](
-            x, source_R if source_R is not None else scales, values, scales, num_rows, width, x.stride(0), E4M3_MAX,
-            MIN_AMAX, GATHERS=source_R is not None, ROWS=rows, BLOCK=block_size,
+    rows = _empty_operand(num_rows, x.shape[1], block_size, x.device)
+    num_blocks = len(rows.scales)
+    tile_rows = 16
+    if rows.values.numel():
+        _quantize_rows_kernel[(triton.cdiv(num_rows, tile_rows), num_blocks)](
+            x, source_R if source_R is not None else rows.scales, rows.values, rows.scales, num_rows, x.shape[1],
+            num_blocks * block_size, x.stride(0), E4M3_MAX, MIN_AMAX,
+            GATHERS=source_R is not None, ROWS=tile_rows, BLOCK=block_size,
         )  # fmt: skip
-    return values, scales
+    return rows
 
 
-def quantize_columnwise(
+def quantize_columns(
     x: Tensor, num_rows: int, source_R: Tensor | None, offsets_E: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Quantise in blocks [block, 1], which restart with each expert: (e4m3 [R, K], float32 scales [blocks, K]).
+) -> QuantizedTensor:
+    """Quantise in blocks [block, 1] of each expert's rows for a GEMM over the rows: M is the columns.
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
@@ -109,38 +168,47 @@ def quantize_columnwise(
         block_size: a power of two.
 
     Returns:
-        Blocks of experts in order, see `block_offsets`; the number of blocks is the maximum for R rows, and unused ones
-        are not written.
+        Rows of expert e begin at block `first_block` and are padded with zeros to whole blocks; what lies between the
+        blocks of two experts is not written.
     """
+    # Room for one incomplete block of each expert.
+    padded_rows = (num_rows // block_size + len(offsets_E)) * block_size if num_rows else 0
     width = x.shape[1]
-    num_experts = len(offsets_E)
-    max_blocks = num_rows // block_size + num_experts
-    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(max_blocks, width, dtype=torch.float32, device=x.device)
-    columns = 64
-    if values.numel():
-        _quantize_columnwise_kernel[(max_blocks, triton.cdiv(width, columns))](
-            x, source_R if source_R is not None else offsets_E, values, scales, offsets_E,
-            block_offsets(offsets_E, block_size), num_experts, width, x.stride(0), E4M3_MAX, MIN_AMAX,
-            GATHERS=source_R is not None, COLUMNS=columns, BLOCK=block_size,
+    columns = _empty_operand(width, padded_rows, block_size, x.device)
+    if columns.values.numel():
+        _quantize_columns_kernel[(padded_rows // block_size, triton.cdiv(width, block_size))](
+            x, source_R if source_R is not None else offsets_E, columns.values, columns.scales, offsets_E,
+            len(offsets_E), width, padded_rows, x.stride(0), E4M3_MAX, MIN_AMAX, GATHERS=source_R is not None,
+            BLOCK=block_size, NUM_EXPERTS=triton.next_power_of_2(len(offsets_E)), num_warps=8,
         )  # fmt: skip
-    return values, scales
+    return columns
 
 
-def block_offsets(offsets_E: Tensor, block_size: int) -> Tensor:
-    """Return the end offset of each expert's blocks, int32 [E], without a device sync."""
-    counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
-    return ((counts_E + block_size - 1) // block_size).cumsum(0, dtype=torch.int32)
+def quantize_weights(w_EKN: Tensor, block_size: int) -> QuantizedTensor:
+    """Quantise matrices in blocks [block, block] for a GEMM over K: M is N.
 
-
-def quantize_2d_blocks(w_EKN: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantise matrices in blocks [block, block]: (e4m3 [E, K, N], float32 scales [E, K/block, N/block]).
-
-    The values are contiguous along K, as Hopper's tensor cores require of FP8 operands.
+    Args:
+        w_EKN: any strides.
+        block_size: a power of two.
     """
-    depth, width = w_EKN.shape[1:]
-    padded = torch.nn.functional.pad(w_EKN.mT.to(torch.float32), (0, -depth % block_size, 0, -width % block_size))
-    blocks = padded.unflatten(2, (-1, block_size)).unflatten(1, (-1, block_size))
-    scales = blocks.abs().amax((2, 4), keepdim=True).clamp(min=MIN_AMAX) / E4M3_MAX
-    values = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return values.flatten(3, 4).flatten(1, 2)[:, :width, :depth].contiguous().mT, scales[:, :, 0, :, 0].mT
+    num_experts, depth, width = w_EKN.shape
+    blocks_k = triton.cdiv(depth, block_size)
+    blocks_n = triton.cdiv(width, block_size)
+    weights = QuantizedTensor(
+        torch.empty(num_experts, width, blocks_k * block_size, dtype=torch.float8_e4m3fn, device=w_EKN.device),
+        torch.empty(num_experts, blocks_n, blocks_k, dtype=torch.float32, device=w_EKN.device),
+    )
+    if weights.values.numel():
+        _quantize_weights_kernel[(blocks_k, blocks_n, num_experts)](
+            w_EKN, weights.values, weights.scales, depth, width, blocks_k * block_size, *w_EKN.stride(),
+            E4M3_MAX, MIN_AMAX, BLOCK=block_size, num_warps=8,
+        )  # fmt: skip
+    return weights
+
+
+def _empty_operand(outer: int, depth: int, block_size: int, device: torch.device) -> QuantizedTensor:
+    num_blocks = triton.cdiv(depth, block_size)
+    return QuantizedTensor(
+        torch.empty(outer, num_blocks * block_size, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(num_blocks, outer, dtype=torch.float32, device=device),
+    )
