@@ -28,8 +28,8 @@ class Autotuner:
         """Choices so far."""
         return self._best_by_key
 
-    def run(self, key: Hashable, candidates: Candidates, device: torch.device) -> Tensor:
-        """Return the result of the fastest candidate; synchronises with the device on the first use of a key.
+    def choose(self, key: Hashable, candidates: Candidates, device: torch.device) -> str:
+        """Return the name of the fastest candidate; synchronises with the device on the first use of a key.
 
         Args:
             key: parameters that determine the time, such as the shape.
@@ -37,11 +37,11 @@ class Autotuner:
             device: where they run.
         """
         if len(candidates) == 1 or not self._is_enabled or device.type != "cuda":
-            return next(iter(candidates.values()))()
+            return next(iter(candidates))
         if key not in self._best_by_key:
             times = {name: _median_ms(way) for name, way in candidates.items()}
             self._best_by_key[key] = min(times, key=times.__getitem__)
-        return candidates[self._best_by_key[key]]()
+        return self._best_by_key[key]
 
 
 def _median_ms(candidate: Callable[[], Tensor]) -> float:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class GroupedExpertOps:
         """See `ExpertOps`; saves the offsets and, if asked, the gate and up projections."""
         offsets_E = _offsets(options.tokens_per_expert, x.device)
         permute_map = options.permute_map
-        g, u = self._fc1(x, weights, options, offsets_E)
+        g, u = self._fc1(_gather(x, options), weights, offsets_E)
         hidden = self.activation(options.activation, g, u, probs_R)
         saved = (offsets_E, g, u) if options.saves_fc1 else (offsets_E,)
         if permute_map is not None and weights.down_bias_EH is None:
@@ -71,13 +72,14 @@ class GroupedExpertOps:
     ) -> ExpertGradients:
         """See `ExpertOps`."""
         offsets_E, *fc1_outputs = saved
-        g, u = fc1_outputs if options.saves_fc1 else self._fc1(x, weights, options, offsets_E)
+        x_rows = _gather(x, options)
+        g, u = fc1_outputs if options.saves_fc1 else self._fc1(x_rows, weights, offsets_E)
         grad_rows = _gather(grad.contiguous(), options)
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
         if grad_probs_R is not None and weights.down_bias_EH is not None:
             bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
-            columns = grad_rows.materialize()[:, options.bias_slice].to(grad_probs_R.dtype)
+            columns = grad_rows.materialized[:, options.bias_slice].to(grad_probs_R.dtype)
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
         gate_t = weights.gate_EHF.transpose(1, 2)
         up_term = (grad_u, weights.up_EHF.transpose(1, 2))
@@ -86,26 +88,25 @@ class GroupedExpertOps:
         else:
             grad_x = self.grouped_gemm_combine(GatheredRows(grad_g), gate_t, offsets_E, options.permute_map, up_term)
 
+        # Delayed weight gradients gather their rows again, so that no gathered copy is kept until then.
+        wgrad_x, wgrad_grad = (replace(r) if options.delays_wgrad else r for r in (x_rows, grad_rows))
+
         def weight_gradients() -> list[Tensor | None]:
-            x_rows = _gather(x, options)
             gradients: list[Tensor | None] = [
-                self.weight_gradient(x_rows, GatheredRows(grad_g), offsets_E),
-                self.weight_gradient(x_rows, GatheredRows(grad_u), offsets_E),
-                self.weight_gradient(GatheredRows(hidden), grad_rows, offsets_E),
+                self.weight_gradient(wgrad_x, GatheredRows(grad_g), offsets_E),
+                self.weight_gradient(wgrad_x, GatheredRows(grad_u), offsets_E),
+                self.weight_gradient(GatheredRows(hidden), wgrad_grad, offsets_E),
             ]
             if weights.gate_bias_EF is None:
                 return [*gradients, None, None, None]
-            grad_y = grad_rows.materialize()[:, options.bias_slice]
+            grad_y = wgrad_grad.materialized[:, options.bias_slice]
             grad_y = grad_y if probs_R is None else scale_rows(grad_y, probs_R)
             return [*gradients, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
 
         return ExpertGradients(grad_x, grad_probs_R, weight_gradients)
 
-    def _fc1(
-        self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, offsets_E: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _fc1(self, rows: GatheredRows, weights: ExpertWeights, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
         """Compute gate and up projections of every row."""
-        rows = _gather(x, options)
         g = self.grouped_gemm(rows, weights.gate_EHF, offsets_E)
         u = self.grouped_gemm(rows, weights.up_EHF, offsets_E)
         if weights.gate_bias_EF is not None and weights.up_bias_EF is not None:
@@ -125,7 +126,7 @@ class GroupedExpertOps:
             second: another pair of sorted rows and matrices, whose product is added.
         """
         counts = counts_from_offsets(offsets_E)
-        y = torch.cat([x @ w for x, w in zip(rows.materialize().split(counts), w_EKN, strict=True)])
+        y = torch.cat([x @ w for x, w in zip(rows.materialized.split(counts), w_EKN, strict=True)])
         if second is None:
             return y
         return y.add_(torch.cat([x @ w for x, w in zip(second[0].split(counts), second[1], strict=True)]))
@@ -144,7 +145,7 @@ class GroupedExpertOps:
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
         counts = counts_from_offsets(offsets_E)
-        pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
+        pairs = zip(rows.materialized.split(counts), grad.materialized.split(counts), strict=True)
         return torch.stack([x.t() @ g for x, g in pairs])
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
@@ -189,7 +190,7 @@ def _offsets(tokens_per_expert: Sequence[int], device: torch.device) -> Tensor:
 
 def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
     """Return the rows of tokens, which are gathered on read with a `permute_map`."""
-    return GatheredRows(x, None if options.permute_map is None else options.permute_map.source_R)
+    return GatheredRows(x) if options.permute_map is None else options.permute_map.gather(x)
 
 
 def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:

@@ -66,18 +66,28 @@ class GatheredRows:
     values: Tensor
     source_R: Tensor | None = None
     """int32 [R]; None: `values` are the rows."""
+    has_padding: bool = True
+    """False: no element of `source_R` is -1."""
 
     @property
     def num_rows(self) -> int:
         """R."""
         return len(self.values) if self.source_R is None else len(self.source_R)
 
-    def materialize(self) -> Tensor:
-        """Return the gathered rows as a tensor."""
+    @property
+    def is_materialized(self) -> bool:
+        """True if reading the tensor of all rows copies nothing."""
+        return self.source_R is None or "materialized" in vars(self)
+
+    @cached_property
+    def materialized(self) -> Tensor:
+        """The tensor of all rows, gathered by the first read and stored as long as this object exists."""
         if self.source_R is None:
             return self.values
         if len(self.values) == 0:
             return self.values.new_zeros(self.num_rows, self.values.shape[1])
+        if not self.has_padding:
+            return self.values.index_select(0, self.source_R)
         rows = self.values.index_select(0, self.source_R.clamp(min=0))
         return rows.masked_fill_((self.source_R < 0).unsqueeze(1), 0.0)
 
@@ -92,6 +102,12 @@ class PermuteMap:
     """Row of each routed token, [T, K]."""
     kept_TK: Tensor | None
     """Routed tokens that have a row, bool [T, K]; None: all."""
+    has_padding: bool
+    """True: there may be padding rows; False: every row is gathered by its index alone."""
+
+    def gather(self, x_TH: Tensor) -> GatheredRows:
+        """Return the rows of unsorted tokens."""
+        return GatheredRows(x_TH, self.source_R, self.has_padding)
 
     @staticmethod
     def from_permutation(permutation: Permutation) -> "PermuteMap":
@@ -99,12 +115,13 @@ class PermuteMap:
         source_R = permutation.token_R.to(torch.int32)
         if permutation.non_padding_R is not None:
             source_R = source_R.masked_fill(~permutation.non_padding_R, -1)
-        return PermuteMap(source_R, permutation.row_TK, permutation.kept_TK)
+        has_padding = permutation.non_padding_R is not None
+        return PermuteMap(source_R, permutation.row_TK, permutation.kept_TK, has_padding)
 
     @staticmethod
     def from_order(order_R: Tensor, inverse_R: Tensor) -> "PermuteMap":
         """Build a map where row i is row order_R[i], with inverse `inverse_R`."""
-        return PermuteMap(order_R.to(torch.int32), inverse_R.unsqueeze(1), None)
+        return PermuteMap(order_R.to(torch.int32), inverse_R.unsqueeze(1), None, has_padding=False)
 
 
 @dataclass(frozen=True)

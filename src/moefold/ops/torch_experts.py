@@ -1,6 +1,7 @@
 """Expert operations of torch's libraries: grouped_mm on GPUs that have it, else one expert after another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +14,27 @@ from moefold.ops.interface import ExpertGradients, ExpertOps, ExpertOptions, Exp
 
 GROUPED_MM_ALIGNMENT_BYTES = 16
 """Alignment of every stride that torch's grouped_mm requires."""
+FIRST_CAPABILITY_WITHOUT_ZEROS = (10, 0)
+"""First compute capability on which grouped_mm does not write zeros to the weight gradient of an expert without rows
+(pytorch issues 172439 and 193633)."""
 
 
+def leaves_empty_experts_unwritten(device: torch.device) -> bool:
+    """Return whether grouped_mm leaves the weight gradient of an expert without rows unwritten on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY_WITHOUT_ZEROS
+
+
+@dataclass(frozen=True)
 class GroupedMMExpertOps(GroupedExpertOps):
-    """One grouped_mm for each projection of all experts; needs at least one row, and tokens sorted by expert."""
+    """One grouped_mm for each projection of all experts; needs at least one row, and tokens sorted by expert.
+
+    Args:
+        grouped_mm: torch's operation.
+        needs_zeroing: whether weight gradients of experts without rows must be zeroed on a device.
+    """
+
+    grouped_mm: Callable[..., Tensor] = F.grouped_mm
+    needs_zeroing: Callable[[torch.device], bool] = leaves_empty_experts_unwritten
 
     @property
     def fuses_permutation(self) -> bool:
@@ -27,12 +45,16 @@ class GroupedMMExpertOps(GroupedExpertOps):
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """See base class."""
-        y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
-        return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
+        y = self.grouped_mm(rows.materialized, w_EKN, offs=offsets_E)
+        return y if second is None else y.add_(self.grouped_mm(second[0], second[1], offs=offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
-        return F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+        gradient_EKN = self.grouped_mm(rows.materialized.t(), grad.materialized, offs=offsets_E)
+        if not self.needs_zeroing(gradient_EKN.device):
+            return gradient_EKN
+        is_empty_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
+        return gradient_EKN.masked_fill_(is_empty_E.view(-1, 1, 1), 0.0)
 
 
 class TorchExpertOps:

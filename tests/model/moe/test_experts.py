@@ -10,7 +10,7 @@ from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.interface import ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
-from moefold.ops.torch_experts import GroupedMMExpertOps
+from moefold.ops.torch_experts import GroupedMMExpertOps, leaves_empty_experts_unwritten
 from tests.model.moe.reference import swiglu
 
 COUNTS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -195,6 +195,44 @@ def test_grouped_kernel_equals_the_loop(counts):
     grouped = _with_gradients(grouped_swiglu, tensors, counts)
     for a, e in zip(grouped, looped, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+class _UnwrittenGradients:
+    """A grouped_mm that leaves NaN in the weight gradient of an expert without rows."""
+
+    def __call__(self, a, b, offs):
+        if b.dim() == 3:
+            return torch.cat([x @ w for x, w in zip(a.split(_counts(offs)), b, strict=True)])
+        parts = zip(a.split(_counts(offs), 1), b.split(_counts(offs)), strict=True)
+        return torch.stack([x @ g if x.shape[1] else torch.full((len(a), b.shape[1]), torch.nan) for x, g in parts])
+
+
+def _counts(offs):
+    return offs.diff(prepend=offs.new_zeros(1)).tolist()
+
+
+@pytest.mark.parametrize("counts", COUNTS[:2], ids=str)
+def test_gradients_that_grouped_mm_leaves_unwritten_are_zeroed(counts):
+    tensors = _tensors(sum(counts), torch.float32)
+    found = {}
+    for needs_zeroing in (False, True):
+        ops = GroupedMMExpertOps(_UnwrittenGradients(), lambda device, needs=needs_zeroing: needs)
+        options = ExpertOptions(counts)
+        found[needs_zeroing] = _with_gradients(
+            lambda x, *rest, ops=ops, options=options: fused_experts(x, ExpertWeights(*rest[:-1]), options, ops),
+            tensors,
+            counts,
+        )
+    assert all(grad[counts.index(0)].isnan().all() for grad in found[False][2:])
+    for a, e in zip(found[True], _with_gradients(reference_swiglu, tensors, counts), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_only_devices_that_leave_gradients_unwritten_zero_them(monkeypatch):
+    for capability, expected in (((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert leaves_empty_experts_unwritten(torch.device("cuda")) is expected
+    assert not leaves_empty_experts_unwritten(torch.device("cpu"))
 
 
 @pytest.mark.gpu

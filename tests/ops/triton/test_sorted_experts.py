@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
@@ -92,9 +93,9 @@ def test_scattered_stores_equal_gathered_sums():
     found = {}
 
     class All(Autotuner):
-        def run(self, key, ways, device):
+        def choose(self, key, ways, device):
             found[key[0]] = {name: way() for name, way in ways.items()}
-            return next(iter(found[key[0]].values()))
+            return next(iter(ways))
 
     TritonExpertOps(All(is_enabled=False)).grouped_gemm_combine(GatheredRows(rows), w, offsets, sorting)
     ways = found["combined"]
@@ -102,6 +103,58 @@ def test_scattered_stores_equal_gathered_sums():
     expected = GroupedExpertOps().grouped_gemm_combine(GatheredRows(rows.double()), w.double(), offsets, sorting)
     for y in ways.values():
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class _CopiedRows(TorchDispatchMode):
+    """Counts index_select, clamp and masked_fill_ of a width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.found = width, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("index_select", "masked_fill_") and result.shape[-1] == self.width:
+            self.found.append(name)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        ("all", ["index_select"], ["index_select"] * 2),
+        ("slots", ["index_select", "masked_fill_"], ["index_select", "masked_fill_"] * 2),
+    ],
+)
+def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_only(kind, forward, backward):
+    permutation, (x, probs, *tensors) = _permutation(kind), _leaves(torch.float64, has_bias=False)
+    how = ExpertOptions(permutation.tokens_per_expert_E.tolist(), permute_map=PermuteMap.from_permutation(permutation))
+    with _CopiedRows(H) as copies:
+        y = fused_experts(x, ExpertWeights(*tensors), how, GroupedExpertOps(), permute_probs(probs, permutation))
+    assert copies.found == forward
+    with _CopiedRows(H) as copies:
+        y.sum().backward()
+    assert copies.found == backward
+
+
+def test_candidates_are_timed_with_their_gather_unless_rows_are_gathered_already():
+    gathers = []
+
+    class Watched(Autotuner):
+        def choose(self, key, ways, device):
+            for way in ways.values():
+                with _CopiedRows(H) as copies:
+                    way()
+                gathers.append((key[3], copies.found))
+            return next(iter(ways))
+
+    rows = GatheredRows(torch.randn(T, H), torch.arange(T, dtype=torch.int32), has_padding=False)
+    kernels = TritonExpertOps(Watched(is_enabled=True))
+    plain_way = {"plain": lambda rows: rows.materialized}
+    for _ in range(2):
+        kernels._run_autotuned("copy", (rows,), (), plain_way)
+    assert gathers == [((True,), ["index_select"]), ((False,), [])]
 
 
 def test_counts_on_a_device_are_read_once_and_only_if_asked():

@@ -59,12 +59,12 @@ class EmulatedExpertOps(GroupedExpertOps):
         """See base class."""
         counts = counts_from_offsets(offsets_E)
         weight_rows = self._linear.quant_format.weight_block_rows
-        parts = zip(rows.materialize().split(counts), w_EKN, strict=True)
+        parts = zip(rows.materialized.split(counts), w_EKN, strict=True)
         y_RN = torch.cat([self._linear.quantized_matmul(x, w.t(), weight_rows) for x, w in parts])
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
         counts = counts_from_offsets(offsets_E)
-        pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
+        pairs = zip(rows.materialized.split(counts), grad.materialized.split(counts), strict=True)
         return torch.stack([self._linear.quantized_matmul(x.t(), g.t(), 1) for x, g in pairs])

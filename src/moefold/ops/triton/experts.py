@@ -1,8 +1,9 @@
 """Triton implementation of `ExpertOps`; torch's grouped_mm is used where measured to be faster."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,13 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import GatheredRows, PermuteMap
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
-from moefold.ops.triton.grouped_gemm import combine_rows, grouped_gemm, grouped_gemm_weight_grad, tile_configs
+from moefold.ops.triton.grouped_gemm import (
+    TileConfig,
+    combine_rows,
+    grouped_gemm,
+    grouped_gemm_weight_grad,
+    tile_configs,
+)
 from moefold.ops.triton.swiglu import activation_backward, activation_forward
 
 GROUPED_MM = GroupedMMExpertOps()
@@ -34,23 +41,15 @@ class TritonExpertOps(GroupedExpertOps):
         x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
-        candidates: dict[str, Callable[[], Tensor]] = {}
+        candidates: dict[str, Callable[..., Tensor]] = {}
         if supports_grouped_mm(x, rows.num_rows, *w_EKN.shape[1:]):
-            candidates["torch"] = partial(GROUPED_MM.grouped_gemm, rows, w_EKN, offsets_E, second)
+            candidates["torch"] = partial(GROUPED_MM.grouped_gemm, w_EKN=w_EKN, offsets_E=offsets_E, second=second)
         for tile_config in tile_configs(x):
             candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
-                grouped_gemm,
-                x,
-                w_EKN,
-                offsets_E,
-                rows.num_rows,
-                source_R=rows.source_R,
-                second=second,
-                tile_config=tile_config,
+                _grouped_gemm_of_rows, w_EKN=w_EKN, offsets_E=offsets_E, second=second, tile_config=tile_config
             )
-        return self._run_autotuned(
-            "product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=candidates
-        )
+        key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
+        return self._run_autotuned("product", (rows,), key, candidates)
 
     def grouped_gemm_combine(
         self,
@@ -61,44 +60,31 @@ class TritonExpertOps(GroupedExpertOps):
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See base class; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
-        x = unit_stride(rows.values)
         target = permute_map.source_R, len(permute_map.row_TK)
 
-        def scatter() -> Tensor:
-            second_term = None if second is None else (unit_stride(second[0]), second[1])
-            y_TN = grouped_gemm(
-                x, w_EKN, offsets_E, rows.num_rows, source_R=rows.source_R, second=second_term, target=target
-            )
-            return y_TN.to(x.dtype)
+        def gather(rows: GatheredRows) -> Tensor:
+            return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
-        candidates = {
-            "gather": lambda: self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map),
-            "scatter": scatter,
-        }
-        return self._run_autotuned(
-            "combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=candidates
-        )
+        def scatter(rows: GatheredRows) -> Tensor:
+            second_term = None if second is None else (unit_stride(second[0]), second[1])
+            return _grouped_gemm_of_rows(rows, w_EKN, offsets_E, second=second_term, target=target).to(
+                rows.values.dtype
+            )
+
+        key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
+        return self._run_autotuned("combined", (rows,), key, {"gather": gather, "scatter": scatter})
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
-        x = unit_stride(rows.values)
-        g = unit_stride(grad.values)
-        candidates: dict[str, Callable[[], Tensor]] = {}
-        if supports_grouped_mm(x, rows.num_rows, g.shape[1]):
-            candidates["torch"] = partial(GROUPED_MM.weight_gradient, rows, grad, offsets_E)
-        for tile_config in tile_configs(x):
+        candidates: dict[str, Callable[..., Tensor]] = {}
+        width = grad.values.shape[1]
+        if supports_grouped_mm(rows.values, rows.num_rows, width):
+            candidates["torch"] = partial(GROUPED_MM.weight_gradient, offsets_E=offsets_E)
+        for tile_config in tile_configs(rows.values):
             candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
-                grouped_gemm_weight_grad,
-                x,
-                g,
-                offsets_E,
-                source_R=rows.source_R,
-                grad_source_R=grad.source_R,
-                tile_config=tile_config,
+                _weight_gradient_of_rows, offsets_E=offsets_E, tile_config=tile_config
             )
-        return self._run_autotuned(
-            "weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, candidates=candidates
-        )
+        return self._run_autotuned("weights", (rows, grad), (len(offsets_E), width), candidates)
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
         """See base class."""
@@ -126,11 +112,47 @@ class TritonExpertOps(GroupedExpertOps):
         return combine_rows(unit_stride(rows_RH), permute_map.row_TK, permute_map.kept_TK)
 
     def _run_autotuned(
-        self, op: str, rows: GatheredRows, *shape: Hashable, candidates: dict[str, Callable[[], Tensor]]
+        self,
+        op: str,
+        operands: tuple[GatheredRows, ...],
+        shape: tuple[Hashable, ...],
+        candidates: dict[str, Callable[..., Tensor]],
     ) -> Tensor:
+        """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
+        rows = operands[0]
+        needs_gather = tuple(not operand.is_materialized for operand in operands)
         # Row counts change every step: counts between two powers of two share a choice.
-        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], rows.source_R is not None, *shape)
-        return self.autotuner.run(key, candidates, rows.values.device)
+        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], needs_gather, *shape)
+
+        def timed(candidate: Callable[..., Tensor]) -> Tensor:
+            return candidate(*(o if o.is_materialized else replace(o) for o in operands))
+
+        timed_candidates = {name: partial(timed, candidate) for name, candidate in candidates.items()}
+        return candidates[self.autotuner.choose(key, timed_candidates, rows.values.device)](*operands)
+
+
+def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, **options: Any) -> Tensor:
+    """Compute the Triton kernel's `grouped_gemm`, which gathers rows in its loads unless they are materialized."""
+    values, source_R = _kernel_operand(rows)
+    return grouped_gemm(values, w_EKN, offsets_E, rows.num_rows, source_R=source_R, **options)
+
+
+def _weight_gradient_of_rows(
+    rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor, tile_config: TileConfig
+) -> Tensor:
+    """Compute the Triton kernel's weight gradient, see `_grouped_gemm_of_rows`."""
+    x, source_R = _kernel_operand(rows)
+    g, grad_source_R = _kernel_operand(grad)
+    return grouped_gemm_weight_grad(
+        x, g, offsets_E, source_R=source_R, grad_source_R=grad_source_R, tile_config=tile_config
+    )
+
+
+def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
+    """Return (values, source_R) for a kernel; materialized rows are read as they are."""
+    if rows.is_materialized:
+        return unit_stride(rows.materialized), None
+    return unit_stride(rows.values), rows.source_R
 
 
 def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
