@@ -50,6 +50,8 @@ class _AsyncCollective:
     forward: CollectiveLauncher
     backward: CollectiveLauncher
     wire_format: WireFormat
+    resumes_forward: bool
+    """Whether an overlapped forward pass is resumed while the backward pass waits."""
     pending: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:
@@ -92,6 +94,8 @@ def async_all_to_all(
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     wire_format: WireFormat = IDENTITY,
+    *,
+    resumes_forward: bool = True,
 ) -> AsyncResult:
     """Launch `collectives.all_to_all`; `x` must not change before the wait.
 
@@ -101,6 +105,8 @@ def async_all_to_all(
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
         wire_format: encoding of the rows; not used in a group of one.
+        resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, as a
+            collective that is in flight at the same time does.
     """
     sent = list(input_splits)
     received = list(output_splits)
@@ -110,6 +116,7 @@ def async_all_to_all(
         lambda rows: begin_all_to_all(wire_format.pack(rows), group, sent, received),
         lambda grad: begin_all_to_all(grad, group, received, sent),
         wire_format,
+        resumes_forward=resumes_forward,
     )
 
 
@@ -159,10 +166,12 @@ def _launch(
     forward: CollectiveLauncher,
     backward: CollectiveLauncher,
     wire_format: WireFormat = IDENTITY,
+    *,
+    resumes_forward: bool = True,
 ) -> AsyncResult:
     if group.size == 1:
         return AsyncResult(x, None)
-    collective = _AsyncCollective(group, forward, backward, wire_format)
+    collective = _AsyncCollective(group, forward, backward, wire_format, resumes_forward)
     return AsyncResult(_LaunchCollective.apply(x, collective), collective)
 
 
@@ -177,7 +186,8 @@ class _LaunchCollective(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.collective.group.backward_overlap.resume()
+        if ctx.collective.resumes_forward:
+            ctx.collective.group.backward_overlap.resume()
         return ctx.collective.wire_format.adjoint(ctx.collective.wait()), None
 
 

@@ -10,6 +10,7 @@ from moefold.ops.block_attention import CausalKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
+from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
@@ -29,6 +30,8 @@ class Kernels:
 
     expert_ops: ExpertOps = TORCH_EXPERT_OPS
     """Ops of the routed experts."""
+    permute_ops: PermuteOps = TORCH_PERMUTE_OPS
+    """Ops of the dispatchers, which permute tokens and combine expert outputs."""
     linear_backend: LinearBackend | None = None
     """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None

@@ -17,14 +17,20 @@ ALL_COLUMNS = slice(None)
 
 
 class LazyCounts(Sequence[int]):
-    """Tokens of each expert, counted on a device, int64 [E]; the first read of a number synchronises, once for all."""
+    """Tokens of each expert, counted on a device, int64 [E]; the first read of a number synchronises, once for all.
 
-    def __init__(self, counts_E: Tensor) -> None:
+    Args:
+        counts_E: the counts.
+        values: the same numbers on the host, where it knows them: then no read synchronises.
+    """
+
+    def __init__(self, counts_E: Tensor, values: list[int] | None = None) -> None:
         self.counts_E = counts_E
+        self._known_values = values
 
     @cached_property
     def _values(self) -> list[int]:
-        return [int(count) for count in self.counts_E.tolist()]
+        return [int(count) for count in self.counts_E.tolist()] if self._known_values is None else self._known_values
 
     def __len__(self) -> int:
         return len(self.counts_E)
@@ -52,7 +58,7 @@ class Permutation:
     row_TK: Tensor
     """Row of each routed token, int64 [T, K]; 0 for an absent one."""
     tokens_per_expert_E: Tensor
-    """int64 [E]; sums to R."""
+    """int64 [E]; sums to R, or to less where rows of dropped tokens follow."""
     kept_TK: Tensor | None
     """bool [T, K]."""
     non_padding_R: Tensor | None

@@ -48,6 +48,7 @@ DISPATCH_METHODS = (
     "combine_preprocess",
     "combine_postprocess",
     "dispatch_probs",
+    "dispatch_probs_async",
     "dispatch_async",
     "combine_async",
 )

@@ -56,12 +56,14 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
     from moefold.ops.triton.experts import TritonExpertOps
+    from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
     return SelectedKernels(
         expert_ops=expert_ops,
+        permute_ops=TritonPermuteOps(),
         router=routing,
         swiglu=expert_ops,
         rope=apply_rope,
@@ -77,6 +79,7 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     set_on_modules(stage, "kernels", kernels)
     for layer in stage.moe_layers().values():
         layer.experts.ops = kernels.expert_ops
+        layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():
         if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):

@@ -111,13 +111,13 @@ def test_bfloat16_copies_are_weighed_in_float32():
 def test_rows_of_several_sources_are_sorted_by_expert():
     counts = torch.tensor([[2, 0, 1], [0, 0, 3], [1, 2, 0]])
     arrived = torch.tensor([s * 10 + e for s in range(3) for e in range(3) for _ in range(counts[s, e])])
-    order, inverse = order_by_expert(counts)
+    order, inverse = order_by_expert(counts, 9)
     assert arrived[order].tolist() == [0, 0, 20, 21, 21, 2, 12, 12, 12]
     assert torch.equal(arrived[order][inverse], arrived)
     rows = torch.randn(9, 2, dtype=torch.float64, requires_grad=True)
     assert torch.equal(reorder(rows, order, inverse), rows[order])
     assert torch.autograd.gradcheck(lambda x: reorder(x, order, inverse), rows)
-    assert [len(x) for x in order_by_expert(torch.zeros(2, 3, dtype=torch.int64))] == [0, 0]
+    assert [len(x) for x in order_by_expert(torch.zeros(2, 3, dtype=torch.int64), 0)] == [0, 0]
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([[True, False], [False, True], [True, True]])])

@@ -98,7 +98,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
 
     def dispatch_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Permute the tokens of this rank's experts."""
-        return permute(rows, metadata.permutation)
+        return permute(rows, metadata.permutation, self.permute_ops)
 
     def permute_map(self, metadata: AllGatherMetadata) -> PermuteMap:
         """Return the permutation by expert."""
@@ -106,7 +106,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
 
     def combine_preprocess(self, y_RH: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Compute this rank's experts' part of the weighted sum for the tokens of all ranks, [N*T, H]."""
-        return unpermute(y_RH, metadata.permutation, metadata.probs_TK)
+        return unpermute(y_RH, metadata.permutation, metadata.probs_TK, self.permute_ops)
 
     def combine_communicate(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Reduce-scatter the partial sums, [N*T, H] -> [T, H]."""

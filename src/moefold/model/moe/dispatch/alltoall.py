@@ -12,8 +12,9 @@ from moefold.comm.async_collectives import (
     async_all_to_all,
     async_reduce_scatter_uneven,
 )
-from moefold.comm.collectives import all_gather, all_gather_uneven, all_to_all
+from moefold.comm.collectives import all_gather, all_gather_uneven
 from moefold.comm.groups import Group
+from moefold.comm.host_copy import HostCopy
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.dispatch.base import (
     Dispatcher,
@@ -23,7 +24,16 @@ from moefold.model.moe.dispatch.base import (
     fp8_permuted_wire_format,
     fp8_wire_format,
 )
-from moefold.model.moe.permute import order_by_expert, permute, permute_probs, plan_permutation, reorder, unpermute
+from moefold.model.moe.permute import (
+    as_counts,
+    order_by_expert,
+    permute,
+    permute_probs,
+    plan_permutation,
+    reorder,
+    truncate_permutation,
+    unpermute,
+)
 from moefold.ops.interface import Permutation, PermuteMap
 
 
@@ -62,6 +72,9 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         fp8_dispatch: send tokens to the experts in FP8.
     """
 
+    _permutes_before_wait = True
+    """Whether the rows to send are known before the split sizes are."""
+
     def __init__(
         self,
         ep: Group,
@@ -78,17 +91,33 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         self._num_experts = num_experts
         self._fp8_dispatch = fp8_dispatch
         # Member of `experts` at each (ep, etp) coordinate.
-        self._members = sorted(range(experts.size), key=lambda member: expert_coordinates[member])
+        self._members = torch.tensor(
+            sorted(range(experts.size), key=lambda member: expert_coordinates[member]), device="cpu"
+        )
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, AllToAllMetadata]:
-        """Permute the tokens by expert; all-gathers the counts [E] of all ranks."""
+        """Permute the tokens by expert; all-gathers the counts [E] of all ranks, and waits once for split sizes."""
+        padded_capacity = routing_map.padded_capacity
+        ids_TK = routing_map.ids_TK
         permutation = plan_permutation(
-            routing_map.ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity
+            ids_TK, self._num_experts, routing_map.kept_TK, padded_capacity, num_rows=ids_TK.numel()
         )
-        counts = self._all_gather_counts(permutation, routing_map.padded_capacity)
-        metadata = self._build_metadata(permutation, routing_map.probs_TK, counts)
-        # FP8 tokens are permuted as bytes when they are sent: each token is quantised once, and fewer bytes are copied.
-        return x_TH if self._permutes_at_send else permute(x_TH, metadata.permutation), metadata
+        if padded_capacity is None:
+            counts = self._all_gather_counts(permutation)
+            sizes = HostCopy(self._host_sizes(counts))
+        else:
+            counts = self._padded_counts(padded_capacity, x_TH.device)
+            sizes = HostCopy(self._host_sizes(self._padded_counts(padded_capacity, torch.device("cpu"))))
+        if self._permutes_at_send:
+            # FP8 tokens are permuted as bytes when they are sent: each token is quantised once, and fewer bytes are
+            # copied.
+            return x_TH, self._build_metadata(permutation, routing_map.probs_TK, counts, sizes.wait())
+        # The device permutes while the host waits for the sizes.
+        permuted = self.permute_ops.permute(x_TH.detach(), permutation) if self._permutes_before_wait else None
+        metadata = self._build_metadata(permutation, routing_map.probs_TK, counts, sizes.wait())
+        if permuted is not None:
+            permuted = permuted[: len(metadata.permutation.token_R)]
+        return permute(x_TH, metadata.permutation, self.permute_ops, permuted), metadata
 
     @property
     def _permutes_at_send(self) -> bool:
@@ -109,7 +138,11 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         self, rows: Tensor, metadata: AllToAllMetadata, compute: Callable[[], Tensor] | None = None
     ) -> Resumable[tuple[Tensor, Tensor | None]]:
         """Send the tokens, yielding during the all-to-all over ep and during the all-gather over etp."""
-        wire_format = fp8_permuted_wire_format(rows, metadata.permutation) if self._permutes_at_send else IDENTITY
+        wire_format = (
+            fp8_permuted_wire_format(rows, metadata.permutation, self.permute_ops)
+            if self._permutes_at_send
+            else IDENTITY
+        )
         async_result = async_all_to_all(rows, self._ep, metadata.input_splits, metadata.output_splits, wire_format)
         computed = None if compute is None else compute()
         received = yield from async_result.wait_resumable()
@@ -146,59 +179,90 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
 
     def combine_postprocess(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
         """Compute the weighted sum of each token's expert outputs."""
-        return unpermute(rows, metadata.permutation, metadata.probs_TK)
+        return unpermute(rows, metadata.permutation, metadata.probs_TK, self.permute_ops)
 
     def dispatch_probs(self, metadata: AllToAllMetadata) -> tuple[Tensor, AllToAllMetadata]:
         """Send the probabilities like the tokens: one all-to-all over ep and one all-gather over etp."""
+        return run_to_end(self.dispatch_probs_async(metadata))
+
+    def dispatch_probs_async(self, metadata: AllToAllMetadata) -> Resumable[tuple[Tensor, AllToAllMetadata]]:
+        """Send the probabilities, yielding during the all-to-all over ep."""
         assert metadata.probs_TK is not None
         probs_R1 = permute_probs(metadata.probs_TK, metadata.permutation).unsqueeze(1)
-        probs_R1 = all_to_all(probs_R1, self._ep, metadata.input_splits, metadata.output_splits)
-        probs_R1 = all_gather_uneven(probs_R1, self._etp, metadata.etp_splits)
+        # The tokens' all-to-all resumes an overlapped forward pass.
+        async_result = async_all_to_all(
+            probs_R1, self._ep, metadata.input_splits, metadata.output_splits, resumes_forward=False
+        )
+        yield
+        probs_R1 = all_gather_uneven(async_result.wait(), self._etp, metadata.etp_splits)
         return self.dispatch_postprocess(probs_R1, metadata).squeeze(1), replace(metadata, probs_TK=None)
 
-    def _build_metadata(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllMetadata:
-        """Compute the metadata from the counts of `_all_gather_counts`."""
-        sent = counts[self._ep.rank, self._etp.rank]
-        return self._metadata_from_counts(permutation, probs_TK, sent, counts[:, :, self._ep.rank])
+    def _host_sizes(self, counts: Tensor) -> Tensor:
+        """Return the numbers that `_build_metadata` reads on the host, on the device of the counts."""
+        return self._sizes(counts[self._ep.rank, self._etp.rank], self._received(counts))
 
-    def _metadata_from_counts(
+    def _received(self, counts: Tensor) -> Tensor:
+        """Return the tokens received for each local expert, [etp source, ep source, E/ep], the order of the gather."""
+        return counts[:, :, self._ep.rank].transpose(0, 1)
+
+    @staticmethod
+    def _sizes(sent: Tensor, received: Tensor) -> Tensor:
+        """Return the tokens sent to each ep member, received from each source, and of each expert, in one tensor.
+
+        Args:
+            sent: tokens sent to each ep member, in any number of parts, [ep, parts].
+            received: tokens received for each expert, [etp source, ep source, experts computed here].
+        """
+        return torch.cat((sent.sum(1), received.sum(2).flatten(), received.sum((0, 1))))
+
+    def _build_metadata(
+        self, permutation: Permutation, probs_TK: Tensor, counts: Tensor, host_sizes: Tensor
+    ) -> AllToAllMetadata:
+        """Compute the metadata from the counts of all ranks, and what `_host_sizes` returned for them."""
+        return self._metadata_from_sizes(permutation, probs_TK, self._received(counts), host_sizes)
+
+    def _metadata_from_sizes(
         self,
         permutation: Permutation,
         probs_TK: Tensor,
-        sent: Tensor,
         received: Tensor,
+        sizes: Tensor,
         migration: ExpertMigration | None = None,
     ) -> AllToAllMetadata:
-        """Compute the metadata from the tokens that this rank sends and receives; counts are on the CPU.
+        """Compute the metadata; nothing waits for the device.
 
         Args:
             permutation: of this rank's routed tokens, by destination ep member, then by expert there.
             probs_TK: routing probabilities.
-            sent: tokens sent to each ep member, in any number of parts, [ep, parts].
-            arriving: tokens received for each expert, [ep source, etp source, experts computed here].
+            received: as in `_sizes`, on the device.
+            sizes: of `_sizes`, on the host.
             migration: migrated experts.
         """
-        received = received.transpose(0, 1)  # memory order after the all-gather over etp
-        order = None
-        if received.shape[2] > 1 and self._experts.size > 1:
-            device = probs_TK.device
-            to_expert_order, inverse = order_by_expert(received.flatten(0, 1))
-            order = to_expert_order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+        num_sources = self._etp.size * self._ep.size
+        input_splits, by_source, by_expert = sizes.split([self._ep.size, num_sources, received.shape[2]])
+        received_EP = by_source.view(self._etp.size, self._ep.size)
+        is_sorted = received.shape[2] == 1 or self._experts.size == 1
         return AllToAllMetadata(
-            permutation=permutation,
+            permutation=truncate_permutation(permutation, int(input_splits.sum())),
             probs_TK=probs_TK,
-            tokens_per_expert=received.sum((0, 1)).tolist(),
-            input_splits=sent.sum(1).tolist(),
-            output_splits=received[self._etp.rank].sum(1).tolist(),
-            etp_splits=received.sum((1, 2)).tolist(),
-            expert_order=order,
+            tokens_per_expert=as_counts(received.sum((0, 1)), by_expert.tolist()),
+            input_splits=input_splits.tolist(),
+            output_splits=received_EP[self._etp.rank].tolist(),
+            etp_splits=received_EP.sum(1).tolist(),
+            expert_order=None if is_sorted else order_by_expert(received.flatten(0, 1), int(by_source.sum())),
             migration=migration,
         )
 
-    def _all_gather_counts(self, permutation: Permutation, padded_capacity: int | None) -> Tensor:
-        """Gather the tokens of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the CPU."""
-        shape = (self._ep.size, self._etp.size, self._ep.size, -1)
-        if padded_capacity is not None:
-            return torch.full((self._experts.size * self._num_experts,), padded_capacity).view(shape)
-        counts = all_gather(permutation.tokens_per_expert_E.unsqueeze(0), self._experts).cpu()
-        return counts[self._members].view(shape)
+    def _all_gather_counts(self, permutation: Permutation) -> Tensor:
+        """Gather the tokens of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the device."""
+        counts = all_gather(permutation.tokens_per_expert_E.unsqueeze(0), self._experts)
+        if self._members.device != counts.device:
+            self._members = self._members.to(counts.device)
+        return self._by_destination(counts[self._members])
+
+    def _padded_counts(self, padded_capacity: int, device: torch.device) -> Tensor:
+        """Return the counts of padded experts, as `_all_gather_counts`."""
+        return self._by_destination(torch.full((self._experts.size, self._num_experts), padded_capacity, device=device))
+
+    def _by_destination(self, counts_SE: Tensor) -> Tensor:
+        return counts_SE.view(self._ep.size, self._etp.size, self._ep.size, -1)

@@ -8,9 +8,9 @@ from typing import Generic, Literal, Protocol, TypeVar
 from torch import Tensor
 
 from moefold.comm.async_collectives import WireFormat
-from moefold.comm.resumable import Resumable, run_to_end
-from moefold.model.moe.permute import permute_no_grad, unpermute_no_grad
+from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 from moefold.ops.interface import ExpertOps, LazyCounts, Permutation, PermuteMap
+from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.quantization.formats import pack, unpack
 
 
@@ -125,6 +125,12 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
     combines_locally: bool = False
     """True if `combine_preprocess` sums the expert outputs of a token, which needs the routing probabilities."""
+    permute_ops: PermuteOps = TORCH_PERMUTE_OPS
+    """Operations of the permutation and of the combine; set by `use_permute_ops`."""
+
+    def use_permute_ops(self, ops: PermuteOps) -> None:
+        """Set the operations of the permutation and of the combine."""
+        self.permute_ops = ops
 
     @abstractmethod
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
@@ -157,6 +163,14 @@ class Dispatcher(ABC, Generic[MetadataT]):
         With the new metadata `combine` sums the expert outputs unweighted. Communicates as `dispatch` does, one number
         a token. To be called between `dispatch` and `combine`.
         """
+
+    def dispatch_probs_async(self, metadata: MetadataT) -> Resumable[tuple[Tensor, MetadataT]]:
+        """Run `dispatch_probs` in two steps: the first before the tokens are sent, the second once they have arrived.
+
+        This default does all of it in the second step.
+        """
+        yield
+        return self.dispatch_probs(metadata)
 
     def permute_map(self, metadata: MetadataT) -> PermuteMap | None:
         """Return the permutation of `dispatch_postprocess` and `combine_preprocess`, for experts that fuse it.
@@ -211,32 +225,34 @@ class Dispatcher(ABC, Generic[MetadataT]):
         Args:
             x_TH: tokens of this rank.
             routing_map: their experts.
-            experts: those of this rank; the permutation is left to them if their operations fuse it.
+            experts: those of this rank. If their operations fuse the permutation, it is left to them, and they apply
+                the routing probabilities where these commute: the outputs are then not saved for backward.
             compute: work that does not need the received tokens.
         """
         rows, metadata = self.dispatch_preprocess(x_TH, routing_map)
+        applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
+        probs_task = ResumableTask(self.dispatch_probs_async(metadata)) if applies_probs else None
+        if probs_task is not None:
+            probs_task.resume()
         rows, computed = yield from self.dispatch_async(rows, metadata, compute)
         tokens_per_expert = metadata.tokens_per_expert
         migration = self.migration(metadata)
         permute_map = None
-        if migration is None and self._leaves_permutation_to(experts):
+        # Experts that sum the rows of a token must have weighted them.
+        sums_weighted_rows = applies_probs or not self.combines_locally
+        if migration is None and experts.ops.fuses_permutation and sums_weighted_rows:
             permute_map = self.permute_map(metadata)
         is_permuted = permute_map is None
         if is_permuted:
             rows = self.dispatch_postprocess(rows, metadata)
         probs_R = None
-        if experts.applies_probs or (self.combines_locally and not is_permuted):
-            probs_R, metadata = self.dispatch_probs(metadata)
+        if probs_task is not None:
+            probs_R, metadata = probs_task.run_to_end()
         rows = experts(ExpertInput(rows, tokens_per_expert, probs_R, permute_map, migration))
         if is_permuted:
             rows = self.combine_preprocess(rows, metadata)
         rows = yield from self.combine_async(rows, metadata)
         return self.combine_postprocess(rows, metadata), computed
-
-    def _leaves_permutation_to(self, experts: ExpertModule) -> bool:
-        """Return whether the experts may fuse the permutation, and with `combines_locally` the weighted sum."""
-        may_apply_probs = experts.applies_probs or experts.ops.probs_commute
-        return experts.ops.fuses_permutation and (may_apply_probs or not self.combines_locally)
 
     def dispatch(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
         """Run the three dispatch phases: ([R, H] sorted by expert, metadata)."""
@@ -257,10 +273,10 @@ def fp8_wire_format(rows: Tensor) -> WireFormat:
     return WireFormat(pack, lambda packed: unpack(packed, width, dtype))
 
 
-def fp8_permuted_wire_format(x_TH: Tensor, permutation: Permutation) -> WireFormat:
+def fp8_permuted_wire_format(x_TH: Tensor, permutation: Permutation, ops: PermuteOps) -> WireFormat:
     """Return the FP8 wire format that permutes after quantising: one row for each chosen expert of a token."""
     return WireFormat(
-        lambda x: permute_no_grad(pack(x), permutation),
+        lambda x: ops.permute(pack(x), permutation),
         fp8_wire_format(x_TH).unpack,
-        lambda grad_RH: unpermute_no_grad(grad_RH, permutation),
+        lambda grad_RH: ops.combine(grad_RH, permutation, None),
     )

@@ -17,7 +17,7 @@ from moefold.comm.groups import Group
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.interface import Permutation
+from moefold.ops.interface import Permutation, PermuteMap
 from moefold.ops.quantization.formats import dequantize, quantize
 
 TOKEN_BYTES = 2
@@ -102,6 +102,8 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
         fp8_dispatch: send tokens to the experts in FP8.
     """
 
+    combines_locally = True
+
     def __init__(self, buffer: Buffer, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._buffer = buffer
         self._fp8_dispatch = fp8_dispatch
@@ -134,12 +136,17 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     def dispatch_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Permute the received tokens by local expert."""
         assert metadata.permutation is not None
-        return permute(rows, metadata.permutation)
+        return permute(rows, metadata.permutation, self.permute_ops)
+
+    def permute_map(self, metadata: DeepEPMetadata) -> PermuteMap:
+        """Return the permutation of the received tokens by local expert."""
+        assert metadata.permutation is not None
+        return PermuteMap.from_permutation(metadata.permutation)
 
     def combine_preprocess(self, y_RH: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
         assert metadata.permutation is not None
-        return unpermute(y_RH, metadata.permutation, metadata.probs_NK)
+        return unpermute(y_RH, metadata.permutation, metadata.probs_NK, self.permute_ops)
 
     def combine_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Sum the partial sums of all ranks on the token's rank: [N, H] -> [T, H]."""
@@ -200,7 +207,7 @@ class _Dispatch(torch.autograd.Function):
         assert counts is not None
         metadata.handle = handle
         metadata.tokens_per_expert = counts
-        metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0)
+        metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0, num_rows=sum(counts))
         ctx.handle = handle
         ctx.buffer = buffer
         return x_NH, probs_NK

@@ -180,6 +180,9 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
         fp8_dispatch: send tokens to the experts in FP8.
     """
 
+    _permutes_before_wait = False
+    """False: the assignment decides the order of the rows."""
+
     def __init__(self, groups: MoEGroups, num_experts: int, rule: RebalanceRule, *, fp8_dispatch: bool = False) -> None:
         super().__init__(
             groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts, fp8_dispatch=fp8_dispatch
@@ -190,23 +193,33 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
         """Return the experts that change ranks for this micro-batch."""
         return metadata.migration
 
-    def _build_metadata(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllMetadata:
+    def _host_sizes(self, counts: Tensor) -> Tensor:
+        """Return all counts: the host plans the assignment."""
+        return counts
+
+    def _build_metadata(
+        self, permutation: Permutation, probs_TK: Tensor, counts: Tensor, host_sizes: Tensor
+    ) -> AllToAllMetadata:
         rank = self._ep.rank
         num_ranks = self._ep.size
-        counts_SE = counts.view(self._experts.size, self._num_experts).numpy()
+        counts_SE = host_sizes.reshape(self._experts.size, self._num_experts).numpy()
         load_E = counts_SE.sum(0)
         assignment_PE = plan_rebalance(load_E, num_ranks, self._rule)
         if (assignment_PE == home_assignment(load_E, num_ranks)).all():
-            return super()._build_metadata(permutation, probs_TK, counts)
+            return super()._build_metadata(permutation, probs_TK, counts, super()._host_sizes(host_sizes))
         assignment = TokenAssignment(counts_SE, assignment_PE)
         sent_PE = assignment.from_source(rank * self._etp.size + self._etp.rank)
         order_R = torch.from_numpy(order_by_rank(sent_PE)).to(probs_TK.device, non_blocking=True)
         own_experts = (owner_ranks(num_ranks, self._num_experts) == rank).nonzero()[0]
         computed_experts = np.concatenate((own_experts, received_experts(assignment_PE, rank)))
-        arriving = torch.from_numpy(assignment.to_rank(rank)[:, computed_experts]).view(num_ranks, self._etp.size, -1)
-        migration = MigratedExperts.from_assignment(assignment_PE, self._ep)
-        return self._metadata_from_counts(
-            reorder_permutation(permutation, order_R), probs_TK, torch.from_numpy(sent_PE), arriving, migration
+        to_rank = torch.from_numpy(assignment.to_rank(rank)[:, computed_experts])
+        received = to_rank.view(num_ranks, self._etp.size, -1).transpose(0, 1)
+        return self._metadata_from_sizes(
+            reorder_permutation(permutation, order_R),
+            probs_TK,
+            received.to(probs_TK.device, non_blocking=True),
+            self._sizes(torch.from_numpy(sent_PE), received),
+            MigratedExperts.from_assignment(assignment_PE, self._ep),
         )
 
 

@@ -52,7 +52,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
 
     def dispatch_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """Permute the tokens by expert."""
-        return permute(rows, metadata.permutation)
+        return permute(rows, metadata.permutation, self.permute_ops)
 
     def permute_map(self, metadata: LocalMetadata) -> PermuteMap:
         """Return the permutation by expert."""
@@ -60,7 +60,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
 
     def combine_preprocess(self, y_RH: Tensor, metadata: LocalMetadata) -> Tensor:
         """Compute the weighted sum of each token's expert outputs."""
-        return unpermute(y_RH, metadata.permutation, metadata.probs_TK)
+        return unpermute(y_RH, metadata.permutation, metadata.probs_TK, self.permute_ops)
 
     def combine_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """Return rows unchanged."""

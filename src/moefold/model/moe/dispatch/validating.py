@@ -17,6 +17,7 @@ from moefold.comm.resumable import Resumable
 from moefold.errors import RunError
 from moefold.model.moe.dispatch.base import Dispatcher, ExpertMigration, RoutingMap, SplitSizes
 from moefold.ops.interface import PermuteMap
+from moefold.ops.permute import PermuteOps
 
 PHASES = ("preprocess", "dispatch", "probs", "migration", "combine")
 HEADER = ("step", "layer", "phase", "width")
@@ -102,6 +103,15 @@ class ValidatingDispatcher(Dispatcher[Any]):
         """See base class; the collectives are those of `dispatch_communicate`, if any."""
         self._compare("probs", 1, self._inner.split_sizes(metadata))
         return self._inner.dispatch_probs(metadata)
+
+    def dispatch_probs_async(self, metadata: Any) -> Resumable[tuple[Tensor, Any]]:
+        """See base class."""
+        self._compare("probs", 1, self._inner.split_sizes(metadata))
+        return (yield from self._inner.dispatch_probs_async(metadata))
+
+    def use_permute_ops(self, ops: PermuteOps) -> None:
+        """See base class."""
+        self._inner.use_permute_ops(ops)
 
     def migration(self, metadata: Any) -> ExpertMigration | None:
         """See base class."""

@@ -1,0 +1,30 @@
+"""Copies of small device tensors to the host that let the caller queue more work before it waits."""
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Copy of a tensor to the host, in flight until `wait`.
+
+    From CUDA through pinned memory, with an event: work that is queued between the constructor and `wait` runs while
+    the host waits. A tensor on the CPU is not copied.
+
+    Args:
+        values: a small tensor without a gradient.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
