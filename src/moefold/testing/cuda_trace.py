@@ -27,6 +27,7 @@ from moefold.comm.torch_compat import (
     storage_key,
     tree_leaves,
 )
+from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
@@ -102,7 +103,7 @@ class Trace:
     """Record of the operators, launches, collectives and host waits of the traced code.
 
     Attributes:
-        num_rows: routed tokens that this rank computes, of a balanced routing; the host reads them as a scalar.
+        num_rows: routed tokens of this rank, whose routing is balanced; the host reads them as a scalar.
         runs_all_candidates: run every candidate of the autotuner, as its measurements do.
     """
 
@@ -150,6 +151,7 @@ def trace_cuda(trace: Trace, device: Device = H200) -> Iterator[Trace]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", _Sends(trace)))
         stack.enter_context(_recorded_launches(trace))
+        stack.enter_context(_balanced_all_to_all(trace))
         stack.enter_context(_Operators(trace))
         functions = stack.enter_context(_Functions(trace))
         # The engine is called by a function of torch, inside which the mode is off.
@@ -372,14 +374,30 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
             is_weight_gradient=is_wgrad,
         )
 
-    def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> Tensor:
-        runs = list(candidates.values())
+    def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
+        first, *others = candidates
         if trace.runs_all_candidates:
-            for candidate in runs[1:]:
-                candidate()
-        return runs[0]()
+            for name in others:
+                candidates[name]()
+        return first
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "run", first_is_fastest):
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "choose", first_is_fastest):
+        yield
+
+
+@contextmanager
+def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
+    """Answer the all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
+    host_sizes = AllToAllDispatcher._host_sizes
+
+    def balanced_sizes(dispatcher: AllToAllDispatcher, counts: Tensor) -> Tensor:
+        if not counts.is_meta:
+            return host_sizes(dispatcher, counts)
+        trace.add("wait", "split sizes", moved_bytes=_bytes(counts))
+        num_experts = counts.shape[2] * counts.shape[3]
+        return host_sizes(dispatcher, torch.full(counts.shape, trace.num_rows // num_experts))
+
+    with mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes):
         yield
 
 

@@ -87,7 +87,7 @@ def test_weights_have_the_bits_of_the_simulation(dtype, transposes):
 def test_rows_have_the_bits_of_the_simulation(dtype, gathers):
     source = torch.tensor([4, -1, 0, 4, 8, 2, 2], dtype=torch.int32).to(DEVICE) if gathers else None
     rows = GatheredRows(_random(dtype, 9, 35), source)
-    blocks, scale = scale_blocks(rows.materialize(), RECIPE)
+    blocks, scale = scale_blocks(rows.materialized, RECIPE)
     found = quantize_rows(rows.values, rows.num_rows, source, BLOCK)
     _assert_same_operand(found, blocks.flatten(1), scale.flatten(1).t())
 
