@@ -1,7 +1,11 @@
 """Attention written out as its definition, in float64, with gradients by autograd: what every core must equal."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from moefold.model.attention import CausalAttention
 
 
 def reference_attention(
@@ -42,6 +46,19 @@ def with_gradients(attend, grad_out: Tensor, *inputs: Tensor) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def causal_attention_pairs(given: list[Tensor], window: int, starts: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ours, by the definition) of the output and each gradient; given = [grad_out, q, k, v], then sinks if any."""
+    positions = torch.arange(len(given[0]))
+
+    def expected(q, k, v, sinks=None):
+        return reference_attention(q, k, v, positions, positions, starts, window, sinks)
+
+    def attend(q, k, v, sinks=None):
+        return CausalAttention(window)(q, k, v, starts, sinks)
+
+    return zip(with_gradients(attend, *given), with_gradients(expected, *given), strict=True)
 
 
 def random_attention(seed: int, seq_len: int, batch: int, heads: tuple[int, int, int]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from moefold.model.attention import AttentionMaskSpec, CausalAttention, _has_long_documents
 from moefold.ops.block_attention import BlockedWindow
 from tests.model.attention_reference import (
+    causal_attention_pairs,
     random_attention,
     random_sinks,
     random_starts,
@@ -82,19 +83,10 @@ def test_documents_do_not_see_each_other(heads, dtype, tolerance):
 def test_windows_sinks_and_documents(window, limits):
     heads = (4, 2, 8)
     given = random_attention(6, 37, 2, heads)
-    positions = torch.arange(37)
     starts = random_starts(7, 37, 2) if "documents" in limits else None
     if "sinks" in limits:
         given.append(random_sinks(8, heads[0]))
-
-    def expected(q, k, v, sinks=None):
-        return reference_attention(q, k, v, positions, positions, starts, window, sinks)
-
-    def attend(q, k, v, sinks=None):
-        return CausalAttention(window)(q, k, v, starts, sinks)
-
-    pairs = zip(with_gradients(attend, *given), with_gradients(expected, *given), strict=True)
-    for mine, theirs in pairs:
+    for mine, theirs in causal_attention_pairs(given, window, starts):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -139,17 +131,9 @@ def test_a_sink_takes_its_share():
 @pytest.mark.parametrize("length", [288, 301])
 def test_long_runs_go_tile_by_tile(window, limits, length):
     given = random_attention(6, length, 2, (4, 2, 4))
-    positions = torch.arange(length)
     starts = random_starts(7, length, 2) if limits == "documents" else None
     if limits == "sinks":
         given.append(random_sinks(8, 4))
     assert isinstance(AttentionMaskSpec(window, starts).local_mask(0, given[0]), BlockedWindow)
-
-    def expected(q, k, v, sinks=None):
-        return reference_attention(q, k, v, positions, positions, starts, window, sinks)
-
-    def attend(q, k, v, sinks=None):
-        return CausalAttention(window)(q, k, v, starts, sinks)
-
-    for mine, theirs in zip(with_gradients(attend, *given), with_gradients(expected, *given), strict=True):
+    for mine, theirs in causal_attention_pairs(given, window, starts):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import (
     BlockedWindow,
     CpuFlash,
@@ -16,6 +15,7 @@ from moefold.ops.block_attention import (
     merge_lse_,
 )
 from tests.model.attention_reference import (
+    causal_attention_pairs,
     random_attention,
     random_sinks,
     reference_attention,
@@ -233,15 +233,7 @@ def test_windows_through_the_cuda_operators(monkeypatch, window, with_sinks):
     """The CPU runs the calls of the CUDA kernel with operators of the same schemas."""
     flash = use_reference_flash(monkeypatch)
     inputs = random_attention(3, 21, 2, (4, 2, 8)) + ([random_sinks(4, 4)] if with_sinks else [])
-    positions = torch.arange(21)
-
-    def expected(q, k, v, sinks=None):
-        return reference_attention(q, k, v, positions, positions, None, window, sinks)
-
-    def attend(q, k, v, sinks=None):
-        return CausalAttention(window)(q, k, v, None, sinks)
-
-    for mine, theirs in zip(with_gradients(attend, *inputs), with_gradients(expected, *inputs), strict=True):
+    for mine, theirs in causal_attention_pairs(inputs, window, None):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
     assert flash.calls == (["forward", "backward"] if window else [])
 

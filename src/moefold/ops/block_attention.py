@@ -32,6 +32,7 @@ from moefold.comm.torch_compat import (
     cuda_flash_attention_backward,
 )
 from moefold.ops.gemm import is_faster_in_fp32
+from moefold.ops.interface import unit_stride
 
 
 def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -440,8 +441,3 @@ def _window_args(block_mask: BlockMask) -> dict[str, int]:
         return {"window_size_left": -1, "window_size_right": 0 if _is_causal(block_mask) else -1}
     assert block_mask.document_starts is None, "the flash kernel takes windows without documents"
     return {"window_size_left": block_mask.window - 1, "window_size_right": 0}
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dim, as kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()

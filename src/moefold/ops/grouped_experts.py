@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moefold.ops.interface import (
     ExpertGradients,
@@ -20,6 +19,7 @@ from moefold.ops.interface import (
     rowwise_dot,
     scale_rows,
 )
+from moefold.ops.permute import sum_rows_per_token
 from moefold.ops.swiglu import ExpertActivation
 
 
@@ -165,14 +165,7 @@ class GroupedExpertOps:
 
     def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
         """Sum the rows of each token, [T, H], in float32 at least."""
-        row_TK = permute_map.row_TK
-        kept_TK = permute_map.kept_TK
-        if len(rows_RH) == 0:
-            return rows_RH.new_zeros(len(row_TK), rows_RH.shape[1])
-        accum_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
-        weights_TK = None if kept_TK is None else kept_TK.to(accum_dtype)
-        y_TH = F.embedding_bag(row_TK, rows_RH.to(accum_dtype), mode="sum", per_sample_weights=weights_TK)
-        return y_TH.to(rows_RH.dtype)
+        return sum_rows_per_token(rows_RH, permute_map.row_TK, permute_map.kept_TK)
 
 
 def counts_from_offsets(offsets_E: Tensor) -> list[int]:

@@ -119,10 +119,10 @@ class PermuteMap:
     def from_permutation(permutation: Permutation) -> "PermuteMap":
         """Convert a permutation for kernels."""
         source_R = permutation.token_R.to(torch.int32)
-        if permutation.non_padding_R is not None:
-            source_R = source_R.masked_fill(~permutation.non_padding_R, -1)
-        has_padding = permutation.non_padding_R is not None
-        return PermuteMap(source_R, permutation.row_TK, permutation.kept_TK, has_padding)
+        non_padding_R = permutation.non_padding_R
+        if non_padding_R is not None:
+            source_R = source_R.masked_fill(~non_padding_R, -1)
+        return PermuteMap(source_R, permutation.row_TK, permutation.kept_TK, has_padding=non_padding_R is not None)
 
     @staticmethod
     def from_order(order_R: Tensor, inverse_R: Tensor) -> "PermuteMap":
@@ -233,3 +233,8 @@ def scale_rows(x_MF: Tensor, scales_M: Tensor) -> Tensor:
 def rowwise_dot(a_MF: Tensor, b_MF: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the dot product of each pair of rows in a dtype, [M]."""
     return torch.linalg.vecdot(a_MF.to(dtype), b_MF.to(dtype))
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dim, as kernels require."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -49,16 +49,10 @@ class TorchPermuteOps:
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
         """See `PermuteOps`."""
         kept_TK = permutation.kept_TK
-        if y_RH.shape[0] == 0:
-            return y_RH.new_zeros(permutation.row_TK.shape[0], y_RH.shape[1])
         weights_TK = kept_TK
         if probs_TK is not None:
             weights_TK = probs_TK if kept_TK is None else probs_TK * kept_TK
-        dtype = torch.promote_types(y_RH.dtype, torch.float32)
-        weights_TK = None if weights_TK is None else weights_TK.to(dtype).contiguous()
-        # Gathers, scales and sums in one pass: on CPU 2 to 20 times faster than separate steps (T=2048, K=2, H=256).
-        y_TH = F.embedding_bag(permutation.row_TK, y_RH.to(dtype), mode="sum", per_sample_weights=weights_TK)
-        return y_TH.to(y_RH.dtype)
+        return sum_rows_per_token(y_RH, permutation.row_TK, weights_TK)
 
     def combine_backward(
         self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
@@ -74,6 +68,23 @@ class TorchPermuteOps:
 
 
 TORCH_PERMUTE_OPS = TorchPermuteOps()
+
+
+def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Sum each token's rows times their weights, in float32 at least: [R, H] -> [T, H] in the dtype of y.
+
+    Args:
+        y_RH: rows.
+        row_TK: rows of each token, int64.
+        weights_TK: of any dtype; None: 1.
+    """
+    if len(y_RH) == 0:
+        return y_RH.new_zeros(len(row_TK), y_RH.shape[1])
+    dtype = torch.promote_types(y_RH.dtype, torch.float32)
+    weights_TK = None if weights_TK is None else weights_TK.to(dtype).contiguous()
+    # Gathers, scales and sums in one pass: on CPU 2 to 20 times faster than separate steps (T=2048, K=2, H=256).
+    y_TH = F.embedding_bag(row_TK, y_RH.to(dtype), mode="sum", per_sample_weights=weights_TK)
+    return y_TH.to(y_RH.dtype)
 
 
 def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:

@@ -166,7 +166,6 @@ class _CausalBlocks:
         self.local_chunks = _zigzag(cp.size, cp.rank)
         self._chunk_size = q.shape[0] // 2
         self._mask_spec = mask_spec
-        self._device = q.device
         self._q = q
         self._needs_mask = mask_spec.needs_mask(q.shape[0] * cp.size)
 
@@ -229,7 +228,7 @@ class _CausalBlocks:
 
     def _positions(self, chunks: Sequence[int]) -> Tensor:
         return torch.cat(
-            [torch.arange(i * self._chunk_size, (i + 1) * self._chunk_size, device=self._device) for i in chunks]
+            [torch.arange(i * self._chunk_size, (i + 1) * self._chunk_size, device=self._q.device) for i in chunks]
         )
 
 

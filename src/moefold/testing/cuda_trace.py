@@ -211,7 +211,8 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, trace: Trace) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.trace, ctx.mask_bytes = trace, 0 if mask is None else _bytes(mask)
+        ctx.trace = trace
+        ctx.mask_bytes = 0 if mask is None else _bytes(mask)
         y = q.new_empty(*q.shape[:-1], v.shape[-1])
         trace.add("op", "sdpa", moved_bytes=_bytes(q, k, v, y) + ctx.mask_bytes)
         return y
@@ -292,9 +293,9 @@ def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
 def _gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[float, int, bool]:
     """Return (FLOPs, length of the sums, whether it is a grouped weight gradient) of a matrix product, else zeros."""
     if name in ("mm", "bmm", "_grouped_mm"):
-        a, b = inputs[0], inputs[1]
+        a, b = inputs[:2]
     elif name in ("addmm", "baddbmm"):
-        a, b = inputs[1], inputs[2]
+        a, b = inputs[1:3]
     else:
         return 0.0, 0, False
     is_wgrad = name == "_grouped_mm" and a.dim() == 2 and b.dim() == 2
@@ -336,6 +337,8 @@ class _Stream:
 
 
 class _Event:
+    """An event, which orders nothing either; only the host's wait for it is recorded."""
+
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
@@ -414,7 +417,8 @@ def launch_flops(launch: Launch) -> tuple[float, int, bool]:
 
 
 def _grouped_gemm_flops(launch: Launch) -> tuple[float, int, bool]:
-    rows, width = launch.argument("y").shape[0], launch.argument("width")
+    rows = len(launch.argument("y"))
+    width = launch.argument("width")
     depth = launch.argument("depth") * (2 if launch.options.get("HAS_SECOND") else 1)
     return 2.0 * rows * width * depth, depth, False
 

@@ -10,8 +10,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moefold.ops.block_attention import BlockKernel, Mask, MathBlockAttention, unit_stride
+from moefold.ops.block_attention import BlockKernel, Mask, MathBlockAttention
 from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.interface import unit_stride
 
 MAX_HEAD_DIM = 256
 """Maximum head dim, as in `attention.c`."""

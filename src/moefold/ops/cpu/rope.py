@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.block_attention import unit_stride
 from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.interface import unit_stride
 from moefold.ops.rope import Rope, rotate_halves
 
 MAX_PAIRS = 256

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import GatheredRows, PermuteMap
+from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 from moefold.ops.triton.grouped_gemm import (
@@ -38,13 +38,12 @@ class TritonExpertOps(GroupedExpertOps):
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """See base class."""
-        x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
         candidates: dict[str, Callable[..., Tensor]] = {}
-        if supports_grouped_mm(x, rows.num_rows, *w_EKN.shape[1:]):
+        if supports_grouped_mm(rows.values, rows.num_rows, *w_EKN.shape[1:]):
             candidates["torch"] = partial(GROUPED_MM.grouped_gemm, w_EKN=w_EKN, offsets_E=offsets_E, second=second)
-        for tile_config in tile_configs(x):
+        for tile_config in tile_configs(rows.values):
             candidates[f"triton {tile_config.block_m}x{tile_config.block_n}"] = partial(
                 _grouped_gemm_of_rows, w_EKN=w_EKN, offsets_E=offsets_E, second=second, tile_config=tile_config
             )
@@ -158,8 +157,3 @@ def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
 def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
     """Return (alpha, limit) of the clamped activation, None for SwiGLU."""
     return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLUActivation) else None
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dim, as kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()

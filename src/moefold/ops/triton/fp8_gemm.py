@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
-from moefold.ops.interface import GatheredRows, PermuteMap
-from moefold.ops.triton.experts import TritonExpertOps, unit_stride
+from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
+from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
 from moefold.ops.triton.quantize import (
     QuantizedTensor,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.interface import Permutation
+from moefold.ops.interface import Permutation, unit_stride
 from moefold.ops.permute import TORCH_PERMUTE_OPS
 from moefold.ops.triton.grouped_gemm import combine_rows
 
@@ -50,14 +50,14 @@ class TritonPermuteOps:
 
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
         """See `PermuteOps`."""
-        return combine_rows(_unit_stride(y_RH), permutation.row_TK, permutation.kept_TK, probs_TK)
+        return combine_rows(unit_stride(y_RH), permutation.row_TK, permutation.kept_TK, probs_TK)
 
     def combine_backward(
         self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `PermuteOps`; reads y and the gradient once, and writes the gradient of each probability in place."""
-        grad = _unit_stride(grad_TH)
-        y = _unit_stride(y_RH)
+        grad = unit_stride(grad_TH)
+        y = unit_stride(y_RH)
         num_rows, width = y.shape
         grad_RH = torch.empty((num_rows, width), dtype=y.dtype, device=y.device)
         # A dropped token has no row that would write its gradient.
@@ -74,7 +74,3 @@ class TritonPermuteOps:
             HAS_PADDING=non_padding_R is not None, BLOCK_R=block_r, BLOCK_N=block_n,
         )  # fmt: skip
         return grad_RH, grad_TK
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

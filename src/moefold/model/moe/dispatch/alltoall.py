@@ -108,13 +108,15 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         else:
             counts = self._padded_counts(padded_capacity, x_TH.device)
             sizes = HostCopy(self._host_sizes(self._padded_counts(padded_capacity, torch.device("cpu"))))
+        permuted = None
+        if self._permutes_before_wait and not self._permutes_at_send:
+            # The device permutes while the host waits for the sizes.
+            permuted = self.permute_ops.permute(x_TH.detach(), permutation)
+        metadata = self._build_metadata(permutation, routing_map.probs_TK, counts, sizes.wait())
         if self._permutes_at_send:
             # FP8 tokens are permuted as bytes when they are sent: each token is quantised once, and fewer bytes are
             # copied.
-            return x_TH, self._build_metadata(permutation, routing_map.probs_TK, counts, sizes.wait())
-        # The device permutes while the host waits for the sizes.
-        permuted = self.permute_ops.permute(x_TH.detach(), permutation) if self._permutes_before_wait else None
-        metadata = self._build_metadata(permutation, routing_map.probs_TK, counts, sizes.wait())
+            return x_TH, metadata
         if permuted is not None:
             permuted = permuted[: len(metadata.permutation.token_R)]
         return permute(x_TH, metadata.permutation, self.permute_ops, permuted), metadata
