@@ -41,6 +41,10 @@ def test_the_host_waits_no_more_than_it_must(traced, name):
     assert len(traced[name]["waits"]) <= MAX_WAITS[name], traced[name]["waits"]
 
 
+def test_no_operator_raises_with_run_deterministic(traced):
+    assert not [counts for counts in traced.values() if counts["nondeterministic"]]
+
+
 @pytest.mark.parametrize("name", MAPPINGS)
 @pytest.mark.parametrize("key", ["moved_bytes", "sent_bytes", "launches"])
 def test_no_count_rises_above_the_table(traced, name, key):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from moefold.testing.cuda_layers import layer_config, trace_layer
+from moefold.testing.nondeterministic_ops import NondeterministicOps
 
 TABLE = Path(__file__).parent / "traces.json"
 TOKENS = 4096
@@ -41,10 +42,12 @@ def counts(name: str) -> dict[str, object]:
     """Return the counts of a mapping."""
     sections = dict(MAPPINGS[name])
     part = sections.pop("part")
-    trace = trace_layer(layer_config("qwen3-30b-a3b", TOKENS, **sections), part)
+    with NondeterministicOps() as nondeterministic:
+        trace = trace_layer(layer_config("qwen3-30b-a3b", TOKENS, **sections), part)
     device = trace.of("op", "kernel")
     return {
         "waits": [f"{event.name} at {event.source}" for event in trace.of("wait")],
+        "nondeterministic": sorted(nondeterministic.found),
         "copies": len(trace.of("copy")),
         "launches": len(device),
         "kernels": len(trace.of("kernel")),
