@@ -9,6 +9,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
+from moefold.model.local_param import CastCopies
 from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
@@ -56,8 +57,21 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
     message = "; ".join(filter(None, (sharded.message, recompute_message)))
     return ParallelModel(
-        sharded.stages, sharded.stage_plan, runner, groups, sharded.positions, message, sharded.offload
+        sharded.stages,
+        sharded.stage_plan,
+        runner,
+        groups,
+        sharded.positions,
+        message,
+        sharded.offload,
+        _cast_copies(sharded.stages, groups),
     )
+
+
+def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
+    """Return the copies of the weights in the compute dtype: on one GPU; on several, FSDP casts what it gathers."""
+    is_kept = groups.layout.world_size == 1 and groups.device.type == "cuda"
+    return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:

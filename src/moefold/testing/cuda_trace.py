@@ -168,6 +168,7 @@ class _Functions(TorchFunctionMode):
         self._replaced: dict[Any, Callable[..., Any]] = {
             _attribute_getter("device"): lambda x: CUDA if x.is_meta else x.device,
             _attribute_getter("is_cuda"): lambda x: x.is_meta,
+            torch.Tensor.pin_memory: lambda x: x,
             F.scaled_dot_product_attention: self._attention,
             F.rms_norm: self._rms_norm,
         }

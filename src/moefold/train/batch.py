@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.host_copy import copy_to_device
 from moefold.config.schema import Config
 from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
@@ -153,6 +154,6 @@ class BatchSharder:
         return ahead
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device; floating-point values in the type of the loss."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        """Copy to the device, while the host goes on; floating-point values in the type of the loss."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
