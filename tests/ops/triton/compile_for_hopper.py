@@ -43,14 +43,12 @@ def products():
         rows = {
             "GATHERS": True,
             "HAS_SECOND": False,
-            "SCATTERS": False,
             "GROUP_SIZE": 8,
             "stride_xk": 1,
             "stride_wn": 1,
         }
         yield "rows", grouped_gemm._grouped_gemm_kernel, half, rows | cut | size, how
-        weights = {"GATHERS": True, "GATHERS_GRAD": False}
-        yield "weights", grouped_gemm._weight_grad_kernel, half, weights | cut | size, how
+        yield "weights", grouped_gemm._weight_grad_kernel, half, cut | size, how
     size = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": 128, "GROUP_SIZE": 8}
     how = {"num_warps": 8, "num_stages": 4}
     yield "rows e4m3", fp8_gemm._scaled_gemm_kernel, narrow, size, how
