@@ -74,13 +74,14 @@ def others():
     yield quantize._quantize_weights_kernel, types, {"BLOCK": 128}
     turn = {"IS_INTERLEAVED": True, "IS_BACKWARD": False, "HEADS": 32, "BLOCK_P": 64, "BLOCK_R": 64}
     yield rope._rope_kernel, types, turn
-    names = ("logits", "bias", "probs", "scores", "score_sums", "z_sums", "entropies", "grad_z", "grad_logits")
+    names = ("logits", "bias", "probs", "scores", "sums", "grad_z", "grad_logits")
     routing = dict.fromkeys((*names, "grad_probs", "grad_scores", "grad_sums"), WIDE)
-    routing |= {"ids": LONG, "tokens_per_expert": INT, "factor": "fp32", "eps": "fp32"}
+    routing |= {"ids": LONG, "tokens_per_expert": LONG, "factor": "fp32", "eps": "fp32"}
     rule = {"TOP_K": 8, "IS_SOFTMAX": False, "IS_POST_SOFTMAX": False, "NORMALIZES": True, "BLOCK_E": 256, "ROWS": 4}
     groups = {"HAS_BIAS": True, "NUM_GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_K": 8}
     yield router._forward_kernel, routing, rule | groups
-    yield router._backward_kernel, routing, rule
+    grads = dict.fromkeys(("HAS_GRAD_PROBS", "HAS_GRAD_SCORES", "HAS_GRAD_SUMS", "HAS_GRAD_Z"), True)
+    yield router._backward_kernel, routing, rule | grads
 
 
 def main() -> int:
