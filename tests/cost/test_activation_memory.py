@@ -9,11 +9,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.model.head import CPU_CHUNK_TOKENS
 from moefold.ops import gemm
 from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.testing.pool import WorkerPool
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
@@ -107,6 +110,11 @@ def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
         states = formulas[rank.pp_rank].states
         found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
         assert found == (states.weights, states.gradients, states.optimizer), rank
+
+
+def test_sizes_of_the_loss_are_those_of_the_runtime():
+    assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
+    assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -19,8 +19,8 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
-LOSS_CHUNK_LOGITS = 1 << 24
-"""Logits of a loss chunk with train.loss_chunk = -1: 64 MiB in float32."""
+LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
 
@@ -455,12 +455,12 @@ class Config:
         """Micro-batches per data-parallel rank and step."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)
 
-    @property
-    def loss_chunk_tokens(self) -> int:
-        """Number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+    def loss_chunk_tokens(self, device_type: str) -> int:
+        """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
-        return max(MIN_LOSS_CHUNK_TOKENS, LOSS_CHUNK_LOGITS * self.parallel.tp // self.model.vocab_size)
+        logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
+        return max(MIN_LOSS_CHUNK_TOKENS, logits * self.parallel.tp // self.model.vocab_size)
 
     @property
     def tokens_per_step(self) -> int:

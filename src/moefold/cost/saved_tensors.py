@@ -17,6 +17,8 @@ PARTS = (
 class KernelProfile:
     """Properties of a device's kernels that decide which tensors they save for backward."""
 
+    device_type: str
+    """Device of the kernels."""
     grouped_experts: bool
     """Grouped GEMM: the experts of a rank run together. Four inner widths of a SwiGLU are counted, an upper bound: they
     save two and recompute the activation. Else they run one after another, and the two inner projections are saved."""
@@ -28,9 +30,9 @@ class KernelProfile:
     gradient is delayed."""
 
 
-CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
-CUDA_KERNELS = KernelProfile(grouped_experts=True)
-KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
+CPU_KERNELS = KernelProfile(device_type="cpu", grouped_experts=False, tiled_loss=True)
+CUDA_KERNELS = KernelProfile(device_type="cuda", grouped_experts=True)
+KERNEL_PROFILES = {kernels.device_type: kernels for kernels in (CPU_KERNELS, CUDA_KERNELS)}
 """Kernel profile by device type."""
-MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True)
+MEGATRON_KERNELS = KernelProfile(device_type="cuda", grouped_experts=True, fused_swiglu=True)
 """Profile of Megatron-Core with Transformer Engine, on which most published steps were measured."""

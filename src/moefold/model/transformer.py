@@ -161,7 +161,6 @@ class Transformer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.loss: LossFunction = NextTokenLoss()
-        self._loss_chunk = cfg.loss_chunk_tokens
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -242,7 +241,7 @@ class Transformer(nn.Module):
         return x if self.is_first or len(self.layers) else x.view_as(x)
 
     def _output(self, normed: Tensor) -> ModelOutput:
-        return ModelOutput(normed, self.head, self._tied_weight, self._loss_chunk)
+        return ModelOutput(normed, self.head, self._tied_weight, self.cfg.loss_chunk_tokens(normed.device.type))
 
     def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
         """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""

@@ -55,6 +55,7 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
         # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.experts import TritonExpertOps
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
@@ -67,6 +68,7 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         router=routing,
         swiglu=expert_ops,
         rope=apply_rope,
+        cross_entropy_ops=TritonCrossEntropyOps(),
         message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
 
@@ -86,6 +88,7 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
             module.core_attention.kernel = kernels.attention
     if stage.is_last:
         stage.head.gemm = kernels.gemm
+        stage.head.cross_entropy_ops = kernels.cross_entropy_ops
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
@@ -144,6 +147,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
     reason = fp8_unsupported_reason(cfg.run, device)
     if not reason:
+        from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
         from moefold.ops.triton.rope import apply_rope
 
@@ -156,6 +160,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
             router=routing,
             swiglu=expert_ops,
             rope=apply_rope,
+            cross_entropy_ops=TritonCrossEntropyOps(),
             message=message,
         )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)

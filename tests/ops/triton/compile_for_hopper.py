@@ -43,14 +43,12 @@ def products():
         rows = {
             "GATHERS": True,
             "HAS_SECOND": False,
-            "SCATTERS": False,
             "GROUP_SIZE": 8,
             "stride_xk": 1,
             "stride_wn": 1,
         }
         yield "rows", grouped_gemm._grouped_gemm_kernel, half, rows | cut | size, how
-        weights = {"GATHERS": True, "GATHERS_GRAD": False}
-        yield "weights", grouped_gemm._weight_grad_kernel, half, weights | cut | size, how
+        yield "weights", grouped_gemm._weight_grad_kernel, half, cut | size, how
     size = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": 128, "GROUP_SIZE": 8}
     how = {"num_warps": 8, "num_stages": 4}
     yield "rows e4m3", fp8_gemm._scaled_gemm_kernel, narrow, size, how
@@ -76,13 +74,14 @@ def others():
     yield quantize._quantize_weights_kernel, types, {"BLOCK": 128}
     turn = {"IS_INTERLEAVED": True, "IS_BACKWARD": False, "HEADS": 32, "BLOCK_P": 64, "BLOCK_R": 64}
     yield rope._rope_kernel, types, turn
-    names = ("logits", "bias", "probs", "scores", "score_sums", "z_sums", "entropies", "grad_z", "grad_logits")
+    names = ("logits", "bias", "probs", "scores", "sums", "grad_z", "grad_logits")
     routing = dict.fromkeys((*names, "grad_probs", "grad_scores", "grad_sums"), WIDE)
-    routing |= {"ids": LONG, "tokens_per_expert": INT, "factor": "fp32", "eps": "fp32"}
+    routing |= {"ids": LONG, "tokens_per_expert": LONG, "factor": "fp32", "eps": "fp32"}
     rule = {"TOP_K": 8, "IS_SOFTMAX": False, "IS_POST_SOFTMAX": False, "NORMALIZES": True, "BLOCK_E": 256, "ROWS": 4}
     groups = {"HAS_BIAS": True, "NUM_GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_K": 8}
     yield router._forward_kernel, routing, rule | groups
-    yield router._backward_kernel, routing, rule
+    grads = dict.fromkeys(("HAS_GRAD_PROBS", "HAS_GRAD_SCORES", "HAS_GRAD_SUMS", "HAS_GRAD_Z"), True)
+    yield router._backward_kernel, routing, rule | grads
 
 
 def main() -> int:

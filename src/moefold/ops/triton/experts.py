@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.ops.autotune import Autotuner
+from moefold.ops.autotune import Autotuner, TuningKey
 from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
@@ -49,29 +49,6 @@ class TritonExpertOps(GroupedExpertOps):
             )
         key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
         return self._run_autotuned("product", (rows,), key, candidates)
-
-    def grouped_gemm_combine(
-        self,
-        rows: GatheredRows,
-        w_EKN: Tensor,
-        offsets_E: Tensor,
-        permute_map: PermuteMap,
-        second: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """See base class; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
-        target = permute_map.source_R, len(permute_map.row_TK)
-
-        def gather(rows: GatheredRows) -> Tensor:
-            return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
-
-        def scatter(rows: GatheredRows) -> Tensor:
-            second_term = None if second is None else (unit_stride(second[0]), second[1])
-            return _grouped_gemm_of_rows(rows, w_EKN, offsets_E, second=second_term, target=target).to(
-                rows.values.dtype
-            )
-
-        key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
-        return self._run_autotuned("combined", (rows,), key, {"gather": gather, "scatter": scatter})
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
@@ -120,8 +97,7 @@ class TritonExpertOps(GroupedExpertOps):
         """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
         rows = operands[0]
         needs_gather = tuple(not operand.is_materialized for operand in operands)
-        # Row counts change every step: counts between two powers of two share a choice.
-        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], needs_gather, *shape)
+        key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape))
 
         def timed(candidate: Callable[..., Tensor]) -> Tensor:
             return candidate(*(o if o.is_materialized else replace(o) for o in operands))
@@ -139,12 +115,12 @@ def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, 
 def _weight_gradient_of_rows(
     rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor, tile_config: TileConfig
 ) -> Tensor:
-    """Compute the Triton kernel's weight gradient, see `_grouped_gemm_of_rows`."""
-    x, source_R = _kernel_operand(rows)
-    g, grad_source_R = _kernel_operand(grad)
-    return grouped_gemm_weight_grad(
-        x, g, offsets_E, source_R=source_R, grad_source_R=grad_source_R, tile_config=tile_config
-    )
+    """Compute the Triton kernel's weight gradient of rows that are gathered first, once for all GEMMs that read them.
+
+    A kernel that gathers in its loads over the rows would have fewer copies in flight.
+    """
+    x = unit_stride(rows.materialized)
+    return grouped_gemm_weight_grad(x, unit_stride(grad.materialized), offsets_E, tile_config=tile_config)
 
 
 def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:

@@ -115,7 +115,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
     block_size = depth // len(x.scales)
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
-    _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
+    _scaled_gemm_kernel[(min(max_tiles, max_programs(out, warps)),)](
         x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, num_rows, width, depth,
         w.values.stride(0), *w.scales.stride()[:2], BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
         GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=4,
