@@ -55,7 +55,7 @@ class ExpertMemory:
 
     @cached_property
     def applies_probs(self) -> bool:
-        """Whether the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
+        """True if the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
         run = self._cfg.run
         runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
         commutes = self._kernels.experts_apply_probs and runs_kernels and self._cfg.train.precision == "dtype"
