@@ -3,9 +3,8 @@
 from collections.abc import Callable, Hashable, Mapping
 
 import torch
-from torch import Tensor
 
-Candidates = Mapping[str, Callable[[], Tensor]]
+Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2
 """Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
@@ -44,7 +43,7 @@ class Autotuner:
         return self._best_by_key[key]
 
 
-def _median_ms(candidate: Callable[[], Tensor]) -> float:
+def _median_ms(candidate: Callable[[], object]) -> float:
     for _ in range(NUM_WARMUP_RUNS):
         candidate()
     times = []
