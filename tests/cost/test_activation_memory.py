@@ -7,17 +7,26 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moefold.comm.groups import ParallelGroups
+from moefold.comm.resumable import run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
 from moefold.cost.auto_recompute import GIB, choose_recompute
+from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.model.head import CPU_CHUNK_TOKENS
+from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
+from moefold.model.moe.dispatch.base import RoutingMap
+from moefold.model.moe.experts import Experts
 from moefold.ops import gemm
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
+from moefold.ops.grouped_experts import GroupedExpertOps
+from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.testing.pool import WorkerPool
+from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
 from tests.slow import slow
@@ -375,3 +384,40 @@ def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
     assert [rank.pp_rank for rank in ranks] == list(range(16))
     assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
     assert torch.tensor([rank.total for rank in ranks]).argmax() == 0
+
+
+@pytest.mark.parametrize("saves_fc1", [True, False])
+@pytest.mark.parametrize("weight_in_expert", [True, False])
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kernels, weight_in_expert, saves_fc1):
+    cfg = _config("bfloat16", moe={"weight_in_expert": weight_in_expert})
+    cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
+    recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
+    formula = ExpertMemory(cfg, recompute, CUDA_KERNELS, 1.0)
+    model = cfg.model
+    tokens = formula.routed_tokens // model.top_k
+    experts = Experts(
+        model.num_experts, model.hidden_size, model.moe_ffn_hidden_size, applies_probs=weight_in_expert
+    ).bfloat16()
+    # The operations of a CUDA device, in torch: grouped, with the permutation fused if there are kernels.
+    experts.ops = GroupedExpertOps() if kernels == "auto" else GroupedMMExpertOps()
+    experts.saves_fc1 = saves_fc1
+    x_TH = torch.randn(tokens, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    ids_TK = torch.arange(tokens * model.top_k).view(tokens, -1) % model.num_experts
+    probs_TK = torch.rand(tokens, model.top_k, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        groups = ParallelGroups.create(fold(world_size=1), torch.device("cpu"))
+        moe = groups.moe
+        dispatcher = AllToAllDispatcher(moe.ep, moe.etp, moe.experts, moe.expert_coordinates, model.num_experts)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            run_to_end(dispatcher.run(x_TH, RoutingMap(ids_TK, probs_TK), experts))
+    finally:
+        dist.destroy_process_group()
+    weights = {parameter.data_ptr() for parameter in experts.parameters()}
+    found = {t.data_ptr(): t.nbytes for t in saved if t.is_floating_point() and t.data_ptr() not in weights}
+    own_probs = 0 if formula.applies_probs else probs_TK.nbytes
+    expected = formula.expert_tokens * formula.token_bytes + (formula.fc1_outputs() + formula.expert_outputs()).total()
+    assert sum(found.values()) == expected + own_probs
+    assert formula.applies_probs == (weight_in_expert or kernels == "auto")

@@ -217,7 +217,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
-    width = inner + model.hidden_size * sizes.cfg.moe.weight_in_expert
+    width = inner + model.hidden_size * sizes.experts.applies_probs
     return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-Candidates = Mapping[str, Callable[[], Tensor]]
+Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2
 """Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
@@ -64,7 +63,7 @@ class Autotuner:
         return best[min(best, key=lambda measured: (abs(measured - octave), measured))]
 
 
-def _median_ms(candidate: Callable[[], Tensor]) -> float:
+def _median_ms(candidate: Callable[[], object]) -> float:
     for _ in range(NUM_WARMUP_RUNS):
         candidate()
     times = []

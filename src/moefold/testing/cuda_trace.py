@@ -424,6 +424,12 @@ def _grouped_gemm_flops(launch: Launch) -> tuple[float, int, bool]:
     return 2.0 * rows * width * depth, depth, False
 
 
+def _fc1_flops(launch: Launch) -> tuple[float, int, bool]:
+    written = launch.argument("g_out" if launch.options["WRITES_FC1"] else "hidden_out")
+    depth = launch.argument("depth")
+    return 2 * 2.0 * len(written) * launch.argument("width") * depth, depth, False
+
+
 def _weight_gradient_flops(launch: Launch) -> tuple[float, int, bool]:
     out = launch.argument("out")
     rows = min(len(launch.argument("x")), len(launch.argument("grad")))
@@ -433,6 +439,7 @@ def _weight_gradient_flops(launch: Launch) -> tuple[float, int, bool]:
 GEMM_KERNELS: dict[str, Callable[[Launch], tuple[float, int, bool]]] = {
     "_grouped_gemm_kernel": _grouped_gemm_flops,
     "_scaled_gemm_kernel": _grouped_gemm_flops,
+    "_fc1_kernel": _fc1_flops,
     "_weight_grad_kernel": _weight_gradient_flops,
     "_scaled_weight_grad_kernel": _weight_gradient_flops,
 }

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moefold.ops.triton import fp8_gemm, grouped_gemm, permute, quantize, rope, router, swiglu
+from moefold.ops.triton import fc1, fp8_gemm, grouped_gemm, permute, quantize, rope, router, swiglu
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WIDE, HALF, BYTE, INT, LONG = "*fp32", "*bf16", "*fp8e4nv", "*i32", "*i64"
@@ -48,7 +48,16 @@ def products():
             "stride_wn": 1,
         }
         yield "rows", grouped_gemm._grouped_gemm_kernel, half, rows | cut | size, how
-        yield "weights", grouped_gemm._weight_grad_kernel, half, cut | size, how
+        weights = {"GATHERS": True, "GATHERS_GRAD": False}
+        yield "weights", grouped_gemm._weight_grad_kernel, half, weights | cut | size, how
+    both = half | dict.fromkeys(("w_gate", "w_up", "b_gate", "b_up", "g_out", "u_out", "hidden_out"), HALF)
+    both |= {"probs": WIDE, "alpha": "fp32", "limit": "fp32"}
+    flags = dict.fromkeys(("GATHERS", "HAS_BIAS", "HAS_PROBS", "IS_CLAMPED", "WRITES_FC1", "WRITES_HIDDEN"), True)
+    flags |= {"GROUP_SIZE": 8, "stride_xk": 1, "stride_wn": 1}
+    for tiling in fc1.TILE_CONFIGS_16_BIT:
+        size = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+        how = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        yield "gate and up", fc1._fc1_kernel, both, flags | cut | size, how
     size = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": 128, "GROUP_SIZE": 8}
     how = {"num_warps": 8, "num_stages": 4}
     yield "rows e4m3", fp8_gemm._scaled_gemm_kernel, narrow, size, how

@@ -17,7 +17,7 @@ def test_products_become_instructions_of_the_matrix_units():
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=280, env=words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 10
     for line in lines:
         assert "wgmma.mma_async" in line, line
         assert ("e4m3.e4m3" in line) == ("e4m3" in line.split()[1]), line

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.ops.autotune import Autotuner
 from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
 from moefold.ops.triton.experts import TritonExpertOps
-from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
+from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile
 from moefold.ops.triton.quantize import (
     QuantizedTensor,
     first_block,
@@ -164,6 +164,10 @@ class Fp8ExpertOps(TritonExpertOps):
     def probs_commute(self) -> bool:
         """False: hidden values are quantised."""
         return False
+
+    def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return none: the kernel of both projections does not quantise."""
+        return ()
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
