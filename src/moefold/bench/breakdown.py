@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.bench.layers import build_layers
 from moefold.bench.shape import BenchPart
 from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
-from moefold.model.init import init_weights
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.permute import permute, plan_permutation, unpermute
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
@@ -19,7 +19,6 @@ from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.adamw import build_optimizer
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
 ADAMW_BYTES_PER_WEIGHT = 28
@@ -84,7 +83,7 @@ class StepBreakdown:
         self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
-        self._model = _single_layer_model(cfg, part, device, self._dtype)
+        self._model = build_layers(cfg, [0], device, is_whole=part == "model")
         self._moe = next(iter(self._model.moe_layers().values()))
         with torch.no_grad():
             self._moe.router.weight.copy_(router)
@@ -277,21 +276,6 @@ def _backward(y: Tensor, module: nn.Module | None, grad: Tensor | None = None) -
     torch.autograd.backward(y, torch.ones_like(y) if grad is None else grad)
     for parameter in () if module is None else module.parameters():
         parameter.grad = None
-
-
-def _single_layer_model(cfg: Config, part: BenchPart, device: torch.device, dtype: torch.dtype) -> Transformer:
-    is_whole = part == "model"
-    with torch.device("meta"):
-        model = Transformer(cfg, [0], is_first=is_whole, is_last=is_whole)
-    if not is_whole:
-        model.to(dtype)
-        for layer in model.moe_layers().values():
-            layer.router.to(torch.float32)
-    model.to_empty(device=device)
-    init_weights(model, cfg.model, cfg.run.seed)
-    apply_kernels(model, select_kernels(cfg, device))
-    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
-    return model.train()
 
 
 def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> float:
