@@ -1,8 +1,8 @@
 """Run everything that one GPU can prove and measure in half an hour, in stages that resume where the last call stopped.
 
-`python3 benchmarks/gpu_half_hour.py [SUITE]`, with any Python that has the packages of `REQUIRED`; moefold need not be
-installed. Suites: "proof" (tests and measurements of every layer, kernel and step), "bench" (two large shapes next to
-other implementations), "sweep" (every large shape).
+`python3 benchmarks/gpu_half_hour.py [SUITE]`, with any Python that has `PACKAGES`; moefold need not be installed.
+Suites: "proof" (tests and measurements of every layer, kernel and step), "bench" (two large shapes next to other
+implementations), "sweep" (every large shape).
 
 Each stage is a child process with a time limit. No stage starts that could exceed the budget of the call, so that a
 call ends within it. Results are in OUT/results.json after each stage, logs next to it.
@@ -26,9 +26,19 @@ from shutil import which
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIRED = ("torch", "numpy", "pydantic", "jinja2", "matplotlib", "rich", "tokenizers", "pytest")
-"""Modules without which no stage can run."""
-INSTALL = "pip install -e . --no-deps, and pip install pydantic jinja2 matplotlib rich tokenizers pytest pytest-timeout"
+PACKAGES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "tokenizers": "tokenizers",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+    "hypothesis": "hypothesis",
+}
+"""Packages without which no stage can run, by module."""
 MEASURED = ("env", "rates", "products", "layer", "attention", "step", "fp8")
 """Stages of benchmarks/gpu_stages.py."""
 DONE = 0
@@ -130,9 +140,9 @@ def describe_machine(device: str) -> dict[str, str]:
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - moefold need not be installed, so pip has not checked it
         raise UnusableError(f"Python {sys.version.split()[0]} is too old; moefold needs 3.11 or newer")
-    missing = [name for name in REQUIRED if find_spec(name) is None]
+    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
-        raise UnusableError(f"{sys.executable} has no {', '.join(missing)}; {INSTALL}")
+        raise UnusableError(f"packages are missing: {sys.executable} -m pip install {' '.join(missing)}")
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -248,9 +258,11 @@ def _proof_stages(device: str, out: Path, *, is_tiny: bool) -> list[Stage]:
         for name in MEASURED
     }
     is_gpu = device == "cuda"
-    tests = Stage("tests", _pytest("-m", "gpu", "--ignore=tests/verify") if is_gpu else _pytest(*REHEARSED_TESTS), 360)
-    staged_rank_tests = "test_ranks_on_one_gpu" if is_gpu else "test_staged_ranks and not slow"
-    staged = Stage("staged", _pytest("tests/verify/test_staged.py", "-k", staged_rank_tests, *_not_slow(device)), 360)
+    abreast = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder") if find_spec("xdist") else ()
+    gpu_tests = _pytest("-m", "gpu", "--ignore=tests/verify", *abreast)
+    tests = Stage("tests", gpu_tests if is_gpu else _pytest(*REHEARSED_TESTS), 360)
+    rank_tests = ("-m", "gpu") if is_gpu else ("-m", "not gpu and not slow")
+    staged = Stage("staged", _pytest("tests/verify/test_staged.py", *rank_tests), 360)
     sanitize = Stage(
         "sanitize",
         [
@@ -266,10 +278,6 @@ def _proof_stages(device: str, out: Path, *, is_tiny: bool) -> list[Stage]:
 
 REHEARSED_TESTS = ("tests/ops/test_rope.py",)
 """Tests of a rehearsal without a GPU: they show that pytest starts."""
-
-
-def _not_slow(device: str) -> tuple[str, ...]:
-    return () if device == "cuda" else ("-m", "not slow and not gpu")
 
 
 def _pytest(*words: str) -> list[str]:

@@ -104,9 +104,9 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path, capsys, monkeypatch, word
 
 
 def test_missing_packages_are_named(capsys, monkeypatch):
-    monkeypatch.setattr(gpu_half_hour, "REQUIRED", ("torch", "no_such_package"))
+    monkeypatch.setattr(gpu_half_hour, "PACKAGES", {"torch": "torch", "no_such_module": "no-such-package"})
     assert gpu_half_hour.main(["--device", "cpu"]) == UNUSABLE
-    assert "has no no_such_package; pip install" in capsys.readouterr().err
+    assert "-m pip install no-such-package\n" in capsys.readouterr().err
 
 
 def test_make_needs_no_environment():
