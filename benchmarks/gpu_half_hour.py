@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage in stages if args.again else ():
         results.stages.pop(stage.name, None)
     status = run_stages(stages, results, args.budget)
-    print(f"results: {results.path}; page: python benchmarks/gpu_report.py {results.path}")
+    print(f"results: {results.path}; to write docs/gpu.md: python -m benchmarks.gpu_report {results.path} --write")
     return status
 
 
