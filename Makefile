@@ -22,11 +22,11 @@ ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu bench bench-gpu clean
+.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv with everything that the other targets need
 
@@ -71,6 +71,9 @@ parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank o
 
 gpu: $(STAMP) ## run the tests that need a GPU
 	$(PYTEST) -m gpu
+
+kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, and store what they use; no GPU
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.gpu_static.kernel_table --write
 
 bench: $(STAMP) ## measure the training step beside plain torch and transformers, with floors
 	$(BIN)/moefold bench $(ARGS)
