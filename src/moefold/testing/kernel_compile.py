@@ -34,7 +34,7 @@ POINTER_ALIGNMENT = ["tt.divisibility", 16]
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What a compiled kernel uses.
+    """Resources that a compiled kernel uses.
 
     Attributes:
         registers: of a thread.
