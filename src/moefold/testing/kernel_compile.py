@@ -54,7 +54,7 @@ class KernelResources:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether matrix products use the instructions of sm_90 or sm_100; mma.sync is that of sm_80."""
+        """Return whether there are instructions of sm_90 or sm_100 for matrix products; mma.sync is of sm_80."""
         return any(name.startswith(("wgmma", "tcgen05")) for name in self.mma)
 
 
