@@ -5,7 +5,7 @@ No other module may use a name of torch that begins with an underscore (tests/ar
 Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -61,6 +61,12 @@ def operator_name(op: Any) -> str:
     """Return the name of an operator without its namespace and overload, such as `mm`."""
     name: str = op._schema.name.split("::")[1]
     return name
+
+
+def operator_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by the names of its schema."""
+    names = [argument.name for argument in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def process_group_size(args: Sequence[Any]) -> int:

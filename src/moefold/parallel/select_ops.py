@@ -149,6 +149,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
     if not reason:
         from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
+        from moefold.ops.triton.permute import TritonPermuteOps
         from moefold.ops.triton.rope import apply_rope
 
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
@@ -156,6 +157,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         message = f"train.precision={name!r}: on the tensor cores{message}"
         return SelectedKernels(
             expert_ops=expert_ops,
+            permute_ops=TritonPermuteOps(),
             linear_backend=Fp8Linear(expert_ops),
             router=routing,
             swiglu=expert_ops,
