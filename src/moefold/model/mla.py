@@ -13,6 +13,7 @@ from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
+from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import Rope
 
 LATENT_NORM_EPS = 1e-6
@@ -74,7 +75,7 @@ class LatentAttention(SelfAttention):
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute latent attention, as `SelfAttention.forward`."""
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
@@ -85,7 +86,7 @@ class LatentAttention(SelfAttention):
             cached = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
         if cached is None:
             attended = self._expanded_attention(
-                (source, latent, shared_key), local_param(weight, x.dtype), rope, document_starts
+                (source, latent, shared_key), local_param(weight, x.dtype), rope, documents
             )
         else:
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
@@ -101,7 +102,7 @@ class LatentAttention(SelfAttention):
         latents: tuple[Tensor, Tensor, Tensor],
         query_weight: Tensor,
         rope: Rope,
-        document_starts: Tensor | None,
+        documents: PackedDocuments | None,
     ) -> Tensor:
         """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
         # A recomputation has its own graph, whose weight gradients cannot be delayed.
@@ -118,7 +119,7 @@ class LatentAttention(SelfAttention):
 
         weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
         with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
-            attended = self.core_attention(query, key, value, document_starts)
+            attended = self.core_attention(query, key, value, documents)
         return attended[..., : self.v_head_dim]
 
     def _expand_heads(
