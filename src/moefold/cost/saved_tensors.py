@@ -27,9 +27,13 @@ class KernelProfile:
     """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
     gradient is delayed."""
 
+    narrow_values: bool = False
+    """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
+    limit it; else they are padded."""
+
 
 CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
-CUDA_KERNELS = KernelProfile(grouped_experts=True)
+CUDA_KERNELS = KernelProfile(grouped_experts=True, narrow_values=True)
 KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
 """Kernel profile by device type."""
 MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True)

@@ -125,8 +125,8 @@ class AttentionMaskSpec:
 class SelfAttention(nn.Module, ABC):
     """Base class of the attention of a layer; head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two) and `kernels`.
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` and `attends_in_blocks` (context
+    parallelism), `wgrad_store` (backward pass split in two) and `kernels`.
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -139,6 +139,7 @@ class SelfAttention(nn.Module, ABC):
         self.kernels: Kernels = TORCH_KERNELS
         self.window = window
         self.core_attention: CoreAttention = CausalAttention(window)
+        self.attends_in_blocks = False
 
     @abstractmethod
     def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
@@ -243,6 +244,7 @@ class CoreAttention(Protocol):
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute softmax attention.
 
@@ -252,11 +254,22 @@ class CoreAttention(Protocol):
             v: values, [S, B, G, D].
             documents: those of the *whole* samples on every rank; None: a sample is one document.
             sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
+            scale: factor of the scores; None: 1/sqrt(D).
 
         Returns:
             [S, B, A, D].
         """
         ...
+
+
+def scale_queries(q: Tensor, scale: float | None) -> Tensor:
+    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
+    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+
+
+def takes_narrow_values(device: torch.device) -> bool:
+    """Return whether SDPA has kernels for values with fewer dims than the keys; on a CPU, padding them is faster."""
+    return device.type == "cuda"
 
 
 class CausalAttention:
@@ -280,6 +293,7 @@ class CausalAttention:
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute causal attention.
 
@@ -287,7 +301,7 @@ class CausalAttention:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            documents: see `CoreAttention`; likewise `sinks`.
+            documents: see `CoreAttention`; likewise `sinks` and `scale`.
 
         Returns:
             [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
@@ -298,11 +312,17 @@ class CausalAttention:
             and not 0 < self._window < len(q)
             and _has_long_documents(documents, q)
         ):
-            return self._attend_per_document(q, k, v, documents)
-        return self._attend(q, k, v, AttentionMaskSpec(self._window, documents), sinks)
+            return self._attend_per_document(scale_queries(q, scale), k, v, documents)
+        return self._attend(q, k, v, AttentionMaskSpec(self._window, documents), sinks, scale)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask_spec: AttentionMaskSpec, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask_spec: AttentionMaskSpec,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
         block_mask = mask_spec.local_mask(0, q)
@@ -314,7 +334,7 @@ class CausalAttention:
             or isinstance(block_mask, BlockedWindow | FlashMask)
             or is_faster_in_fp32(q)
         ):
-            y: Tensor = _BlockAttention.apply(q, k, v, sinks, block_mask, kernel)
+            y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel)
             return y
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
         # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal
@@ -325,6 +345,7 @@ class CausalAttention:
             v.permute(1, 2, 0, 3),
             attn_mask=mask,
             is_causal=mask is None,
+            scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.permute(2, 0, 1, 3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.model.attention import CausalAttention
+from moefold.model.attention import CausalAttention, scale_queries
 from moefold.ops.block_attention import attention_block, fold_in_sinks
 from moefold.ops.documents import PackedDocuments
 
@@ -59,6 +59,7 @@ class CachedAttention:
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend; local.
 
@@ -67,12 +68,13 @@ class CachedAttention:
             k: keys of the same tokens, [S, B, G, D].
             v: values, [S, B, G, D].
             documents: None: a continued text is one document.
-            sinks: see `CoreAttention`, [A].
+            sinks: see `CoreAttention`, [A]; likewise `scale`.
 
         Returns:
             [S, B, A, D].
         """
         assert documents is None, "a continued text is one document"
+        q = scale_queries(q, scale)
         if self._key_value is None:
             self._key_value = self._zeros(k), self._zeros(v)
         samples_B = torch.arange(k.shape[1], device=k.device)

@@ -26,7 +26,7 @@ from moefold.comm.collectives import (
     wait_all,
 )
 from moefold.comm.groups import Group
-from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
     BlockMask,
@@ -47,6 +47,7 @@ def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> 
     for module in stage.modules():
         if isinstance(module, SelfAttention):
             module.core_attention = context_parallel_attention(kind, cp, module.window)
+            module.attends_in_blocks = cp.size > 1 and kind != "ulysses"
 
 
 def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
@@ -111,10 +112,11 @@ class RingAttention:
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
         mask_spec = AttentionMaskSpec(self._window, documents)
-        return _RingFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, mask_spec)
+        return _RingFunction.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec)
 
 
 class AllGatherAttention:
@@ -135,10 +137,11 @@ class AllGatherAttention:
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
         mask_spec = AttentionMaskSpec(self._window, documents)
-        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, mask_spec)
+        return _AllGatherFunction.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec)
 
 
 class UlyssesAttention:
@@ -158,6 +161,7 @@ class UlyssesAttention:
         v: Tensor,
         documents: PackedDocuments | None = None,
         sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp = self._cp
@@ -167,11 +171,12 @@ class UlyssesAttention:
             k = k.repeat_interleave(repeats, 2)
             v = v.repeat_interleave(repeats, 2)
         # One message: the query, key and value heads of one destination are contiguous.
-        heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
-        sizes = [x.shape[2] // cp.size for x in (q, k, v)]
-        q, k, v = shard_dim_all_to_all(heads, cp, 2, 0).split(sizes, 2)
+        heads = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]
+        received = shard_dim_all_to_all(torch.cat([x.flatten(3) for x in heads], 3), cp, 2, 0).squeeze(2)
+        parts = received.split([x.shape[3] * x.shape[4] for x in heads], 2)
+        q, k, v = (part.unflatten(2, x.shape[3:]) for part, x in zip(parts, heads, strict=True))
         sinks = None if sinks is None else sinks.chunk(cp.size)[cp.rank]
-        out = self._core_attention(q, k, v, documents, sinks)
+        out = self._core_attention(q, k, v, documents, sinks, scale)
         return shard_dim_all_to_all(out, cp, 0, 2)
 
 
