@@ -119,7 +119,7 @@ class LatentAttention(SelfAttention):
             query, key, value = self._expand_heads(query, key_value, shared_key, rope)
             if pads_heads:
                 return self._pad_heads(query, key, value)
-            # A copy of the values, so that backward does not save the non-rotated keys beside them.
+            # A copy of the values, so that backward does not save the non-rotated keys too.
             return query, key, value.contiguous()
 
         weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
