@@ -61,7 +61,7 @@ def _flash_only(q: Tensor, block_mask: object) -> CudaFlash:
     return CudaFlash()
 
 
-def _bound(schema, args: tuple, kwargs: dict) -> dict:
+def bind(schema, args: tuple, kwargs: dict) -> dict:
     """The arguments by their names in the schema, which must know them all and get all that it requires."""
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
     assert len(args) <= len(positional)
@@ -70,6 +70,11 @@ def _bound(schema, args: tuple, kwargs: dict) -> dict:
     assert set(given) <= {argument.name for argument in schema.arguments}
     assert all(argument.has_default_value() or argument.name in given for argument in schema.arguments)
     assert given["dropout_p"] == 0.0
+    return given
+
+
+def _bound(schema, args: tuple, kwargs: dict) -> dict:
+    given = bind(schema, args, kwargs)
     if given["query"].dim() == 4:
         assert (given["cum_seq_q"], given["cum_seq_k"]) == (None, None)
         assert (given["max_q"], given["max_k"]) == (given["query"].shape[1], given["key"].shape[1])

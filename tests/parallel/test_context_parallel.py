@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
+from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
 from moefold.testing.pool import WorkerError
 from moefold.topology.layout import fold
@@ -24,6 +26,7 @@ from tests.model.attention_reference import (
     relative_errors,
     with_gradients,
 )
+from tests.ops.reference_cudnn import reference_cudnn
 from tests.ops.reference_flash import reference_flash
 
 KINDS = ["ring", "allgather", "ulysses"]
@@ -71,6 +74,22 @@ def _attend_through_flash(*args) -> list[list[np.ndarray]]:
     with reference_flash() as flash:
         results = _attend_on_shards(*args)
     assert {"forward", "backward"} == set(flash.calls)
+    return results
+
+
+def _attend_through_cudnn(*args) -> list[list[np.ndarray]]:
+    """The same with the kernel of cuDNN for blocks, whose operators run on a CPU."""
+
+    build = context_parallel_attention
+
+    def with_cudnn(*args):
+        core = build(*args)
+        core.block_kernel = CudnnAttention()
+        return core
+
+    with reference_cudnn() as cudnn, mock.patch(f"{__name__}.context_parallel_attention", with_cudnn):
+        results = _attend_on_shards(*args)
+    assert {"forward", "backward"} == set(cudnn.calls)
     return results
 
 
@@ -156,6 +175,16 @@ def test_windows_and_documents_through_the_cuda_operators(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
     errors = _largest_errors(
         pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_through_flash
+    )
+    assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(sinks=True)], ids=str)
+def test_blocks_through_the_operators_of_cudnn(pool, kind, limits):
+    cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
+    errors = _largest_errors(
+        pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_through_cudnn
     )
     assert max(errors) < 1e-10
 

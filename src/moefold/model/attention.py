@@ -276,7 +276,8 @@ class CausalAttention:
     """Scaled dot-product attention with a causal mask (arXiv:1706.03762 sec. 3.2.1).
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors.
+    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors, and
+    `block_kernel`, likewise for causal attention with sinks.
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -285,6 +286,7 @@ class CausalAttention:
     def __init__(self, window: int = 0) -> None:
         self._window = window
         self.kernel: CausalKernel | None = None
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
         self,
@@ -327,6 +329,8 @@ class CausalAttention:
         """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
         block_mask = mask_spec.local_mask(0, q)
         kernel = _supported_kernel(self.kernel, block_mask, q, k, v)
+        if kernel is None and sinks is not None:
+            kernel = _supported_kernel(self.block_kernel, block_mask, q, k, v)
         # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.
         if (
             sinks is not None

@@ -198,7 +198,9 @@ class CausalKernel(BlockKernel, Protocol):
         ...
 
 
-def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+def attention_block(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, kernel: BlockKernel | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute attention from the queries to the keys of one block. Without autograd; local.
 
     Args:
@@ -206,6 +208,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
+        kernel: kernel of blocks that are "all" or "causal"; None: the fastest of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -219,11 +222,20 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
     q, k, v = (unit_stride(x) for x in (q, k, v))
     if isinstance(block_mask, FlashMask):
         return CudaFlash().forward(q, k, v, block_mask)
-    return block_kernel(q, block_mask).forward(q, k, v, block_mask)
+    kernel = kernel if kernel is not None and isinstance(block_mask, str) else block_kernel(q, block_mask)
+    return kernel.forward(q, k, v, block_mask)
 
 
 def attention_block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, block_mask: BlockMask
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    block_mask: BlockMask,
+    kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients through one block. Local.
 
@@ -234,7 +246,7 @@ def attention_block_backward(
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
-        block_mask: as in the forward pass of this block.
+        block_mask: as in the forward pass of this block; likewise `kernel`.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
@@ -259,7 +271,8 @@ def attention_block_backward(
     grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
     if isinstance(block_mask, FlashMask):
         return CudaFlash().backward(grad_out, q, k, v, out, lse, block_mask)
-    return block_kernel(q, block_mask).backward(grad_out, q, k, v, out, lse, block_mask)
+    kernel = kernel if kernel is not None and isinstance(block_mask, str) else block_kernel(q, block_mask)
+    return kernel.backward(grad_out, q, k, v, out, lse, block_mask)
 
 
 def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

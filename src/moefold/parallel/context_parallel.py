@@ -30,6 +30,7 @@ from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAtte
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
     BlockMask,
+    CausalKernel,
     accumulation_dtype,
     attention_block,
     attention_block_backward,
@@ -104,6 +105,7 @@ class RingAttention:
     def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
         self,
@@ -116,7 +118,9 @@ class RingAttention:
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
         mask_spec = AttentionMaskSpec(self._window, documents)
-        return _RingFunction.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec)
+        return _RingFunction.apply(
+            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
+        )
 
 
 class AllGatherAttention:
@@ -129,6 +133,7 @@ class AllGatherAttention:
     def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
         self,
@@ -141,7 +146,9 @@ class AllGatherAttention:
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
         mask_spec = AttentionMaskSpec(self._window, documents)
-        return _AllGatherFunction.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec)
+        return _AllGatherFunction.apply(
+            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
+        )
 
 
 class UlyssesAttention:
@@ -203,12 +210,15 @@ class _PastBlock:
 class _CausalBlocks:
     """Attention blocks of this rank: the (query, key) chunk pairs to compute, with their masks."""
 
-    def __init__(self, q: Tensor, cp: Group, mask_spec: AttentionMaskSpec) -> None:
+    def __init__(self, q: Tensor, cp: Group, mask_spec: AttentionMaskSpec, kernel: CausalKernel | None) -> None:
         self.local_chunks = _zigzag(cp.size, cp.rank)
         self._chunk_size = q.shape[0] // 2
         self._mask_spec = mask_spec
         self._q = q
         self._needs_mask = mask_spec.needs_mask(q.shape[0] * cp.size)
+        # Blocks of documents have new shapes in every step, for which cuDNN would build new plans.
+        is_supported = kernel is not None and not self._needs_mask and kernel.supports(q, q, q)
+        self.kernel = kernel if is_supported else None
 
     def local_blocks(self) -> list[tuple[slice, BlockMask]]:
         """Return the blocks over the local keys as (rows, mask): one, or one for each local chunk.
@@ -276,7 +286,10 @@ class _OnlineSoftmax:
 
     def __init__(self, q: Tensor, kv: Tensor, blocks: _CausalBlocks) -> None:
         blocks_of_rank = blocks.local_blocks()
-        parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=mask) for rows, mask in blocks_of_rank]
+        parts = [
+            attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=mask, kernel=blocks.kernel)
+            for rows, mask in blocks_of_rank
+        ]
         out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.q = q
         self.out = out.to(accumulation_dtype(q.dtype))
@@ -288,7 +301,7 @@ class _OnlineSoftmax:
         """Attend to the keys of some chunks of other ranks."""
         for block in self._blocks.past_blocks(chunks):
             k, v = block.keys_and_values(kv)
-            out, lse = attention_block(block.queries(self.q), k, v, block_mask=block.mask)
+            out, lse = attention_block(block.queries(self.q), k, v, block_mask=block.mask, kernel=self._blocks.kernel)
             merge_lse_(block.queries(self.out), block.queries(self.lse), out, lse)
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -307,7 +320,8 @@ class _BlockGradients:
         parts = []
         for rows, mask in blocks_of_rank:
             grad_out, q, out, lse = (x[rows] for x in query_tensors)
-            parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, block_mask=mask))
+            k, v = kv[rows, 0], kv[rows, 1]
+            parts.append(attention_block_backward(grad_out, q, k, v, out, lse, block_mask=mask, kernel=blocks.kernel))
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.dq = dq.to(accumulation_dtype(q.dtype))
         self.local_dkv = torch.stack((dk, dv), 1)
@@ -320,7 +334,9 @@ class _BlockGradients:
         for block in self._blocks.past_blocks(chunks):
             grad_out, q, out, lse = (block.queries(x) for x in self._query_tensors)
             k, v = block.keys_and_values(kv)
-            dq, dk, dv = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=block.mask)
+            dq, dk, dv = attention_block_backward(
+                grad_out, q, k, v, out, lse, block_mask=block.mask, kernel=self._blocks.kernel
+            )
             block.queries(self.dq).add_(dq)
             yield block, dk, dv
 
@@ -330,27 +346,33 @@ class _RingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        cp: Group,
+        mask_spec: AttentionMaskSpec,
+        kernel: CausalKernel | None,
     ) -> Tensor:
         kv = kv.contiguous()
         kv_blocks = ring_pass(kv, cp)
         next(kv_blocks)
-        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
+        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec, kernel))
         for source, block in kv_blocks:
             softmax.accumulate(block, _zigzag(cp.size, source))
         out, lse = softmax.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, mask_spec
+        ctx.args = cp, mask_spec, kernel
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, sinks = ctx.saved_tensors
-        cp, mask_spec = ctx.args
+        cp, mask_spec, kernel = ctx.args
         kv_blocks = ring_pass(kv, cp)
         next(kv_blocks)
-        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec))
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec, kernel))
         dkv = gradients.local_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
         works = send_recv(dkv, incoming, cp, SUM_TAG)
@@ -361,7 +383,8 @@ class _RingFunction(torch.autograd.Function):
             _accumulate_kv_grads(dkv, block_grads)
             works = send_recv(dkv, incoming, cp, SUM_TAG)
         wait_all(works, cp)
-        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
+        sinks_grad = sink_gradient(grad_out, out, lse, sinks)
+        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sinks_grad, None, None, None
 
 
 class _AllGatherFunction(torch.autograd.Function):
@@ -369,25 +392,31 @@ class _AllGatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        cp: Group,
+        mask_spec: AttentionMaskSpec,
+        kernel: CausalKernel | None,
     ) -> Tensor:
         chunks = _gather_chunks(kv, cp)
-        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
+        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec, kernel))
         for past in _past_chunks(cp):
             softmax.accumulate(torch.cat([chunks[i] for i in past]), past)
         out, lse = softmax.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, mask_spec
+        ctx.args = cp, mask_spec, kernel
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, sinks = ctx.saved_tensors
-        cp, mask_spec = ctx.args
+        cp, mask_spec, kernel = ctx.args
         size = kv.shape[0] // 2
         chunks = _gather_chunks(kv, cp)
-        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec))
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec, kernel))
         grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.local_dkv.split(size), strict=True))
         for past in _past_chunks(cp):
             past_kv = torch.cat([chunks[i] for i in past])
@@ -401,7 +430,8 @@ class _AllGatherFunction(torch.autograd.Function):
         zero_grad = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, zero_grad) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
         dkv = reduce_scatter(torch.cat([grad.to(gradients.dq.dtype) for grad in by_rank]), cp)
-        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
+        sinks_grad = sink_gradient(grad_out, out, lse, sinks)
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sinks_grad, None, None, None
 
 
 def _accumulate_kv_grads(dkv: Tensor, block_grads: Iterable[tuple[_PastBlock, Tensor, Tensor]]) -> None:
