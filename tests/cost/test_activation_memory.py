@@ -15,12 +15,14 @@ from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
+from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
 from moefold.ops import gemm
+from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -86,8 +88,8 @@ def _on_one_rank(cfg: Config) -> MeasuredMemory:
         dist.destroy_process_group()
 
 
-def _assert_close(cfg: Config, ranks: list[MeasuredMemory]) -> None:
-    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+def _assert_close(cfg: Config, ranks: list[MeasuredMemory], kernels: KernelProfile = CPU_KERNELS) -> None:
+    formulas = compute_rank_memory(cfg, kernels=kernels)
     for rank in ranks:
         formula = formulas[rank.pp_rank].activations
         assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
@@ -181,6 +183,24 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
 def test_every_kind_of_layer_and_loss(settings, dtype):
     cfg = _config(dtype, **settings)
     _assert_close(cfg, [_on_one_rank(cfg)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
+def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
+    """As on CUDA, where SDPA takes values narrower than the keys; this one saves what a flash kernel saves."""
+
+    def attend(core, q, k, v, documents=None, sinks=None, scale=None):
+        assert (v.shape[-1], scale) == (8, 0.25)
+        return _BlockAttention.apply(q, k, v, None, "causal", MathBlockAttention())
+
+    monkeypatch.setattr("moefold.model.mla.takes_narrow_values", lambda device: True)
+    monkeypatch.setattr(CausalAttention, "__call__", attend)
+    cfg = _config(dtype, model=LATENT | {"v_head_dim": 8}, train={"recompute": parts})
+    narrow = replace(CPU_KERNELS, narrow_values=True)
+    _assert_close(cfg, [_on_one_rank(cfg)], narrow)
+    saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
+    assert saved[0] < saved[1] or parts
 
 
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():

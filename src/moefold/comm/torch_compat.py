@@ -147,6 +147,16 @@ def cuda_flash_attention_backward() -> Any:
     return torch.ops.aten._flash_attention_backward
 
 
+def cudnn_attention() -> Any:
+    """Return the operator of cuDNN attention: out, log-sum-exp [B, heads, Sq, 1], and seven that are not read."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def cudnn_attention_backward() -> Any:
+    """Return the operator of the backward pass of cuDNN attention."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
 # Process groups.
 
 

@@ -45,6 +45,8 @@ class Kernels:
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    block_attention: CausalKernel | None = None
+    """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
     """GEMM of the loss."""
     cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS

@@ -13,11 +13,13 @@ from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
+from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -62,10 +64,13 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
+    block_attention, attention_message = _block_attention(cfg, device)
+    message += attention_message
     return SelectedKernels(
         expert_ops=expert_ops,
         permute_ops=TritonPermuteOps(),
         router=routing,
+        block_attention=block_attention,
         swiglu=expert_ops,
         rope=apply_rope,
         cross_entropy_ops=TritonCrossEntropyOps(),
@@ -84,8 +89,13 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():
-        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
-            module.core_attention.kernel = kernels.attention
+        if not isinstance(module, SelfAttention):
+            continue
+        core = module.core_attention
+        if isinstance(core, CausalAttention):
+            core.kernel = kernels.attention
+        if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
+            core.block_kernel = kernels.block_attention
     if stage.is_last:
         stage.head.gemm = kernels.gemm
         stage.head.cross_entropy_ops = kernels.cross_entropy_ops
@@ -131,6 +141,19 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         gemm=gemm if has_fast_gemm else TORCH_GEMM,
         norm=norm,
     )
+
+
+def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention | None, str]:
+    """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
+
+    Not with `run.deterministic`, which its backward pass need not be.
+    """
+    p = cfg.parallel
+    needs_lse = p.context != "ulysses" if p.cp > 1 else cfg.model.attention_sinks
+    if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
+        return None, ""
+    reason = probe_cudnn_attention(device)
+    return (None, f"; flash attention for blocks, as {reason}") if reason else (CudnnAttention(), "")
 
 
 def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
