@@ -114,6 +114,14 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
     )
 
 
+def caches_quantized_weights(cfg: Config) -> bool:
+    """Return whether FP8 kernels keep quantised weights for a step: several micro-batches read the same weights.
+
+    With ZeRO 3 gathered weights are freed after each use, and so are their quantised copies.
+    """
+    return cfg.train.precision == "fp8-blockwise" and cfg.num_micro_batches > 1 and cfg.parallel.zero < 3
+
+
 def expert_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")

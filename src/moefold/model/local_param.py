@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
+
 
 def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the local shard of a parameter in the compute dtype.
@@ -19,7 +21,7 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
     weight = parameter if dtype is None else parameter.to(dtype)
-    setattr(weight.untyped_storage(), _MARK, True)
+    mark_weight(weight, parameter)
     return weight
 
 
@@ -30,8 +32,4 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor shares the storage of a parameter, or of a cast that `local_param` made."""
-    return hasattr(tensor.untyped_storage(), _MARK)
-
-
-_MARK = "_moefold_is_weight"
-"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""
+    return weight_identity(tensor) is not None

@@ -13,6 +13,7 @@ from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
@@ -34,6 +35,7 @@ class ShardedStages:
     positions: Tensor
     message: str
     offload: ActivationOffload | None
+    weight_cache: WeightCache
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -56,7 +58,14 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
     message = "; ".join(filter(None, (sharded.message, recompute_message)))
     return ParallelModel(
-        sharded.stages, sharded.stage_plan, runner, groups, sharded.positions, message, sharded.offload
+        sharded.stages,
+        sharded.stage_plan,
+        runner,
+        groups,
+        sharded.positions,
+        message,
+        sharded.offload,
+        sharded.weight_cache,
     )
 
 
@@ -110,4 +119,4 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload)
+    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache)

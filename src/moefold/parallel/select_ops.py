@@ -1,11 +1,12 @@
 """Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from moefold.config.schema import Config, RunConfig
+from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.kernels import Kernels, RoutingKernel
@@ -17,6 +18,7 @@ from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
@@ -34,6 +36,8 @@ class SelectedKernels(Kernels):
 
     message: str = ""
     """How the open choices of the recipe were resolved."""
+    weight_cache: WeightCache = field(default_factory=WeightCache)
+    """Quantised weights of the current step."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
@@ -147,7 +151,8 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
         from moefold.ops.triton.rope import apply_rope
 
-        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
+        weight_cache = WeightCache(is_enabled=caches_quantized_weights(cfg))
+        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
         routing, message = _router_kernel(cfg)
         message = f"train.precision={name!r}: on the tensor cores{message}"
         return SelectedKernels(
@@ -157,6 +162,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
             swiglu=expert_ops,
             rope=apply_rope,
             message=message,
+            weight_cache=weight_cache,
         )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)
 

@@ -4,6 +4,8 @@ The tensor cores compute the partial sum over a block, which is then scaled and 
 the promotion of partial sums that DeepSeek-V3 makes every 128 terms.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
 from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
 from moefold.ops.triton.quantize import (
@@ -154,11 +157,13 @@ class Fp8ExpertOps(TritonExpertOps):
 
     Args:
         block_size: values that share a scale.
+        weight_cache: keeps quantised weights for a step.
     """
 
-    def __init__(self, block_size: int = 128) -> None:
+    def __init__(self, block_size: int = 128, weight_cache: WeightCache | None = None) -> None:
         super().__init__(Autotuner(is_enabled=False))
         self._block_size = block_size
+        self._weight_cache = weight_cache or WeightCache()
 
     @property
     def probs_commute(self) -> bool:
@@ -172,7 +177,8 @@ class Fp8ExpertOps(TritonExpertOps):
         values = unit_stride(rows.values)
         x = quantize_rows(values, rows.num_rows, rows.source_R, self._block_size)
         y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
-        scaled_grouped_gemm(x, quantize_weights(w_EKN, self._block_size), offsets_E, y_RN)
+        w = self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self._block_size))
+        scaled_grouped_gemm(x, w, offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def grouped_gemm_combine(
