@@ -8,13 +8,14 @@ import pytest
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.cost.unit_memory import caches_quantized_weights, quantized_copy_bytes, unit_weights
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, fake_quantize
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel import select_ops
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.feature_cases import LOAN
-from tests.verify.recipes import tiny
+from tests.verify.recipes import LATENT, tiny
 from tests.verify.same_bits import assert_equal_bits
 
 pytestmark = pytest.mark.parity
@@ -42,7 +43,8 @@ class CachingLinear(EmulatedLinear):
 
 def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -> tuple[DistributedRecord, int]:
     """Run a recipe; returns how often a weight was quantised too."""
-    weight_cache = weight_cache or WeightCache(is_enabled=select_ops.caches_quantized_weights(cfg))
+    is_shared = caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
+    weight_cache = weight_cache or WeightCache(is_enabled=is_shared)
     linear = CachingLinear(FORMAT, weight_cache)
     kernels = select_ops.SelectedKernels(
         expert_ops=EmulatedExpertOps(linear), linear_backend=linear, weight_cache=weight_cache
@@ -76,13 +78,14 @@ class CacheCase:
     remaining: float
     train: dict[str, object] = field(default_factory=dict)
     moe: dict[str, object] = field(default_factory=dict)
+    model: dict[str, object] = field(default_factory=dict)
 
     def config(self) -> Config:
         """Return the recipe, in bfloat16."""
         parallel = {"world_size": 2} | self.parallel
         samples = parallel["world_size"] // parallel.get("pp", 1) * MICRO_BATCHES
         cfg = tiny(
-            {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 8},
+            {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 8} | self.model,
             self.moe,
             {"global_batch_size": samples, "precision": "fp8-blockwise"} | self.train,
             **parallel,
@@ -132,3 +135,18 @@ def test_a_stale_weight_would_be_noticed(pool):
     cfg = CASES["zero 1"].config()
     with pytest.raises(AssertionError, match="weights"):
         assert_equal_bits(_records(pool.run(2, _run_uncached, cfg, 2), pool.run(2, _run_with_stale_weights, cfg, 2)))
+
+
+def _cached_bytes(cfg: Config) -> int:
+    """Return the bytes of all quantised weights of a step, one a value."""
+    cache = EndlessCache()
+    _run(cfg, 0, cache)
+    return sum(weight.numel() for weight in cache._results.values())
+
+
+@pytest.mark.parametrize("attention", [{}, LATENT])
+def test_the_memory_formula_counts_every_quantised_weight(pool, attention):
+    model = {"mtp_layers": 1, "moe_bias": True}
+    cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()
+    weights = [weight.shard(1, 2, 1) for unit in ("D", "M", "mtp") for weight in unit_weights(cfg, unit)]
+    assert pool.run(2, _cached_bytes, cfg) == [quantized_copy_bytes(weights)] * 2

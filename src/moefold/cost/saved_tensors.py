@@ -26,10 +26,12 @@ class KernelProfile:
     tiled_loss: bool = False
     """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
     gradient is delayed."""
+    caches_quantized_weights: bool = False
+    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
 
 
 CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
-CUDA_KERNELS = KernelProfile(grouped_experts=True)
+CUDA_KERNELS = KernelProfile(grouped_experts=True, caches_quantized_weights=True)
 KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
 """Kernel profile by device type."""
 MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True)

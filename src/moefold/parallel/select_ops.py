@@ -151,7 +151,9 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
         from moefold.ops.triton.rope import apply_rope
 
-        weight_cache = WeightCache(is_enabled=caches_quantized_weights(cfg))
+        weight_cache = WeightCache(
+            is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
+        )
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
         routing, message = _router_kernel(cfg)
         message = f"train.precision={name!r}: on the tensor cores{message}"
