@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moefold.config.schema import Config, RunConfig
+from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
@@ -156,7 +157,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         )
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
         routing, message = _router_kernel(cfg)
-        message = f"train.precision={name!r}: on the tensor cores{message}"
+        message = f"train.precision={name!r}: on the tensor cores{message}; {estimate_fp8(cfg).message}"
         return SelectedKernels(
             expert_ops=expert_ops,
             linear_backend=Fp8Linear(expert_ops),
