@@ -162,7 +162,7 @@ class Fp8ExpertOps(TritonExpertOps):
 
     def __init__(self, block_size: int = 128, weight_cache: WeightCache | None = None) -> None:
         super().__init__(Autotuner(is_enabled=False))
-        self._block_size = block_size
+        self.block_size = block_size
         self._weight_cache = weight_cache or WeightCache()
 
     @property
@@ -170,15 +170,18 @@ class Fp8ExpertOps(TritonExpertOps):
         """False: hidden values are quantised."""
         return False
 
+    def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:
+        """Quantise matrices, or return what was cached in this step."""
+        return self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self.block_size))
+
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """See base class."""
         values = unit_stride(rows.values)
-        x = quantize_rows(values, rows.num_rows, rows.source_R, self._block_size)
+        x = quantize_rows(values, rows.num_rows, rows.source_R, self.block_size)
         y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
-        w = self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self._block_size))
-        scaled_grouped_gemm(x, w, offsets_E, y_RN)
+        scaled_grouped_gemm(x, self.quantized_weights(w_EKN), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def grouped_gemm_combine(
@@ -195,7 +198,7 @@ class Fp8ExpertOps(TritonExpertOps):
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
         x, g = (
-            quantize_columns(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
+            quantize_columns(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self.block_size)
             for r in (rows, grad)
         )
         out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])
@@ -210,22 +213,27 @@ class Fp8Linear:
     """
 
     def __init__(self, expert_ops: Fp8ExpertOps) -> None:
-        self._expert_ops = expert_ops
+        self.expert_ops = expert_ops
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.grouped_gemm(GatheredRows(x_MK), w_NK.t().unsqueeze(0), _single_expert_offsets(x_MK))
+        return self.matmul(x_MK, w_NK.t())
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.grouped_gemm(GatheredRows(grad_MN), w_NK.unsqueeze(0), _single_expert_offsets(grad_MN))
+        return self.matmul(grad_MN, w_NK)
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.weight_gradient(
-            GatheredRows(grad_MN), GatheredRows(x_MK), _single_expert_offsets(x_MK)
+        return self.expert_ops.weight_gradient(
+            GatheredRows(grad_MN), GatheredRows(x_MK), single_expert_offsets(x_MK)
         ).squeeze(0)
 
+    def matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
+        """Compute x @ w, [M, N]; `w_KN` is a view of a weight."""
+        return self.expert_ops.grouped_gemm(GatheredRows(x_MK), w_KN.unsqueeze(0), single_expert_offsets(x_MK))
 
-def _single_expert_offsets(x: Tensor) -> Tensor:
+
+def single_expert_offsets(x: Tensor) -> Tensor:
+    """Return the end offset of all rows, as those of one expert, int32 [1]."""
     return torch.full((1,), len(x), dtype=torch.int32, device=x.device)
