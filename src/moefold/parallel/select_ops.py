@@ -158,6 +158,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
     reason = fp8_unsupported_reason(cfg.run, device)
     if not reason:
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
+        from moefold.ops.triton.permute import TritonPermuteOps
         from moefold.ops.triton.rope import apply_rope
 
         weight_cache = WeightCache(
@@ -169,6 +170,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         message = f"train.precision={name!r}: on the tensor cores{message}{dense_message}; {estimate_fp8(cfg).message}"
         return SelectedKernels(
             expert_ops=expert_ops,
+            permute_ops=TritonPermuteOps(),
             linear_backend=linear_backend,
             router=routing,
             swiglu=expert_ops,

@@ -52,19 +52,21 @@ def trace_layer(
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
+        # Values on the meta device pass no self-test.
+        with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
+            kernels = select_kernels(cfg, CUDA)
         if cfg.train.precision != "dtype":
-            # Values on the meta device pass no self-test.
-            with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
-                apply_kernels(stage, select_kernels(cfg, CUDA))
+            apply_kernels(stage, kernels)
         stage.train()
         block: Any = stage.layers["0"]
         sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
         shape = (tokens, 1, cfg.model.hidden_size)
-        for _ in range(2):
-            stage.zero_grad(set_to_none=True)
-            x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
-            trace.events.clear()
-            trace.launches.clear()
-            y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
-            y.backward(torch.empty_like(y))
+        with kernels.weight_cache.step():
+            for _ in range(2):
+                stage.zero_grad(set_to_none=True)
+                x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
+                trace.events.clear()
+                trace.launches.clear()
+                y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
+                y.backward(torch.empty_like(y))
     return trace

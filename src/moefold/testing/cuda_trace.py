@@ -365,6 +365,8 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
     from moefold.ops import autotune
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        # Aliases: autograd copies a gradient of which another reference exists.
+        args = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
         launch = Launch(kernel, args, grid, options)
         trace.launches.append(launch)
         flops, contraction, is_wgrad = launch_flops(launch)
