@@ -87,10 +87,13 @@ class ParallelConfig:
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem"] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
-    deepep: kernels of the DeepEP package, for GPUs. auto: deepep where it can run, else alltoall; the log names the
-    choice."""
+    deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
+    waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
+    receive_factor: float = 2.0
+    """Dispatcher symm_mem: rows that an ep rank has room to receive in a micro-batch, over those of balanced routing. A
+    step that needs more stops the run."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
