@@ -67,9 +67,7 @@ def test_each_obstacle_of_symmetric_memory_is_refused_by_name(sections, reason):
 def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
     check_config(_recipe("symm_mem"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(
-        ConfigError, match=r"'symm_mem' needs the package nvidia.nvshmem, which is not installed"
-    ):
+    with pytest.raises(ConfigError, match=r"'symm_mem' needs the package nvidia.nvshmem, which is not installed"):
         check_dispatch_package(_recipe("symm_mem"))
 
 

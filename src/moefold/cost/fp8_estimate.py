@@ -16,8 +16,8 @@ FP8_FLOPS = 700e12
 """Assumed rate of our FP8 kernels, which the L2 cache limits."""
 MEMORY_BYTES_PER_S = 3.3e12
 """Assumed memory bandwidth of an H100."""
-QUANTIZED_BYTES = 6
-"""Bytes that quantising a value twice reads and writes: 2 read, 1 written, each time."""
+QUANTIZE_BYTES = 3
+"""Bytes that quantising a value reads and writes: 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Fp8Estimate:
     rows: float
     depth: int
     width: int
+    values_per_row: float
+    """Values quantised for each row, in all three GEMMs: operands that matrices share count in part."""
     micro_batches: int
-    """Micro-batches that share the quantised weight."""
+    """Micro-batches that share the quantised weight, in two layouts."""
 
     @property
     def bf16_s(self) -> float:
@@ -40,17 +42,14 @@ class Fp8Estimate:
     @property
     def fp8_s(self) -> float:
         """Seconds in FP8, with the quantisation of weights, activations and gradients."""
-        weights = self.depth * self.width / self.micro_batches
-        rows = self.rows * (self.depth + self.width)
-        return self._flops / FP8_FLOPS + QUANTIZED_BYTES * (weights + rows) / MEMORY_BYTES_PER_S
+        return self._flops / FP8_FLOPS + self._weights_s + self.rows * self._row_s
 
     @property
     def break_even_rows(self) -> float:
         """Rows from which FP8 takes less time than bfloat16; infinity if it never does."""
         saved_per_row = 6 * self.depth * self.width * (1 / BF16_FLOPS - 1 / FP8_FLOPS)
-        saved_per_row -= QUANTIZED_BYTES * (self.depth + self.width) / MEMORY_BYTES_PER_S
-        weight_s = QUANTIZED_BYTES * self.depth * self.width / self.micro_batches / MEMORY_BYTES_PER_S
-        return weight_s / saved_per_row if saved_per_row > 0 else float("inf")
+        saved_per_row -= self._row_s
+        return self._weights_s / saved_per_row if saved_per_row > 0 else float("inf")
 
     @property
     def message(self) -> str:
@@ -68,6 +67,14 @@ class Fp8Estimate:
     def _flops(self) -> float:
         return 6 * self.rows * self.depth * self.width
 
+    @property
+    def _weights_s(self) -> float:
+        return 2 * QUANTIZE_BYTES * self.depth * self.width / self.micro_batches / MEMORY_BYTES_PER_S
+
+    @property
+    def _row_s(self) -> float:
+        return QUANTIZE_BYTES * self.values_per_row / MEMORY_BYTES_PER_S
+
 
 def estimate_fp8(cfg: Config) -> Fp8Estimate:
     """Estimate the GEMMs of a routed expert with balanced routing, or of a dense MLP in a model without experts."""
@@ -77,7 +84,12 @@ def estimate_fp8(cfg: Config) -> Fp8Estimate:
     micro_batches = cfg.num_micro_batches if is_shared else 1
     if not model.moe_layer_numbers:
         tokens = cfg.train.seq_len // p.cp * cfg.train.micro_batch_size
-        return Fp8Estimate("a dense layer", tokens, model.hidden_size, model.ffn_hidden_size // p.tp, micro_batches)
+        hidden = model.hidden_size
+        inner = model.ffn_hidden_size // p.tp
+        return Fp8Estimate("a dense layer", tokens, hidden, inner, 2 * (hidden + inner), micro_batches)
     rows_of_rank = ExpertMemory(cfg, frozenset(), CUDA_KERNELS, 1.0).expert_tokens
     rows = rows_of_rank / (model.num_experts // p.ep)
-    return Fp8Estimate("an expert", rows, model.hidden_size, model.moe_ffn_hidden_size // p.etp, micro_batches)
+    hidden = model.hidden_size
+    inner = model.moe_ffn_hidden_size // p.etp
+    # Tokens and the gradients of outputs twice each for three matrices; hidden values and the gradients of gate and up.
+    return Fp8Estimate("an expert", rows, hidden, inner, (4 * hidden + 6 * inner) / 3, micro_batches)

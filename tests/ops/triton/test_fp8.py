@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.model.local_param import local_param
-from moefold.ops.interface import GatheredRows
+from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import E4M3_MAX, QuantFormat, float32_scale, round_to_e4m3, scale_blocks
 from moefold.ops.quantization.weight_cache import WeightCache
@@ -129,6 +129,32 @@ def test_both_layouts_of_a_weight_are_quantised_once_a_step(monkeypatch):
         expected = uncached.forward(x, w), uncached.input_gradient(grad, w)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         parameter.data.mul_(-3.0)
+
+
+@pytest.mark.parametrize("delays_wgrad", [False, True])
+def test_experts_quantise_each_operand_once_in_each_layout(delays_wgrad, monkeypatch):
+    """Gate and up projections share the tokens; results are those of the emulation."""
+    calls = {"quantize_rows": 0, "quantize_columns": 0}
+    for name in calls:
+        kernel = getattr(fp8_gemm, name)
+
+        def counted(*arguments, name=name, kernel=kernel):
+            calls[name] += 1
+            return kernel(*arguments)
+
+        monkeypatch.setattr(fp8_gemm, name, counted)
+    x, grad = _random(torch.float32, 21, 40), _random(torch.float32, 21, 40) * 1e-3
+    weights = ExpertWeights(*(_random(torch.float32, 2, *shape) * 1e-3 for shape in ((40, 33), (40, 33), (33, 40))))
+    options = ExpertOptions([5, 16], delays_wgrad=delays_wgrad)
+    results = []
+    for ops in (Fp8ExpertOps(BLOCK), EmulatedExpertOps(SIMULATED)):
+        y, saved = ops.forward(x, weights, options, None)
+        gradients = ops.backward(grad, x, weights, options, None, saved)
+        results.append([y, gradients.x, *gradients.weights()[:3]])
+    for actual, expected in zip(*results, strict=True):
+        _assert_close(actual, expected, torch.float32, summed=4)
+    # Tokens and hidden values; gradients of outputs, gate and up. All five again for the gradients of weights.
+    assert calls == {"quantize_rows": 5, "quantize_columns": 5}
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

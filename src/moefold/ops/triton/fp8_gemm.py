@@ -177,10 +177,9 @@ class Fp8ExpertOps(TritonExpertOps):
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See base class."""
-        values = unit_stride(rows.values)
-        x = quantize_rows(values, rows.num_rows, rows.source_R, self.block_size)
-        y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
+        """See base class; the gate and up projections share the quantised rows."""
+        x = rows.derived("quantized rows", self._quantize_rows)
+        y_RN = rows.values.new_empty(rows.num_rows, w_EKN.shape[2])
         scaled_grouped_gemm(x, self.quantized_weights(w_EKN), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
@@ -196,13 +195,17 @@ class Fp8ExpertOps(TritonExpertOps):
         return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See base class."""
-        x, g = (
-            quantize_columns(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self.block_size)
-            for r in (rows, grad)
-        )
+        """See base class; the gate and up projections share the quantised rows."""
+        quantize = partial(self._quantize_columns, offsets_E=offsets_E)
+        x, g = (operand.derived("quantized columns", quantize) for operand in (rows, grad))
         out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])
         return scaled_grouped_gemm_weight_grad(x, g, offsets_E, out)
+
+    def _quantize_rows(self, rows: GatheredRows) -> QuantizedTensor:
+        return quantize_rows(unit_stride(rows.values), rows.num_rows, rows.source_R, self.block_size)
+
+    def _quantize_columns(self, rows: GatheredRows, offsets_E: Tensor) -> QuantizedTensor:
+        return quantize_columns(unit_stride(rows.values), rows.num_rows, rows.source_R, offsets_E, self.block_size)
 
 
 class Fp8Linear:
