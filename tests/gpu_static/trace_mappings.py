@@ -19,7 +19,7 @@ MAPPINGS = {
     "one rank": {"part": "layer"},
     "one rank, padded": {"part": "layer", "moe": PADDED},
     "one rank, dropped": {"part": "layer", "moe": DROPPED},
-    "one rank, fp8": {"part": "block", "train": {"precision": "fp8-blockwise"}},
+    "one rank, fp8": {"part": "block", "train": {"precision": "fp8-blockwise", "global_batch_size": 2}},
     "ep8 alltoall": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}},
     "ep8 alltoall, padded": {
         "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}, "moe": PADDED,

@@ -30,6 +30,8 @@ class KernelProfile:
     tiled_loss: bool = False
     """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
     gradient is delayed."""
+    caches_quantized_weights: bool = False
+    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
 
     narrow_values: bool = False
     """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
@@ -37,7 +39,13 @@ class KernelProfile:
 
 
 CPU_KERNELS = KernelProfile(device_type="cpu", grouped_experts=False, tiled_loss=True)
-CUDA_KERNELS = KernelProfile(device_type="cuda", grouped_experts=True, experts_apply_probs=True, narrow_values=True)
+CUDA_KERNELS = KernelProfile(
+    device_type="cuda",
+    grouped_experts=True,
+    experts_apply_probs=True,
+    caches_quantized_weights=True,
+    narrow_values=True,
+)
 KERNEL_PROFILES = {kernels.device_type: kernels for kernels in (CPU_KERNELS, CUDA_KERNELS)}
 """Kernel profile by device type."""
 MEGATRON_KERNELS = KernelProfile(device_type="cuda", grouped_experts=True, fused_swiglu=True)

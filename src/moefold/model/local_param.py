@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.torch_compat import foreach_copy_
+from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
 
 
 def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -32,7 +33,7 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         weight = parameter.to(dtype)
     else:
         weight = copy.read(parameter, dtype)
-    setattr(weight.untyped_storage(), _MARK, True)
+    mark_weight(weight, parameter)
     return weight
 
 
@@ -43,7 +44,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor shares the storage of a parameter, or of a cast that `local_param` made."""
-    return hasattr(tensor.untyped_storage(), _MARK)
+    return weight_identity(tensor) is not None
 
 
 @dataclass
@@ -109,7 +110,5 @@ class CastCopies:
             copy.is_fresh = is_fresh
 
 
-_MARK = "_moefold_is_weight"
-"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""
 _COPY = "_moefold_cast_copy"
 """Attribute of a parameter: its `CastCopy`."""

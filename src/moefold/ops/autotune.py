@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2

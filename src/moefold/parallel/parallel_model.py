@@ -12,6 +12,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
@@ -48,6 +49,8 @@ class ParallelModel:
     """Activation offload between the passes; None without offload."""
     cast_copies: CastCopies = field(default_factory=CastCopies)
     """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
+    weight_cache: WeightCache = field(default_factory=WeightCache)
+    """Quantised weights of the current step."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -69,7 +72,7 @@ class ParallelModel:
         """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
-        with self.cast_copies.fresh():
+        with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         if self.stages[0].cfg.model.last_stage_needs_embedding:

@@ -14,6 +14,7 @@ from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
@@ -35,6 +36,7 @@ class ShardedStages:
     positions: Tensor
     message: str
     offload: ActivationOffload | None
+    weight_cache: WeightCache
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -65,6 +67,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         message,
         sharded.offload,
         _cast_copies(sharded.stages, groups),
+        sharded.weight_cache,
     )
 
 
@@ -124,4 +127,4 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload)
+    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache)

@@ -413,6 +413,8 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
     from moefold.ops import autotune
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        # Aliases: autograd copies a gradient of which another reference exists.
+        args = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
         launch = Launch(kernel, args, grid, options)
         trace.launches.append(launch)
         trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())

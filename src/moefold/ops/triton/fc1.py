@@ -157,7 +157,7 @@ def fc1(
     has_bias = weights.gate_bias_EF is not None
     # Each expert may have one partial tile.
     max_tiles = (triton.cdiv(num_rows, config.block_m) + num_experts) * triton.cdiv(width, config.block_n)
-    _fc1_kernel[(min(max_tiles, max_programs(x)),)](
+    _fc1_kernel[(min(max_tiles, max_programs(x, config.num_warps)),)](
         x, w_gate, w_up, _pointer(weights.gate_bias_EF, x), _pointer(weights.up_bias_EF, x), _pointer(probs_R, x),
         _pointer(out.g_RF, x), _pointer(out.u_RF, x), _pointer(out.hidden_RF, x), offsets_E,
         offsets_E if source_R is None else source_R, num_experts, width, depth,
