@@ -83,11 +83,13 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
-    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs.
+    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
+    # change too often to be compiled.
     if not for_training:
+        run = replace(cfg.run, compile="none")
         train = replace(cfg.train, precision="dtype")
         moe = replace(cfg.moe, dispatch_precision="dtype")
-        cfg = replace(cfg, train=train, moe=moe)
+        cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None

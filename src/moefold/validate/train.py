@@ -241,6 +241,30 @@ def validate_kernels(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_compile(cfg: Config) -> Iterator[str]:
+    """Check run.compile against run.kernels and run.deterministic."""
+    if cfg.run.compile == "none":
+        return
+    name = f"run.compile={cfg.run.compile!r}"
+    if cfg.run.kernels == "c":
+        yield (
+            f"{name} would replace QK norm, RoPE and SwiGLU in C, which run.kernels='c' asks for; set run.kernels to "
+            "'auto' or 'plain', or run.compile='none'"
+        )
+    if cfg.run.deterministic:
+        yield (
+            f"{name} does not go with run.deterministic=true: Inductor may choose how a GPU sums by timing it; set "
+            "run.compile='none' or run.deterministic=false"
+        )
+
+
+def compiles_parts(model: ModelConfig) -> bool:
+    """Return whether a model has a part that run.compile='blocks' compiles."""
+    has_head_norms = model.attention == "gqa" and model.qk_norm and model.qk_norm_width == "head"
+    has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
+    return has_head_norms or has_shared_expert or has_dense_layers(model)
+
+
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
     """Return why Triton cannot run on the device; "" if it can."""
     if run.dtype == "float64":
@@ -270,4 +294,4 @@ def check_kernel_device(cfg: Config, device_type: str) -> None:
         )
 
 
-KERNEL_RULES = (validate_kernels,)
+KERNEL_RULES = (validate_kernels, validate_compile)
