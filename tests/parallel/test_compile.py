@@ -50,7 +50,7 @@ MORE = [
     ({"world_size": 2, "tp": 2, "ep": 2}, {}),
     ({"world_size": 2, "tp": 2, "overlap_tp": True}, {"recompute": ("shared_experts",)}),
     ({"world_size": 2, "cp": 2}, {"offload": ("dense_mlp",)}),
-    ({"world_size": 2, "pp": 2, "schedule": "zb1p"}, {}),
+    ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}),
 ]
 
 

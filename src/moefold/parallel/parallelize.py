@@ -14,6 +14,7 @@ from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
+from moefold.parallel.cuda_graphs import apply_cuda_graphs
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.offload import apply_offload, open_offload
@@ -23,6 +24,7 @@ from moefold.parallel.recompute import apply_recompute, device_memory, resolve_r
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
 from moefold.topology.pipeline_layout import StagePlan
+from moefold.validate.train import check_cuda_graphs_device
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
-    Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, then the
-    phases of the flight recorder; memory attribution wraps them in measured steps. See
+    Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, CUDA
+    graphs, and the phases of the flight recorder; memory attribution wraps them in measured steps. See
     docs/design/002-seams-of-the-maths.md.
 
     Args:
@@ -105,6 +107,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
         if offload is not None:
             apply_offload(stage, cfg.train.offload, offload)
+        if for_training and cfg.run.cuda_graphs == "attention":
+            check_cuda_graphs_device(cfg, groups.device.type)
+            apply_cuda_graphs(stage)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:
