@@ -50,6 +50,12 @@ class RunConfig:
     kernels for GEMMs, norms, RoPE, expert activations and causal attention, built by the machine's C compiler. auto:
     triton on CUDA in bfloat16 if the package is installed, c on a CPU with a compiler, else plain; the log names the
     choice."""
+    compile: Literal["none", "blocks"] = "none"
+    """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of
+    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace those of run.kernels."""
+    cuda_graphs: Literal["none", "attention"] = "none"
+    """attention: replay the forward and backward pass of each attention from a CUDA graph, without the host's launches
+    ([kernels.md](kernels.md#cuda-graphs)). For CUDA, without tensor and context parallelism in the graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -195,19 +195,34 @@ class Attention(SelfAttention):
         ]
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
-        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
-            query = self.query_norm(query, slice(None))
-            key = self.key_norm(key, self.kv_rows)
-        elif self.query_norm is not None and self.key_norm is not None:
-            query = self.query_norm(query)
-            key = self.key_norm(key)
+        query, key = self._normalize_and_rotate(query, key, rope)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
-        attended = self.core_attention(rope(query), rope(key), value, documents, sinks)
+        attended = self.core_attention(query, key, value, documents, sinks)
         wo = local_param(self.wo, x.dtype)
         out = self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
+
+    def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
+        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
+            query = self.query_norm(query, slice(None))
+            key = self.key_norm(key, self.kv_rows)
+        elif isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
+            if self.kernels.qk_norm_rope is not None:
+                weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
+                return self.kernels.qk_norm_rope(
+                    query,
+                    key,
+                    weights,
+                    self.query_norm.eps,
+                    (rope.cos, rope.sin),
+                    is_interleaved=rope.is_interleaved,
+                )
+            query = self.query_norm(query)
+            key = self.key_norm(key)
+        return rope(query), rope(key)
 
     @staticmethod
     def _shard_of(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2
@@ -35,7 +34,7 @@ class Autotuner:
         timer: returns the time of a candidate; None: by CUDA events.
     """
 
-    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], Tensor]], float] | None = None) -> None:
+    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], object]], float] | None = None) -> None:
         self._is_enabled = is_enabled
         self._timer = timer or _median_ms
         self._num_calls: Counter[Hashable] = Counter()

@@ -1,7 +1,7 @@
 """Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
+from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
@@ -55,8 +56,20 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """Select the kernels of all layers of this rank.
 
     Raises:
-        ConfigError: `run.kernels` asks for kernels that cannot run here.
+        ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
+    kernels = _uncompiled_kernels(cfg, device)
+    if cfg.run.compile == "none":
+        return kernels
+    reason = inductor_unsupported_reason(device.type)
+    if reason:
+        raise ConfigError(f"run.compile={cfg.run.compile!r} cannot run: {reason}; set run.compile='none'")
+    compiled = f"run.compile={cfg.run.compile!r}: QK norm with RoPE, SwiGLU of dense layers"
+    message = "; ".join(filter(None, (kernels.message, compiled)))
+    return replace(kernels, qk_norm_rope=CompiledQKNormRope(), swiglu=CompiledSwiGLU(), message=message)
+
+
+def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.train.precision != "dtype":
         return _low_precision_kernels(cfg, device)
     if cfg.run.kernels == "plain":
