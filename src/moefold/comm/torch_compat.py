@@ -5,7 +5,7 @@ No other module may use a name of torch that begins with an underscore (tests/ar
 Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -61,6 +61,12 @@ def operator_name(op: Any) -> str:
     """Return the name of an operator without its namespace and overload, such as `mm`."""
     name: str = op._schema.name.split("::")[1]
     return name
+
+
+def operator_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by the names of its schema."""
+    names = [argument.name for argument in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def process_group_size(args: Sequence[Any]) -> int:
@@ -139,6 +145,16 @@ def cuda_flash_attention() -> Any:
 def cuda_flash_attention_backward() -> Any:
     """Return the operator of the backward pass of flash attention on CUDA."""
     return torch.ops.aten._flash_attention_backward
+
+
+def cudnn_attention() -> Any:
+    """Return the operator of cuDNN attention: out, log-sum-exp [B, heads, Sq, 1], and seven that are not read."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def cudnn_attention_backward() -> Any:
+    """Return the operator of the backward pass of cuDNN attention."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 # Process groups.

@@ -102,6 +102,10 @@ class ShardSpec:
             total += shards.padded_numel * shards.degree * item
         return total
 
+    def prefetched_bytes(self, weights: Iterable[ParamSpec]) -> int:
+        """Return the bytes of the weights that are all-gathered ahead; those of a single rank are cast at their use."""
+        return self.gathered_bytes(weight for weight in weights if self.degrees[weight.is_expert] > 1)
+
 
 def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
     """Return the shard spec of a recipe for given sharding degrees."""

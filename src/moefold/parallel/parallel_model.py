@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
@@ -46,6 +47,8 @@ class ParallelModel:
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: ActivationOffload | None = None
     """Activation offload between the passes; None without offload."""
+    cast_copies: CastCopies = field(default_factory=CastCopies)
+    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
 
@@ -69,7 +72,7 @@ class ParallelModel:
         """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
-        with self.weight_cache.step():
+        with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         if self.stages[0].cfg.model.last_stage_needs_embedding:

@@ -1,7 +1,7 @@
 """Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +16,15 @@ from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
+from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
+from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
@@ -53,8 +56,20 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """Select the kernels of all layers of this rank.
 
     Raises:
-        ConfigError: `run.kernels` asks for kernels that cannot run here.
+        ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
+    kernels = _uncompiled_kernels(cfg, device)
+    if cfg.run.compile == "none":
+        return kernels
+    reason = inductor_unsupported_reason(device.type)
+    if reason:
+        raise ConfigError(f"run.compile={cfg.run.compile!r} cannot run: {reason}; set run.compile='none'")
+    compiled = f"run.compile={cfg.run.compile!r}: QK norm with RoPE, SwiGLU of dense layers"
+    message = "; ".join(filter(None, (kernels.message, compiled)))
+    return replace(kernels, qk_norm_rope=CompiledQKNormRope(), swiglu=CompiledSwiGLU(), message=message)
+
+
+def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.train.precision != "dtype":
         return _low_precision_kernels(cfg, device)
     if cfg.run.kernels == "plain":
@@ -68,18 +83,23 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
         # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.experts import TritonExpertOps
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
+    block_attention, attention_message = _block_attention(cfg, device)
+    message += attention_message
     return SelectedKernels(
         expert_ops=expert_ops,
         permute_ops=TritonPermuteOps(),
         router=routing,
+        block_attention=block_attention,
         swiglu=expert_ops,
         rope=apply_rope,
+        cross_entropy_ops=TritonCrossEntropyOps(),
         message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
 
@@ -95,10 +115,16 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():
-        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
-            module.core_attention.kernel = kernels.attention
+        if not isinstance(module, SelfAttention):
+            continue
+        core = module.core_attention
+        if isinstance(core, CausalAttention):
+            core.kernel = kernels.attention
+        if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
+            core.block_kernel = kernels.block_attention
     if stage.is_last:
         stage.head.gemm = kernels.gemm
+        stage.head.cross_entropy_ops = kernels.cross_entropy_ops
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
@@ -143,6 +169,19 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     )
 
 
+def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention | None, str]:
+    """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
+
+    Not with `run.deterministic`, which its backward pass need not be.
+    """
+    p = cfg.parallel
+    needs_lse = p.context != "ulysses" if p.cp > 1 else cfg.model.attention_sinks
+    if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
+        return None, ""
+    reason = probe_cudnn_attention(device)
+    return (None, f"; flash attention for blocks, as {reason}") if reason else (CudnnAttention(), "")
+
+
 def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
     """Return the fused kernel of the routers, or None with a message if it does not support the model."""
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
@@ -157,6 +196,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
     reason = fp8_unsupported_reason(cfg.run, device)
     if not reason:
+        from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
         from moefold.ops.triton.permute import TritonPermuteOps
         from moefold.ops.triton.rope import apply_rope
@@ -175,6 +215,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
             router=routing,
             swiglu=expert_ops,
             rope=apply_rope,
+            cross_entropy_ops=TritonCrossEntropyOps(),
             message=message,
             weight_cache=weight_cache,
         )

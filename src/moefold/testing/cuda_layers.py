@@ -1,4 +1,4 @@
-"""Traces of one MoE layer, or of its whole block, forward and backward, for the recipe of any mapping."""
+"""Traces of one MoE layer, of its block or of a model of one block, forward and backward, under any mapping."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
 
-LayerPart = Literal["layer", "block"]
+LayerPart = Literal["layer", "block", "model"]
 
 
 def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config:
@@ -43,7 +43,7 @@ def trace_layer(
 
     Args:
         cfg: a recipe of one layer, as of `layer_config`.
-        part: the MoE layer alone, or with attention and norms.
+        part: the MoE layer alone, with attention and norms, or with embedding, head and loss too.
         device: properties of the GPU.
         runs_all_candidates: run every candidate of the autotuner.
     """
@@ -67,6 +67,10 @@ def trace_layer(
                 x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
                 trace.events.clear()
                 trace.launches.clear()
-                y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
+                if part == "model":
+                    ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
+                    y = stage(ids, labels=ids, sample_ids=sample_ids)
+                else:
+                    y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
                 y.backward(torch.empty_like(y))
     return trace

@@ -289,12 +289,13 @@ class TrainingStep:
         self.model.train(False)
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
-        for i, batch in enumerate(batches):
-            if flags is not None and i % STOP_POLL_EVERY == 0:
-                raised = self._count_flags(flags())
-            if any(raised):
-                break
-            losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
+        with self.model.cast_copies.fresh():
+            for i, batch in enumerate(batches):
+                if flags is not None and i % STOP_POLL_EVERY == 0:
+                    raised = self._count_flags(flags())
+                if any(raised):
+                    break
+                losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
         self.model.train(True)
         if any(raised):
             return None, raised

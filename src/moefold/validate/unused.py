@@ -14,7 +14,7 @@ from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
-from moefold.validate.train import has_validation_split
+from moefold.validate.train import compiles_parts, has_validation_split
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not ssd_offload_keys(cfg.train),
         "nothing is offloaded to a disk",
         "choose 'ssd' for train.offload_to (with parts in train.offload) or for train.offload_optimizer",
+    ),
+    UnusedKeyRule(
+        "run.compile",
+        lambda cfg: not compiles_parts(cfg.model),
+        "the model has neither a norm of each query and key head, nor dense layers, nor a shared expert",
+        "choose run.compile='none'",
     ),
     UnusedKeyRule(
         "model.sliding_window",

@@ -15,7 +15,7 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
-from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
+from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile
 from moefold.ops.triton.quantize import (
     QuantizedTensor,
     first_block,
@@ -118,7 +118,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
     block_size = depth // len(x.scales)
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
-    _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
+    _scaled_gemm_kernel[(min(max_tiles, max_programs(out, warps)),)](
         x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, num_rows, width, depth,
         w.values.stride(0), *w.scales.stride()[:2], BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
         GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=4,
@@ -169,6 +169,10 @@ class Fp8ExpertOps(TritonExpertOps):
     def probs_commute(self) -> bool:
         """False: hidden values are quantised."""
         return False
+
+    def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return none: the kernel of both projections does not quantise."""
+        return ()
 
     def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:
         """Quantise matrices, or return what was cached in this step."""

@@ -154,17 +154,27 @@ class StateMemoryTable:
             )
             for column, name in self.units()
         }
+        gathers_by_layer = mapping.zero == 3 and mapping.world_size > 1
         table = state_table(
             units,
             self.columns,
             has_second_embedding=self.model_spec.has_second_embedding,
-            gathers_one_layer=mapping.zero == 3 and mapping.world_size > 1,
+            prefetched=self._prefetched_bytes(mapping, degrees) if gathers_by_layer else None,
             rope_bytes=self._rope_bytes(mapping),
         )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
         if is_offloaded and self.workload.is_megatron:
             # Megatron-Core updates on the host, and keeps the master weights there.
             table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
         return table
+
+    def _prefetched_bytes(self, mapping: ParallelMapping, degrees: tuple[int, int]) -> dict[int, int]:
+        shard_spec = self._shard_spec(degrees, accumulates_gradients=False)
+        return {
+            column: shard_spec.prefetched_bytes(
+                weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self.weights(name, mapping.tp)
+            )
+            for column, name in self.units()
+        }
 
     def _unit_bytes(
         self,
