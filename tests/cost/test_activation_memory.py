@@ -7,14 +7,28 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moefold.comm.groups import ParallelGroups
+from moefold.comm.resumable import run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
 from moefold.cost.auto_recompute import GIB, choose_recompute
+from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
+from moefold.model.attention import CausalAttention, _BlockAttention
+from moefold.model.head import CPU_CHUNK_TOKENS
+from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
+from moefold.model.moe.dispatch.base import RoutingMap
+from moefold.model.moe.experts import Experts
 from moefold.ops import gemm
+from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
+from moefold.ops.grouped_experts import GroupedExpertOps
+from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.testing.pool import WorkerPool
+from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
 from tests.slow import slow
@@ -74,8 +88,8 @@ def _on_one_rank(cfg: Config) -> MeasuredMemory:
         dist.destroy_process_group()
 
 
-def _assert_close(cfg: Config, ranks: list[MeasuredMemory]) -> None:
-    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+def _assert_close(cfg: Config, ranks: list[MeasuredMemory], kernels: KernelProfile = CPU_KERNELS) -> None:
+    formulas = compute_rank_memory(cfg, kernels=kernels)
     for rank in ranks:
         formula = formulas[rank.pp_rank].activations
         assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
@@ -107,6 +121,11 @@ def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
         states = formulas[rank.pp_rank].states
         found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
         assert found == (states.weights, states.gradients, states.optimizer), rank
+
+
+def test_sizes_of_the_loss_are_those_of_the_runtime():
+    assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
+    assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,6 +183,24 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
 def test_every_kind_of_layer_and_loss(settings, dtype):
     cfg = _config(dtype, **settings)
     _assert_close(cfg, [_on_one_rank(cfg)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
+def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
+    """As on CUDA, where SDPA takes values narrower than the keys; this one saves what a flash kernel saves."""
+
+    def attend(core, q, k, v, documents=None, sinks=None, scale=None):
+        assert (v.shape[-1], scale) == (8, 0.25)
+        return _BlockAttention.apply(q, k, v, None, "causal", MathBlockAttention())
+
+    monkeypatch.setattr("moefold.model.mla.takes_narrow_values", lambda device: True)
+    monkeypatch.setattr(CausalAttention, "__call__", attend)
+    cfg = _config(dtype, model=LATENT | {"v_head_dim": 8}, train={"recompute": parts})
+    narrow = replace(CPU_KERNELS, narrow_values=True)
+    _assert_close(cfg, [_on_one_rank(cfg)], narrow)
+    saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
+    assert saved[0] < saved[1] or parts
 
 
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
@@ -367,3 +404,40 @@ def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
     assert [rank.pp_rank for rank in ranks] == list(range(16))
     assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
     assert torch.tensor([rank.total for rank in ranks]).argmax() == 0
+
+
+@pytest.mark.parametrize("saves_fc1", [True, False])
+@pytest.mark.parametrize("weight_in_expert", [True, False])
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kernels, weight_in_expert, saves_fc1):
+    cfg = _config("bfloat16", moe={"weight_in_expert": weight_in_expert})
+    cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
+    recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
+    formula = ExpertMemory(cfg, recompute, CUDA_KERNELS, 1.0)
+    model = cfg.model
+    tokens = formula.routed_tokens // model.top_k
+    experts = Experts(
+        model.num_experts, model.hidden_size, model.moe_ffn_hidden_size, applies_probs=weight_in_expert
+    ).bfloat16()
+    # The operations of a CUDA device, in torch: grouped, with the permutation fused if there are kernels.
+    experts.ops = GroupedExpertOps() if kernels == "auto" else GroupedMMExpertOps()
+    experts.saves_fc1 = saves_fc1
+    x_TH = torch.randn(tokens, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    ids_TK = torch.arange(tokens * model.top_k).view(tokens, -1) % model.num_experts
+    probs_TK = torch.rand(tokens, model.top_k, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        groups = ParallelGroups.create(fold(world_size=1), torch.device("cpu"))
+        moe = groups.moe
+        dispatcher = AllToAllDispatcher(moe.ep, moe.etp, moe.experts, moe.expert_coordinates, model.num_experts)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            run_to_end(dispatcher.run(x_TH, RoutingMap(ids_TK, probs_TK), experts))
+    finally:
+        dist.destroy_process_group()
+    weights = {parameter.data_ptr() for parameter in experts.parameters()}
+    found = {t.data_ptr(): t.nbytes for t in saved if t.is_floating_point() and t.data_ptr() not in weights}
+    own_probs = 0 if formula.applies_probs else probs_TK.nbytes
+    expected = formula.expert_tokens * formula.token_bytes + (formula.fc1_outputs() + formula.expert_outputs()).total()
+    assert sum(found.values()) == expected + own_probs
+    assert formula.applies_probs == (weight_in_expert or kernels == "auto")

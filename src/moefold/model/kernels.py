@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel
+from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
@@ -72,8 +73,12 @@ class Kernels:
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    block_attention: CausalKernel | None = None
+    """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
     """GEMM of the loss."""
+    cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+    """Ops of the loss on logits."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
 

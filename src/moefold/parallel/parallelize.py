@@ -9,10 +9,12 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
+from moefold.model.local_param import CastCopies
 from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.cuda_graphs import apply_cuda_graphs
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
@@ -36,6 +38,7 @@ class ShardedStages:
     positions: Tensor
     message: str
     offload: ActivationOffload | None
+    weight_cache: WeightCache
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -58,8 +61,22 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
     message = "; ".join(filter(None, (sharded.message, recompute_message)))
     return ParallelModel(
-        sharded.stages, sharded.stage_plan, runner, groups, sharded.positions, message, sharded.offload
+        sharded.stages,
+        sharded.stage_plan,
+        runner,
+        groups,
+        sharded.positions,
+        message,
+        sharded.offload,
+        _cast_copies(sharded.stages, groups),
+        sharded.weight_cache,
     )
+
+
+def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
+    """Return the copies of the weights in the compute dtype: on one GPU; on several, FSDP casts what it gathers."""
+    is_kept = groups.layout.world_size == 1 and groups.device.type == "cuda"
+    return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
@@ -117,4 +134,4 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload)
+    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache)
