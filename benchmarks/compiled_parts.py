@@ -1,4 +1,4 @@
-"""Measure a step with and without the compiled parts of `run.compile`, beside plain and C kernels.
+"""Measure a step with and without the compiled parts of `run.compile`, for plain and for C kernels.
 
 `python benchmarks/compiled_parts.py [float32|bfloat16]`, one rank on the CPU, one thread. The kinds run in turn, round
 by round; the table has the median of the CPU time of a step and of its ratio to eager in the same round. The first step
