@@ -25,7 +25,7 @@ ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu bench bench-gpu \
+.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
 	bench-gpu-sweep clean
 .DEFAULT_GOAL := help
 
@@ -77,6 +77,9 @@ parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank o
 HALF_HOUR = $(PY) benchmarks/gpu_half_hour.py
 gpu: $(READY) ## prove and measure on one GPU, 10 minutes a call: tests, kernels, layers, steps (READY= PY=python3: no .venv)
 	$(HALF_HOUR) proof $(ARGS)
+
+kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, and store what they use; no GPU
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.gpu_static.kernel_table --write
 
 bench: $(STAMP) ## measure the training step beside plain torch and transformers, with floors
 	$(BIN)/moefold bench $(ARGS)
