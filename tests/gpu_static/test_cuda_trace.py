@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from moefold.comm.torch_compat import cuda_flash_attention
 from moefold.testing.cuda_trace import CUDA, Trace, sent_bytes, trace_cuda
 
 pytest.importorskip("triton")
@@ -68,6 +70,30 @@ def test_bytes_and_flops_of_a_matrix_product():
         on_device(8, 16) @ on_device(16, 4)
     (product,) = trace.of("op")
     assert (product.moved_bytes, product.flops, product.contraction) == (4 * (128 + 64 + 32), 2 * 8 * 16 * 4, 16)
+
+
+def test_flops_of_fused_attention():
+    def heads():
+        return on_device(2, 4, 64, 16, dtype=torch.bfloat16).requires_grad_()
+
+    products = 2 * (2 * 4 * 64 * 64) * 16
+    for is_causal, share in ((False, 1.0), (True, 0.5)):
+        with trace_cuda(Trace()) as trace:
+            F.scaled_dot_product_attention(heads(), heads(), heads(), is_causal=is_causal).sum().backward()
+        flops = {event.name: event.flops for event in trace.of("op") if event.flops}
+        assert flops == {"sdpa": 2 * products * share, "sdpa backward": 5 * products * share}
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "window", "keys"),
+    [(False, {}, 64), (True, {}, 32), (True, {"window_size_left": 7, "window_size_right": 0}, 8 - 8 * 8 / 128)],
+)
+def test_flops_of_the_flash_kernel(is_causal, window, keys):
+    with trace_cuda(Trace()) as trace:
+        q, k, v = (on_device(2, 64, 4, 16, dtype=torch.bfloat16) for _ in range(3))
+        cuda_flash_attention()(q, k, v, None, None, 64, 64, 0.0, is_causal, False, **window)
+    (event,) = [event for event in trace.of("op") if event.flops]
+    assert event.flops == 2 * 2 * (2 * 4 * 64 * keys) * 16
 
 
 def test_bytes_sent_exclude_this_rank():

@@ -25,6 +25,32 @@ class RoutingKernel(Protocol):
         ...
 
 
+class QKNormRopeKernel(Protocol):
+    """QK norm and RoPE of queries and keys in one function."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        angles: tuple[Tensor, Tensor],
+        *,
+        is_interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise each head and rotate it.
+
+        Args:
+            query: [S, B, A, D].
+            key: [S, B, G, D].
+            weights: of the norms of queries and keys, [D] each.
+            eps: added to the mean of squares.
+            angles: cosines and sines of `Rope`.
+            is_interleaved: see `Rope`.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """The kernels of all layers; None means the torch operations."""
@@ -41,10 +67,14 @@ class Kernels:
     """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
+    qk_norm_rope: QKNormRopeKernel | None = None
+    """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    block_attention: CausalKernel | None = None
+    """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
     """GEMM of the loss."""
     cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS

@@ -5,9 +5,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-Candidates = Mapping[str, Callable[[], Tensor]]
+Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2
 """Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
@@ -35,7 +34,7 @@ class Autotuner:
         timer: returns the time of a candidate; None: by CUDA events.
     """
 
-    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], Tensor]], float] | None = None) -> None:
+    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], object]], float] | None = None) -> None:
         self._is_enabled = is_enabled
         self._timer = timer or _median_ms
         self._num_calls: Counter[Hashable] = Counter()
@@ -64,7 +63,7 @@ class Autotuner:
         return best[min(best, key=lambda measured: (abs(measured - octave), measured))]
 
 
-def _median_ms(candidate: Callable[[], Tensor]) -> float:
+def _median_ms(candidate: Callable[[], object]) -> float:
     for _ in range(NUM_WARMUP_RUNS):
         candidate()
     times = []

@@ -22,11 +22,13 @@ from torch.overrides import TorchFunctionMode
 from moefold.comm.torch_compat import (
     TorchDispatchMode,
     around_backward,
+    operator_arguments,
     operator_name,
     process_group_size,
     storage_key,
     tree_leaves,
 )
+from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 
 CUDA = torch.device("cuda", 0)
@@ -69,9 +71,11 @@ class Event:
         name: of the operator, kernel, collective or method.
         source: innermost line of moefold, as "model/moe/layer.py:120".
         moved_bytes: bytes read and written in device memory; of a collective: bytes sent.
-        flops: of matrix products.
+        flops: of matrix products, those of attention included.
         contraction: length of the sums of a matrix product; 0 for others.
+        width: columns of the result of a matrix product, the smaller side of a weight gradient; 0 for others.
         is_weight_gradient: True for a grouped product over the rows of each expert.
+        is_float32: True for a matrix product of float32 operands.
     """
 
     kind: str
@@ -80,7 +84,19 @@ class Event:
     moved_bytes: float = 0.0
     flops: float = 0.0
     contraction: int = 0
+    width: int = 0
     is_weight_gradient: bool = False
+    is_float32: bool = False
+
+
+class GemmCost(NamedTuple):
+    """FLOPs and shape of a matrix product, see `Event`; zeros for other operators."""
+
+    flops: float = 0.0
+    contraction: int = 0
+    width: int = 0
+    is_weight_gradient: bool = False
+    is_float32: bool = False
 
 
 @dataclass
@@ -168,6 +184,7 @@ class _Functions(TorchFunctionMode):
         self._replaced: dict[Any, Callable[..., Any]] = {
             _attribute_getter("device"): lambda x: CUDA if x.is_meta else x.device,
             _attribute_getter("is_cuda"): lambda x: x.is_meta,
+            torch.Tensor.pin_memory: lambda x: x,
             F.scaled_dot_product_attention: self._attention,
             F.rms_norm: self._rms_norm,
         }
@@ -197,7 +214,7 @@ class _Functions(TorchFunctionMode):
         return func(*(_on_meta(value) for value in args), **{name: _on_meta(value) for name, value in kwargs.items()})
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-        y: Tensor = _FusedAttention.apply(q, k, v, attn_mask, self.trace)
+        y: Tensor = _FusedAttention.apply(q, k, v, attn_mask, bool(options.get("is_causal")), self.trace)
         return y
 
     def _rms_norm(self, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
@@ -209,20 +226,26 @@ class _FusedAttention(torch.autograd.Function):
     """SDPA as one kernel in each direction, which meta tensors would decompose."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, trace: Trace) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, trace: Trace
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.trace = trace
+        # A kernel with a mask skips nothing.
+        ctx.pairs = q.numel() / q.shape[-1] * k.shape[-2] * (0.5 if is_causal else 1.0)
         ctx.mask_bytes = 0 if mask is None else _bytes(mask)
         y = q.new_empty(*q.shape[:-1], v.shape[-1])
-        trace.add("op", "sdpa", moved_bytes=_bytes(q, k, v, y) + ctx.mask_bytes)
+        flops = attention_flops(ctx.pairs, q.shape[-1], v.shape[-1], is_backward=False)
+        trace.add("op", "sdpa", moved_bytes=_bytes(q, k, v, y) + ctx.mask_bytes, flops=flops)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         moved = 2 * _bytes(q, k, v, grad) + ctx.mask_bytes
-        ctx.trace.add("op", "sdpa backward", moved_bytes=moved)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        flops = attention_flops(ctx.pairs, q.shape[-1], v.shape[-1], is_backward=True)
+        ctx.trace.add("op", "sdpa backward", moved_bytes=moved, flops=flops)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -268,8 +291,8 @@ class _Operators(TorchDispatchMode):
         moved = _bytes(*on_device)
         if name in GATHERING_OPS:
             moved -= max(0, _bytes(inputs[0]) - _bytes(*outputs))
-        flops, contraction, is_wgrad = _gemm_cost(name, inputs, outputs)
-        self.trace.add("op", name, moved_bytes=moved, flops=flops, contraction=contraction, is_weight_gradient=is_wgrad)
+        cost = _flash_cost(func, args, kwargs or {}) if "_flash_attention" in name else gemm_cost(name, inputs, outputs)
+        self.trace.add("op", name, moved_bytes=moved, **cost._asdict())
         return out
 
     def _collective(self, name: str, args: tuple[Any, ...]) -> None:
@@ -290,18 +313,43 @@ def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
     return 2 * _bytes(tensors[0]) * others
 
 
-def _gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[float, int, bool]:
-    """Return (FLOPs, length of the sums, whether it is a grouped weight gradient) of a matrix product, else zeros."""
+def gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GemmCost:
+    """Return the cost of a matrix product of torch, of zeros for other operators."""
     if name in ("mm", "bmm", "_grouped_mm"):
         a, b = inputs[:2]
     elif name in ("addmm", "baddbmm"):
         a, b = inputs[1:3]
     else:
-        return 0.0, 0, False
+        return GemmCost()
     is_wgrad = name == "_grouped_mm" and a.dim() == 2 and b.dim() == 2
     # The rows of all experts together: each of them belongs to one expert's sum.
     flops = 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if name in ("bmm", "baddbmm") else 1)
-    return flops, a.shape[-1] // (outputs[0].shape[0] if is_wgrad else 1), is_wgrad
+    contraction = a.shape[-1] // (outputs[0].shape[0] if is_wgrad else 1)
+    width = min(a.shape[-2], b.shape[-1]) if is_wgrad else b.shape[-1]
+    return GemmCost(flops, contraction, width, is_wgrad, a.dtype == torch.float32)
+
+
+def attention_flops(q_pairs: float, qk_dim: int, v_dim: int, *, is_backward: bool) -> float:
+    """Return the FLOPs of fused attention over pairs of query and key, of all heads and samples.
+
+    Forward: scores and their product with the values. Backward: scores again, and the gradients of the scores, of
+    queries, keys and values.
+    """
+    return 2.0 * q_pairs * (3 * qk_dim + 2 * v_dim if is_backward else qk_dim + v_dim)
+
+
+def _flash_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GemmCost:
+    """Return the cost of torch's flash operators: [B, S, heads, D], or [all tokens, heads, D] of many sequences."""
+    given = operator_arguments(func, args, kwargs)
+    q, k, v = given["query"], given["key"], given["value"]
+    queries, keys = (given["max_q"], given["max_k"]) if q.dim() == 3 else (q.shape[1], k.shape[1])
+    left = given.get("window_size_left")
+    window = 0 if left is None or left < 0 else left + 1
+    is_masked = bool(given["is_causal"]) or window > 0
+    mean_keys = keys_per_token(window, keys, causal=True) if is_masked else keys
+    pairs = q.numel() / q.shape[-1] * min(mean_keys, keys)
+    flops = attention_flops(pairs, q.shape[-1], v.shape[-1], is_backward="grad_out" in given)
+    return GemmCost(flops, q.shape[-1], queries)
 
 
 class _Sends:
@@ -365,17 +413,11 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
     from moefold.ops import autotune
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        # Aliases: autograd copies a gradient of which another reference exists.
+        args = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
         launch = Launch(kernel, args, grid, options)
         trace.launches.append(launch)
-        flops, contraction, is_wgrad = launch_flops(launch)
-        trace.add(
-            "kernel",
-            kernel.__name__,
-            moved_bytes=launch_bytes(launch),
-            flops=flops,
-            contraction=contraction,
-            is_weight_gradient=is_wgrad,
-        )
+        trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())
 
     def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
         first, *others = candidates
@@ -410,32 +452,44 @@ def launch_bytes(launch: Launch) -> int:
     return _bytes(*tensors.values())
 
 
-def launch_flops(launch: Launch) -> tuple[float, int, bool]:
-    """Return (FLOPs, length of the sums, whether it is a grouped weight gradient) of a launch, else zeros."""
+def launch_cost(launch: Launch) -> GemmCost:
+    """Return the cost of a launch of our kernels with matrix products, of zeros for others."""
     cost = GEMM_KERNELS.get(launch.kernel.__name__)
-    return cost(launch) if cost else (0.0, 0, False)
+    return cost(launch) if cost else GemmCost()
 
 
-def _grouped_gemm_flops(launch: Launch) -> tuple[float, int, bool]:
+def _grouped_gemm_cost(launch: Launch) -> GemmCost:
     rows = len(launch.argument("y"))
     width = launch.argument("width")
     depth = launch.argument("depth") * (2 if launch.options.get("HAS_SECOND") else 1)
-    return 2.0 * rows * width * depth, depth, False
+    return GemmCost(2.0 * rows * width * depth, depth, width, is_float32=launch.argument("x").dtype == torch.float32)
 
 
-def _weight_gradient_flops(launch: Launch) -> tuple[float, int, bool]:
+def _fc1_cost(launch: Launch) -> GemmCost:
+    written = launch.argument("g_out" if launch.options["WRITES_FC1"] else "hidden_out")
+    width = launch.argument("width")
+    depth = launch.argument("depth")
+    is_float32 = launch.argument("x").dtype == torch.float32
+    return GemmCost(2 * 2.0 * len(written) * width * depth, depth, width, is_float32=is_float32)
+
+
+def _weight_gradient_cost(launch: Launch) -> GemmCost:
     out = launch.argument("out")
-    rows = min(len(launch.argument("x")), len(launch.argument("grad")))
-    return 2.0 * rows * out.shape[1] * out.shape[2], rows // len(out), True
+    x = launch.argument("x")
+    is_padded = "padded_rows" in launch.kernel.arg_names
+    rows = launch.argument("padded_rows") if is_padded else min(len(x), len(launch.argument("grad")))
+    flops = 2.0 * rows * out.shape[1] * out.shape[2]
+    return GemmCost(flops, rows // len(out), min(out.shape[1:]), True, x.dtype == torch.float32)
 
 
-GEMM_KERNELS: dict[str, Callable[[Launch], tuple[float, int, bool]]] = {
-    "_grouped_gemm_kernel": _grouped_gemm_flops,
-    "_scaled_gemm_kernel": _grouped_gemm_flops,
-    "_weight_grad_kernel": _weight_gradient_flops,
-    "_scaled_weight_grad_kernel": _weight_gradient_flops,
+GEMM_KERNELS: dict[str, Callable[[Launch], GemmCost]] = {
+    "_grouped_gemm_kernel": _grouped_gemm_cost,
+    "_scaled_gemm_kernel": _grouped_gemm_cost,
+    "_fc1_kernel": _fc1_cost,
+    "_weight_grad_kernel": _weight_gradient_cost,
+    "_scaled_weight_grad_kernel": _weight_gradient_cost,
 }
-"""FLOPs of our kernels with matrix products."""
+"""Cost of our kernels with matrix products."""
 
 
 def _attribute_getter(name: str) -> Any:

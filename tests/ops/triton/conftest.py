@@ -7,8 +7,6 @@ import pytest
 import torch
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
-WITHOUT_GPU = ("test_compile.py",)
-"""Files whose tests compile ahead of time, and take minutes of CPU time."""
 
 
 def pytest_report_header():
@@ -22,5 +20,5 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         return
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name not in WITHOUT_GPU:
+        if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.gpu)

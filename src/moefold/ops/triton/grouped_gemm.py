@@ -241,7 +241,7 @@ def grouped_gemm(
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
         GATHERS=source_R is not None, HAS_SECOND=second is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_SIZE=GROUP_SIZE_M,
-        PRECISION=dot_precision(x.dtype), UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
+        PRECISION=dot_precision(x.dtype), UPCASTS=upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y
 
@@ -273,7 +273,7 @@ def grouped_gemm_weight_grad(
         _weight_grad_kernel[(num_tiles,)](
             x, grad, out, offsets_E, depth, width, x.stride(0), grad.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype),
-            UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
+            UPCASTS=upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out
 
@@ -309,7 +309,7 @@ def combine_rows(
     return out
 
 
-def _upcasts(x: Tensor) -> bool:
+def upcasts(x: Tensor) -> bool:
     """Return whether to upcast: the interpreter does not support bfloat16 dots; float32 gives the same products."""
     return not x.is_cuda and x.dtype == torch.bfloat16
 

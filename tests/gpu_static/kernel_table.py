@@ -1,0 +1,155 @@
+"""Compile every launch of the traced training steps ahead of time and print what the kernels use, as JSON.
+
+    env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table [--write] [--capability 90] [--representative]
+
+With --write, save the resources for sm_90a and sm_100a under this version of Triton in the table. Launches are only
+recorded where Triton does not interpret kernels, so this runs in a process of its own.
+"""
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moefold.ops import triton as triton_ops
+from moefold.testing.cuda_layers import layer_config, trace_layer
+from moefold.testing.cuda_trace import B200, H200, Launch
+from moefold.testing.kernel_compile import MAX_SHARED_BYTES, KernelResources, compile_launches, kernel_name
+
+TABLE = Path(__file__).parent / "kernels.json"
+COMMAND = "make kernel-table"
+DEVICES = {90: H200, 100: B200}
+"""GPU of each compute capability, times 10."""
+REGISTER_SLACK = 16
+"""Registers of a thread above the table that are no fault; compilers allocate them in units of 8."""
+EP8 = {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}
+FP8 = {"precision": "fp8-blockwise"}
+PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
+PRESETS = ("qwen3-30b-a3b", "mixtral-8x22b", "deepseek-v3", "gpt-oss-20b", "mixtral-8x22b-g8t8")
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"train": FP8},
+    {"parallel": EP8},
+    {"parallel": EP8, "train": FP8},
+)
+CASES = (
+    *({"preset": preset, "tokens": 4096} | variant for variant in VARIANTS for preset in PRESETS),
+    # Row counts that 16 does not divide.
+    *({"preset": "qwen3-30b-a3b", "tokens": 4097} | variant for variant in VARIANTS[:2]),
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"capacity_factor": 1.0}},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": PADDED, "parallel": EP8, "train": FP8},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "run": {"dtype": "float32", "kernels": "triton"}},
+)
+"""Models of one layer, with embedding, head and loss."""
+
+
+def recorded_launches(capability: int) -> list[Launch]:
+    """Return the launches of all cases, every candidate of the autotuner included."""
+    launches = []
+    for case in CASES:
+        trace = trace_layer(layer_config(**case), "model", DEVICES[capability], runs_all_candidates=True)
+        launches += trace.launches
+    return launches
+
+
+def representative(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the first launch of each kernel with each set of flags."""
+    first: dict[Any, Launch] = {}
+    for launch in launches:
+        flags = tuple(sorted(name for name, value in launch.options.items() if value is True))
+        first.setdefault((kernel_name(launch), flags), launch)
+    return list(first.values())
+
+
+def launched_kernels() -> set[str]:
+    """Return the names of the kernels of ops/triton that the host launches: those that no other kernel calls."""
+    kernels = set()
+    called = set()
+    for path in Path(triton_ops.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list):
+                kernels.add(f"{path.stem}.{function.name}")
+                called |= {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+    return {name for name in kernels if name.partition(".")[2] not in called}
+
+
+def rule_faults(now: KernelResources, known_spill_bytes: int = 0) -> list[str]:
+    """Return which rules a compiled kernel breaks; they hold for every version of Triton."""
+    faults = []
+    if now.needs_mma and not now.uses_tensor_cores:
+        faults.append(f"matrix products without wgmma or tcgen05: {now.mma or 'no tensor-core instruction'}")
+    if now.shared_bytes > MAX_SHARED_BYTES:
+        faults.append(f"{now.shared_bytes} bytes of shared memory, and a block may have {MAX_SHARED_BYTES}")
+    if now.spill_bytes > known_spill_bytes:
+        faults.append(f"spills {now.spill_bytes} bytes of registers, {known_spill_bytes} are known")
+    return faults
+
+
+def table_faults(now: KernelResources, before: KernelResources) -> list[str]:
+    """Return what became worse than the table of the same version of Triton."""
+    faults = []
+    if lost := set(before.mma) - set(now.mma):
+        faults.append(f"lost tensor-core instructions {sorted(lost)}, has {list(now.mma)}")
+    if lost := set(before.copies) - set(now.copies):
+        faults.append(f"lost asynchronous copies of {sorted(lost)} bytes, has {list(now.copies)}")
+    if narrower := [width for width in set(now.copies) - set(before.copies) if width != "tma"]:
+        faults.append(f"asynchronous copies of {sorted(narrower)} bytes, the table has {list(before.copies)}")
+    if now.registers > before.registers + REGISTER_SLACK:
+        faults.append(f"{now.registers} registers, the table has {before.registers}")
+    return faults
+
+
+def from_json(row: dict[str, Any]) -> KernelResources:
+    """Return the resources that `compiled` made a row of."""
+    return KernelResources(**row | {"mma": tuple(row["mma"]), "copies": tuple(row["copies"])})
+
+
+def compiled(capability: int, *, is_representative: bool = False) -> dict[str, dict[str, Any]]:
+    """Compile the launches for a compute capability and return a row for each."""
+    launches = recorded_launches(capability)
+    chosen = representative(launches) if is_representative else launches
+    return {name: asdict(resources) for name, resources in compile_launches(chosen, capability).items()}
+
+
+def column(capability: int) -> str:
+    """Return the column of the table for a compute capability and this version of Triton."""
+    import triton
+
+    return f"triton {'.'.join(triton.__version__.split('.')[:2])} sm_{capability}a"
+
+
+def write_table() -> None:
+    """Replace the columns of this version of Triton; rows that are no longer launched are dropped."""
+    new = {column(capability): compiled(capability) for capability in DEVICES}
+    old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    names = sorted({name for rows in new.values() for name in rows})
+    lines = []
+    for name in names:
+        kept = {key: row for key, row in old.get(name, {}).items() if key not in new}
+        cells = kept | {key: rows[name] for key, rows in new.items() if name in rows}
+        text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(cells[key])}" for key in sorted(cells))
+        lines.append(f" {json.dumps(name)}: {{\n  {text}\n }}")
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def main() -> int:
+    """Print or save the resources of compiled kernels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"save both capabilities in {TABLE.name}")
+    parser.add_argument("--capability", type=int, default=90, choices=DEVICES)
+    parser.add_argument("--representative", action="store_true", help="each kernel with each set of flags once")
+    args = parser.parse_args()
+    if args.write:
+        write_table()
+    else:
+        rows = compiled(args.capability, is_representative=args.representative)
+        print(json.dumps({"column": column(args.capability), "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
