@@ -59,6 +59,8 @@ WIDTHS = {768: "weight gradient, 768 wide", 6144: "weight gradient, 6144 wide"}
 FUSED_ATTENTION = {
     "sdpa": "attention",
     "sdpa backward": "attention backward",
+    "_scaled_dot_product_cudnn_attention": "attention",
+    "_scaled_dot_product_cudnn_attention_backward": "attention backward",
     "_flash_attention_forward": "flash",
     "_flash_attention_backward": "flash backward",
 }
