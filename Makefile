@@ -3,12 +3,15 @@
 PYTHON ?= python3
 # Arguments for pip when it installs torch, such as an index with CPU-only wheels: make setup TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
-# More arguments for `moefold train` and `moefold bench`: make train ARGS="run.steps=50 train.lr=1e-3"
+# More arguments for `moefold train`, `moefold bench` and the GPU stages: make train ARGS="run.steps=50 train.lr=1e-3"
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The GPU targets run without .venv where a Python has what moefold needs: make gpu READY= PY=python3
+READY ?= $(STAMP)
+PY ?= $(BIN)/python
 UNIT := not parity and not e2e and not slow and not gpu
 FAST := not slow and not gpu
 CORE := mapping-of-8-ranks or rank-order or pipeline-layout
@@ -22,11 +25,12 @@ ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu clean
+.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
+	bench-gpu-sweep clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv with everything that the other targets need
 
@@ -69,8 +73,10 @@ parity: $(STAMP) ## run every parity test, the wide sweep and the long runs incl
 parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages
 	$(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
 
-gpu: $(STAMP) ## run the tests that need a GPU
-	$(PYTEST) -m gpu
+# Each ends within 10 minutes and goes on with the next call where it stopped, see docs/gpu.md.
+HALF_HOUR = $(PY) benchmarks/gpu_half_hour.py
+gpu: $(READY) ## prove and measure on one GPU, 10 minutes a call: tests, kernels, layers, steps (READY= PY=python3: no .venv)
+	$(HALF_HOUR) proof $(ARGS)
 
 kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, and store what they use; no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.gpu_static.kernel_table --write
@@ -78,17 +84,11 @@ kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, 
 bench: $(STAMP) ## measure the training step beside plain torch and transformers, with floors
 	$(BIN)/moefold bench $(ARGS)
 
-# Every large shape at 4,096 and 16,384 tokens, balanced and natural, and the sweeps: reports and bars in runs/bench-gpu.
-GPU_SHAPES := mixtral-8x7b mixtral-8x22b qwen2-57b-a14b qwen3-30b-a3b deepseek-v3
-GPU_BENCH := $(BIN)/moefold bench --force --device cuda --dtype bfloat16 --steps 20
-bench-gpu: $(STAMP) ## the same of the large shapes on one GPU; reports and pictures in runs/bench-gpu
-	mkdir -p runs/bench-gpu
-	set -e; for shape in $(GPU_SHAPES); do for part in layer stack; do for tokens in 4096 16384; do \
-		for routing in balanced natural; do name=runs/bench-gpu/$$shape-$$part-$$tokens-$$routing; \
-		$(GPU_BENCH) --shape $$shape-$$part --tokens $$tokens --routing $$routing --json $$name.json --plot $$name.png; \
-		done; done; done; done
-	$(BIN)/moefold bench scaling --force --device cuda --dtype bfloat16 --shape qwen3-30b-a3b-layer --tokens 4096 8192 16384 \
-		--json runs/bench-gpu/scaling.json --plot runs/bench-gpu/scaling.png
+bench-gpu: $(READY) ## compare two large shapes with other implementations on one GPU, within 10 minutes
+	$(HALF_HOUR) bench $(ARGS)
+
+bench-gpu-sweep: $(READY) ## compare every large shape on one GPU, 10 minutes a call
+	$(HALF_HOUR) sweep $(ARGS)
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,6 +26,10 @@ from tests.e2e.command import moefold
         (["--plot", "x.xyz"], "--plot x.xyz must end in .png"),
         (["ranks", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
         (["scaling", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
+        (
+            ["ranks", "run.device=cuda"],
+            "moefold bench ranks counts CPU time, and run.device='cuda'; set run.device=cpu",
+        ),
         (["plot", "pyproject.toml", "x.png"], "pyproject.toml is no JSON"),
     ],
 )

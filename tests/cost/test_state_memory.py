@@ -8,6 +8,7 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.layer_spec import layer_weights
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.state_memory import StateMemory, rank_state_bytes
 from moefold.errors import ConfigError
@@ -74,6 +75,25 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
     assert found.optimizer <= rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+
+
+@pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])
+def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
+    """Experts that one rank has alone, as with ep = dp, are not gathered, and so not ahead."""
+    model = ModelConfig(num_layers=num_layers, hidden_size=48, vocab_size=96, num_experts=4, moe_ffn_hidden_size=32)
+    run = RunConfig(dtype="bfloat16")
+    train = TrainConfig(seq_len=16, global_batch_size=2)
+    parallel = ParallelConfig(world_size=2, ep=ep, zero=3)
+    cfg = Config(run=run, model=model, parallel=parallel, train=train)
+    check_config(cfg)
+    experts = 3 * 48 * 32 * 4 // ep
+    layer = sum(weight.numel for weight in layer_weights(model, "M")) - 3 * 48 * 32 * 4
+    router = 48 * 4
+    ends = 2 * 96 * 48 + 48
+    ahead = {0: 0, 1: layer + experts, "dense": layer}[prefetched]
+    # bfloat16, routers float32.
+    expected = 2 * (ends + layer + experts + ahead) + 2 * router * (1 + (ahead > 0))
+    assert rank_state_bytes(cfg, 0).gathered == expected
 
 
 @pytest.mark.parametrize("seed", range(12))

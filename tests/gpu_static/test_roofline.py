@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+
 from benchmarks.gpu_roofline import (
     DEPTHS,
     LAYERS,
@@ -17,7 +18,6 @@ from benchmarks.gpu_roofline import (
     interpolated,
     part_of,
 )
-
 from moefold.testing.cuda_trace import Event
 from tests.gpu_static.test_traces import ROOT
 

@@ -1,4 +1,4 @@
-"""Trace the CUDA step under eight mappings and print its counts as JSON; with --write, save them as the table.
+"""Trace the CUDA step under twelve mappings and print its counts as JSON; with --write, save them as the table.
 
 Launches are only recorded where Triton does not interpret kernels, so this runs in a process of its own.
 """
@@ -9,19 +9,28 @@ import sys
 from pathlib import Path
 
 from moefold.testing.cuda_layers import layer_config, trace_layer
+from moefold.testing.nondeterministic_ops import NondeterministicOps
 
 TABLE = Path(__file__).parent / "traces.json"
 TOKENS = 4096
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
+DROPPED = {"capacity_factor": 1.0}
 MAPPINGS = {
     "one rank": {"part": "layer"},
     "one rank, padded": {"part": "layer", "moe": PADDED},
-    "one rank, fp8": {"part": "block", "train": {"precision": "fp8-blockwise"}},
+    "one rank, dropped": {"part": "layer", "moe": DROPPED},
+    "one rank, fp8": {"part": "block", "train": {"precision": "fp8-blockwise", "global_batch_size": 2}},
     "ep8 alltoall": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}},
     "ep8 alltoall, padded": {
         "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}, "moe": PADDED,
     },
     "ep8 allgather": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "allgather"}},
+    "ep8 alltoall, dropped": {
+        "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}, "moe": DROPPED,
+    },
+    "ep8 allgather, dropped": {
+        "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "allgather"}, "moe": DROPPED,
+    },
     "ep4 etp2": {"part": "layer", "parallel": {"world_size": 8, "ep": 4, "etp": 2, "dispatcher": "alltoall"}},
     "tp2 ep4": {"part": "block", "parallel": {"world_size": 8, "tp": 2, "ep": 4, "dispatcher": "alltoall"}},
     "cp2 ep4": {"part": "block", "parallel": {"world_size": 8, "cp": 2, "ep": 4, "dispatcher": "alltoall"}},
@@ -33,10 +42,12 @@ def counts(name: str) -> dict[str, object]:
     """Return the counts of a mapping."""
     sections = dict(MAPPINGS[name])
     part = sections.pop("part")
-    trace = trace_layer(layer_config("qwen3-30b-a3b", TOKENS, **sections), part)
+    with NondeterministicOps() as nondeterministic:
+        trace = trace_layer(layer_config("qwen3-30b-a3b", TOKENS, **sections), part)
     device = trace.of("op", "kernel")
     return {
         "waits": [f"{event.name} at {event.source}" for event in trace.of("wait")],
+        "nondeterministic": sorted(nondeterministic.found),
         "copies": len(trace.of("copy")),
         "launches": len(device),
         "kernels": len(trace.of("kernel")),

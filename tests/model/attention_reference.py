@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.model.attention import CausalAttention
+from moefold.ops.documents import PackedDocuments
 
 
 def reference_attention(
@@ -56,9 +57,14 @@ def causal_attention_pairs(given: list[Tensor], window: int, starts: Tensor | No
         return reference_attention(q, k, v, positions, positions, starts, window, sinks)
 
     def attend(q, k, v, sinks=None):
-        return CausalAttention(window)(q, k, v, starts, sinks)
+        return CausalAttention(window)(q, k, v, documents(starts), sinks)
 
     return zip(with_gradients(attend, *given), with_gradients(expected, *given), strict=True)
+
+
+def documents(starts: Tensor | None) -> PackedDocuments | None:
+    """The documents with these starts, [S, B]."""
+    return None if starts is None else PackedDocuments.of_starts(starts)
 
 
 def random_attention(seed: int, seq_len: int, batch: int, heads: tuple[int, int, int]) -> list[Tensor]:

@@ -7,6 +7,7 @@ from moefold.model.attention import AttentionMaskSpec, CausalAttention, _has_lon
 from moefold.ops.block_attention import BlockedWindow
 from tests.model.attention_reference import (
     causal_attention_pairs,
+    documents,
     random_attention,
     random_sinks,
     random_starts,
@@ -73,7 +74,7 @@ def test_documents_do_not_see_each_other(heads, dtype, tolerance):
     expected = with_gradients(
         lambda *x: reference_attention(*x, positions, positions, starts), *(x.double() for x in (grad_out, q, k, v))
     )
-    given = with_gradients(lambda *x: CausalAttention()(*x, starts), grad_out, q, k, v)
+    given = with_gradients(lambda *x: CausalAttention()(*x, documents(starts)), grad_out, q, k, v)
     assert max(relative_errors(given, expected)) < tolerance
     assert relative_errors([CausalAttention()(q, k, v)], expected[:1])[0] > 0.1
 
@@ -110,12 +111,12 @@ def test_long_documents_go_one_by_one(heads, window):
     for sample, firsts in enumerate(borders):
         for first in firsts:
             starts[first:, sample] = first
-    assert _has_long_documents(starts)
-    assert not _has_long_documents(random_starts(5, 512, 2))
     positions = torch.arange(length)
     inputs = random_attention(6, length, 2, heads)
+    assert _has_long_documents(documents(starts), inputs[1])
+    assert not _has_long_documents(documents(random_starts(5, 512, 2)), inputs[1][:512])
     expected = with_gradients(lambda *x: reference_attention(*x, positions, positions, starts), *inputs)
-    given = with_gradients(lambda *x: CausalAttention(window)(*x, starts), *inputs)
+    given = with_gradients(lambda *x: CausalAttention(window)(*x, documents(starts)), *inputs)
     assert max(relative_errors(given, expected)) < 1e-12
 
 
@@ -134,6 +135,6 @@ def test_long_runs_go_tile_by_tile(window, limits, length):
     starts = random_starts(7, length, 2) if limits == "documents" else None
     if limits == "sinks":
         given.append(random_sinks(8, 4))
-    assert isinstance(AttentionMaskSpec(window, starts).local_mask(0, given[0]), BlockedWindow)
+    assert isinstance(AttentionMaskSpec(window, documents(starts)).local_mask(0, given[0]), BlockedWindow)
     for mine, theirs in causal_attention_pairs(given, window, starts):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)

@@ -117,11 +117,14 @@ def test_no_logits_are_kept(is_tied, mtp_layers):
     assert kept == {0: 1 + mtp_layers, 8: 0}
 
 
-def test_the_automatic_chunk_holds_64_mib_of_logits():
-    def of(vocab_size: int, tp: int) -> int:
+def test_the_automatic_chunk_holds_64_mib_of_logits_on_a_cpu_and_1_gib_on_a_gpu():
+    def of(vocab_size: int, tp: int, device_type: str = "cpu") -> int:
         model, parallel = ModelConfig(vocab_size=vocab_size), ParallelConfig(tp=tp, world_size=tp)
-        return Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1)).loss_chunk_tokens
+        cfg = Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1))
+        return cfg.loss_chunk_tokens(device_type)
 
     assert of(32768, 1) == 512
     assert of(32768, 4) == 2048
     assert of(131072, 1) == 256
+    assert of(131072, 1, "cuda") == 2048
+    assert of(131072, 4, "cuda") == 8192

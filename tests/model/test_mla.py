@@ -1,12 +1,16 @@
 """Latent attention that decodes from latents gives each token what the whole sequence gives it."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from moefold.config.load import config_from_dict
+from moefold.model.attention import CausalAttention
 from moefold.model.kv_cache import DecodePositions, LatentCache
 from moefold.model.mla import LatentAttention
 from moefold.model.rope import build_rope
+from moefold.ops.documents import PackedDocuments
 
 S, B, CAPACITY = 9, 3, 12
 SIZES = {
@@ -83,3 +87,32 @@ def test_samples_of_different_lengths_do_not_see_what_fills_them_up():
         found = example.piece(example.x[places, samples].unsqueeze(0), places.unsqueeze(0))
         for b in range(B):
             torch.testing.assert_close(found[0, b], expected[b][places[b], 0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"v_head_dim": 6}, {"v_head_dim": 7}, {"v_head_dim": 11}, YARN, YARN | {"v_head_dim": 5}]
+)
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed):
+    """As on CUDA: SDPA takes values narrower than the keys, and the scale of the scores."""
+    starts = torch.tensor([0, 0, 0, 3, 3, 3, 6, 6, 6]).unsqueeze(1).expand(S, B)
+    documents = PackedDocuments.of_starts(starts if packed else torch.zeros_like(starts))
+    scales = []
+
+    def attend(core, q, k, v, *others):
+        scales.append(others[-1])
+        return CausalAttention.__call__(core, q, k, v, *others)
+
+    runs = []
+    for is_narrow in (False, True):
+        monkeypatch.setattr("moefold.model.mla.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow)
+        example = Example(kind, window)
+        example.layer.core_attention = partial(attend, example.layer.core_attention)
+        out = example.layer(example.x[:S], build_rope(example.cfg, torch.arange(S), torch.float64), documents)
+        out.square().sum().backward()
+        runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
+    for padded, narrow in zip(*runs, strict=True):
+        torch.testing.assert_close(narrow, padded, rtol=1e-11, atol=1e-12)
+    has_scale = window == 0 and not packed and example.cfg.v_head_dim <= example.cfg.head_size
+    assert [scale is not None for scale in scales] == [False, has_scale]

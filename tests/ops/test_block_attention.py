@@ -4,25 +4,28 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moefold.model.attention import AttentionMaskSpec
 from moefold.ops.block_attention import (
-    BlockedWindow,
     CpuFlash,
     CudaFlash,
+    FlashMask,
     MathBlockAttention,
     attention_block,
     attention_block_backward,
     block_kernel,
     merge_lse_,
 )
+from moefold.ops.documents import DocumentBounds, PackedDocuments
 from tests.model.attention_reference import (
     causal_attention_pairs,
     random_attention,
     random_sinks,
+    random_starts,
     reference_attention,
     relative_errors,
     with_gradients,
 )
-from tests.ops.reference_flash import use_reference_flash
+from tests.ops.reference_flash import reference_flash
 
 HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5)]
 # (queries, keys, seen): single rows, few rows, more than one tile of the kernel in either direction.
@@ -213,37 +216,86 @@ def test_the_cuda_kernel_takes_and_gives_these_shapes(seen):
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("window", [1, 3, 6])
-def test_the_cuda_kernel_takes_windows(window):
+@pytest.mark.parametrize("window", [0, 1, 3, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_cuda_kernel_takes_windows_and_documents(window, packed):
     with FakeTensorMode():
         q, grad_out = (torch.empty(6, 2, 4, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         k, v = (torch.empty(6, 2, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        assert BlockedWindow.suits(q, window, None)
-        assert not BlockedWindow.suits(q, window, torch.empty(6, 2))
-        assert not BlockedWindow.suits(q.float(), window, None)
-        out, lse = attention_block(q, k, v, block_mask=BlockedWindow(window))
-        gradients = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=BlockedWindow(window))
-    assert (out.shape, out.stride(), lse.shape, lse.dtype) == (q.shape, q.stride(), (6, 2, 4), torch.float32)
+        bounds = DocumentBounds(((0, 1, 6), (0, 6)))
+        documents = PackedDocuments(bounds, torch.empty(6, 2, device="cuda"))
+        # A build of torch without CUDA copies nothing there.
+        documents.cached(("cu_seqlens", 0, 6), lambda: torch.empty(4, dtype=torch.int32, device="cuda"))
+        spec = AttentionMaskSpec(window, documents if packed else None)
+        mask = spec.local_mask(0, q)
+        assert not CudaFlash.supports(q.float())
+        out, lse = attention_block(q, k, v, block_mask=mask)
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=mask)
+    assert isinstance(mask, FlashMask) == (window > 0 or packed)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (6, 2, 4), torch.float32)
+    assert packed or out.stride() == q.stride()
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 20])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_windows_through_the_cuda_operators(monkeypatch, window, with_sinks):
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_windows_and_documents_through_the_cuda_operators(window, with_sinks, packed, batch):
     """The CPU runs the calls of the CUDA kernel with operators of the same schemas."""
-    flash = use_reference_flash(monkeypatch)
-    inputs = random_attention(3, 21, 2, (4, 2, 8)) + ([random_sinks(4, 4)] if with_sinks else [])
-    for mine, theirs in causal_attention_pairs(inputs, window, None):
+    inputs = random_attention(3, 21, batch, (4, 2, 8)) + ([random_sinks(4, 4)] if with_sinks else [])
+    starts = random_starts(5, 21, batch) if packed else None
+    with reference_flash() as flash:
+        pairs = list(causal_attention_pairs(inputs, window, starts))
+    for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
-    assert flash.calls == (["forward", "backward"] if window else [])
+    assert flash.calls == (["forward", "backward"] if window or packed or with_sinks else [])
+
+
+def test_samples_of_one_document_need_no_segments():
+    whole = PackedDocuments(DocumentBounds(((0, 6), (0, 6))), torch.zeros(6, 2, dtype=torch.int64))
+    assert AttentionMaskSpec(0, whole).local_mask(0, torch.empty(6, 2, 4, 16)) == "causal"
+    assert not AttentionMaskSpec(0, whole).needs_mask(6)
+
+
+def test_segments_by_hand():
+    documents = PackedDocuments.of_starts(torch.tensor([[0, 0, 2, 2, 2, 5, 5, 5], [0] * 8]).t())
+    assert documents.bounds == DocumentBounds(((0, 2, 5, 8), (0, 8)))
+    for first, length, limits, longest in [
+        (0, 8, [0, 2, 5, 8, 16], 8),
+        (2, 4, [0, 3, 4, 8], 4),
+        (1, 1, [0, 1, 2], 1),
+        (5, 3, [0, 3, 6], 3),
+    ]:
+        segments = documents.segments(first, length)
+        assert (segments.cu_seqlens.tolist(), segments.max_length) == (limits, longest)
+        assert segments.cu_seqlens is documents.segments(first, length).cu_seqlens
+        assert documents.divide(first, length) == (len(limits) > 3)
+    assert [documents.document_at(0, i) for i in (0, 1, 2, 7)] == [range(2), range(2), range(2, 5), range(5, 8)]
+
+
+@pytest.mark.parametrize(
+    ("window", "queries", "keys"), [(3, range(8, 10), range(2, 8)), (5, range(8, 11), range(4, 7))]
+)
+def test_past_windows_through_the_cuda_operators(window, queries, keys):
+    grad_out, q, k, v = _rectangle(len(queries), len(keys), (4, 2, 8))
+    spec = AttentionMaskSpec(window)
+    expected = _through(MathBlockAttention(), grad_out, q, k, v, spec.mask(torch.tensor(queries), torch.tensor(keys)))
+    with reference_flash():
+        mask = spec.past_mask(queries, keys, q)
+        assert isinstance(mask, FlashMask)
+        given = _through(CudaFlash(), grad_out, q, k, v, mask)
+    for x, y in zip(given, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seen", ["all", "causal"])
-def test_blocks_through_the_cuda_operators(monkeypatch, seen):
-    flash = use_reference_flash(monkeypatch)
+def test_blocks_through_the_cuda_operators(seen):
     given = _rectangle(9, 9 if seen == "causal" else 12, (4, 2, 8))
     expected = _through(MathBlockAttention(), *given, seen)
-    for x, y in zip(_through(CudaFlash(), *given, seen), expected, strict=True):
+    with reference_flash() as flash:
+        mine = _through(CudaFlash(), *given, seen)
+    for x, y in zip(mine, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     assert flash.calls == ["forward", "backward"]
 
@@ -257,7 +309,35 @@ def test_windows_of_the_cuda_kernel_equal_the_masked_twin(window):
     distance = positions[:, None] - positions
     mask = ((distance >= 0) & (distance < window)).unsqueeze(0)
     exact = _through(MathBlockAttention(), *(x.double() for x in given), mask)
-    for x, y in zip(_through(CudaFlash(), *given, BlockedWindow(window)), exact, strict=True):
+    for x, y in zip(_through(CudaFlash(), *given, FlashMask(True, window - 1)), exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_documents_of_the_cuda_kernel_equal_the_masked_twin(window, batch):
+    given = [x.to("cuda", torch.bfloat16) for x in _rectangle(300, 300, (4, 2, 16), batch)]
+    spec = AttentionMaskSpec(window, PackedDocuments.of_starts(random_starts(5, 300, batch).cuda()))
+    mask = spec.local_mask(0, given[1])
+    assert isinstance(mask, FlashMask)
+    positions = torch.arange(300, device="cuda")
+    exact = _through(MathBlockAttention(), *(x.double() for x in given), spec.mask(positions, positions))
+    for x, y in zip(_through(CudaFlash(), *given, mask), exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_past_windows_of_the_cuda_kernel_equal_the_masked_twin():
+    queries, keys, spec = range(400, 550), range(100, 350), AttentionMaskSpec(200)
+    given = [x.to("cuda", torch.bfloat16) for x in _rectangle(len(queries), len(keys), (4, 2, 16))]
+    mask = spec.past_mask(queries, keys, given[1])
+    assert isinstance(mask, FlashMask)
+    seen = spec.mask(*(torch.tensor(x, device="cuda") for x in (queries, keys)))
+    exact = _through(MathBlockAttention(), *(x.double() for x in given), seen)
+    for x, y in zip(_through(CudaFlash(), *given, mask), exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)
 
 

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
+from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
 from moefold.testing.pool import WorkerError
 from moefold.topology.layout import fold
 from tests.model.attention_reference import (
+    documents,
     random_attention,
     random_sinks,
     random_starts,
@@ -23,6 +26,8 @@ from tests.model.attention_reference import (
     relative_errors,
     with_gradients,
 )
+from tests.ops.reference_cudnn import reference_cudnn
+from tests.ops.reference_flash import reference_flash
 
 KINDS = ["ring", "allgather", "ulysses"]
 HEADS = [(4, 4, 8), (8, 4, 8), (4, 2, 8), (4, 1, 5)]
@@ -56,7 +61,7 @@ def _attend_on_shards(
     for heads, batch in cases:
         shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, limits.seq_len, batch, heads)]
         starts = random_starts(groups.attn.tp.rank, limits.seq_len, batch) if limits.documents else None
-        attend = partial(core, document_starts=starts)
+        attend = partial(core, documents=documents(starts))
         if limits.sinks:
             shards.append(random_sinks(groups.attn.tp.rank, heads[0]).to(dtype))
             attend = _sinks_last(attend)
@@ -64,12 +69,44 @@ def _attend_on_shards(
     return results
 
 
+def _attend_through_flash(*args) -> list[list[np.ndarray]]:
+    """The same through the calls of the CUDA kernel, with operators of their schemas that run on a CPU."""
+    with reference_flash() as flash:
+        results = _attend_on_shards(*args)
+    assert {"forward", "backward"} == set(flash.calls)
+    return results
+
+
+def _attend_through_cudnn(*args) -> list[list[np.ndarray]]:
+    """The same with the kernel of cuDNN for blocks, whose operators run on a CPU."""
+
+    build = context_parallel_attention
+
+    def with_cudnn(*args):
+        core = build(*args)
+        core.block_kernel = CudnnAttention()
+        return core
+
+    with reference_cudnn() as cudnn, mock.patch(f"{__name__}.context_parallel_attention", with_cudnn):
+        results = _attend_on_shards(*args)
+    assert {"forward", "backward"} == set(cudnn.calls)
+    return results
+
+
 def _largest_errors(
-    pool, kind: str, sizes: dict[str, int], *, dtype=torch.float64, cut_as: str = "", cases=CASES, limits=NO_LIMITS
+    pool,
+    kind: str,
+    sizes: dict[str, int],
+    *,
+    dtype=torch.float64,
+    cut_as: str = "",
+    cases=CASES,
+    limits=NO_LIMITS,
+    attend_on_shards=_attend_on_shards,
 ) -> list[float]:
     """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
     layout, cut_as = fold(**sizes), cut_as or kind
-    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as, limits)
+    ranks = pool.run(layout.world_size, attend_on_shards, kind, sizes, cases, dtype, cut_as, limits)
     order = torch.cat([sequence_positions(cut_as, limits.seq_len, layout.cp, rank) for rank in range(layout.cp)])
     errors = []
     for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
@@ -129,6 +166,27 @@ LIMITS = [
 def test_windows_and_sinks(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
     assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limits", [Limits(documents=True), Limits(window=7), EVERYTHING], ids=str)
+def test_windows_and_documents_through_the_cuda_operators(pool, kind, limits):
+    """No call has a mask in memory: the reference of the operators takes none."""
+    cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
+    errors = _largest_errors(
+        pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_through_flash
+    )
+    assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(sinks=True)], ids=str)
+def test_blocks_through_the_operators_of_cudnn(pool, kind, limits):
+    cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
+    errors = _largest_errors(
+        pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_through_cudnn
+    )
+    assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)

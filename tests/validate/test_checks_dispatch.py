@@ -45,6 +45,32 @@ OBSTACLES = [
 ]
 
 
+SYMM_MEM_OBSTACLES = [
+    ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 shards the experts"),
+    ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "'alltoall' waits for nothing either"),
+    ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),
+    ({"model": {"moe_bias": True}}, "model.moe_bias=true adds the bias of an expert to each row"),
+    ({"faults": {"check_dispatch": True}}, "faults.check_dispatch=true compares them on the host"),
+    ({"parallel": {"overlap_experts": True}}, "parallel.overlap_experts=true computes meanwhile"),
+    ({"run": {"device": "cpu"}}, "it needs CUDA GPUs, and run.device='cpu'"),
+]
+
+
+@pytest.mark.parametrize(("sections", "reason"), SYMM_MEM_OBSTACLES)
+def test_each_obstacle_of_symmetric_memory_is_refused_by_name(sections, reason):
+    with pytest.raises(ConfigError) as caught:
+        check_config(_recipe("symm_mem", **sections))
+    assert "parallel.dispatcher='symm_mem' cannot run: " in str(caught.value)
+    assert f"{reason}; choose 'alltoall', or 'auto'" in str(caught.value)
+
+
+def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
+    check_config(_recipe("symm_mem"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=r"'symm_mem' needs the package nvidia.nvshmem, which is not installed"):
+        check_dispatch_package(_recipe("symm_mem"))
+
+
 def test_a_plain_recipe_has_no_obstacle():
     assert list(deepep_unsupported_reasons(_recipe())) == []
     check_config(_recipe())

@@ -24,6 +24,20 @@ def test_few_bits_have_products_of_their_own():
         check_config(_recipe(precision="mxfp8"))
 
 
+def _compiled(**run: object) -> Config:
+    return Config(run=RunConfig(compile="blocks", **run))
+
+
+def test_compiled_parts_replace_those_in_c():
+    with pytest.raises(ConfigError, match=r"run.compile='blocks' would replace .* in C, .*; set run.kernels to 'auto'"):
+        check_config(_compiled(kernels="c"))
+
+
+def test_compiled_sums_may_depend_on_timings():
+    with pytest.raises(ConfigError, match=r"run.compile='blocks' does not go with run.deterministic=true"):
+        check_config(_compiled(deterministic=True))
+
+
 def test_a_cpu_has_no_compiler(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=r"run.kernels='triton' cannot run: .*; set run.kernels to 'auto' or 'plain'"):

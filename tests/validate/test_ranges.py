@@ -73,6 +73,7 @@ CASES = [
     ("metrics.expert_counts_every=-1", "must be at least 0 (0: never)"),
     ("metrics.memory_every=-1", "must be at least 0 (0: never)"),
     ("faults.timeout_s=0.5", "must be at least 1"),
+    ("parallel.receive_factor=0.5", "must be at least 1"),
     ("moe.llep_threshold=0.9", "must be at least 1"),
     ("moe.llep_capacity=0.9", "must be at least 1"),
     ("moe.llep_min_tokens=0", "must be at least 1"),

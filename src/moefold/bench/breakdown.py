@@ -7,21 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.bench.layers import build_layers
 from moefold.bench.shape import BenchPart
 from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
-from moefold.model.init import init_weights
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
-from moefold.model.moe.permute import permute, plan_permutation, unpermute
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.adamw import build_optimizer
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
+EXPERTS = "expert GEMMs"
+FUSED_EXPERTS = "expert GEMMs, gather, combine"
+"""The experts' part where their operations fuse the permutation, as the Triton kernels do."""
 ADAMW_BYTES_PER_WEIGHT = 28
 """Bytes moved per float32 weight: weight, gradient and two moments are read, all but the gradient are written."""
 
@@ -84,7 +85,7 @@ class StepBreakdown:
         self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
-        self._model = _single_layer_model(cfg, part, device, self._dtype)
+        self._model = build_layers(cfg, [0], device, is_whole=part == "model")
         self._moe = next(iter(self._model.moe_layers().values()))
         with torch.no_grad():
             self._moe.router.weight.copy_(router)
@@ -93,9 +94,14 @@ class StepBreakdown:
         with torch.no_grad():
             self._positions = TokenPositions(LocalMicroBatch(), len(x), torch.arange(x.shape[1], device=device))
             routing = self._moe.router(self._x_TH, self._positions)
-        self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK)
-        self._permutation = plan_permutation(routing.ids_TK, cfg.model.num_experts)
-        self._rows_per_expert = self._permutation.tokens_per_expert_E.tolist()
+        self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
+        experts = self._moe.experts
+        # As in `Dispatcher.run`, for one rank.
+        self._applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
+        self._is_fused = experts.ops.fuses_permutation and self._applies_probs
+        with torch.no_grad():
+            _, metadata = self._moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
+        self._rows_per_expert = [int(count) for count in metadata.tokens_per_expert]
 
     def parts(self) -> list[StepPart]:
         """Return all parts, in the order of a step."""
@@ -167,25 +173,7 @@ class StepBreakdown:
         router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.num_experts
         router = _forward_backward(self._route, self._x_TH, moe.router)
         yield StepPart("router", router, layers, router_flops, 3 * tokens_bytes + self._weight_bytes(moe.router))
-        yield StepPart(
-            "permutation",
-            _forward_backward(self._permute, self._x_TH, None),
-            layers,
-            0,
-            2 * (tokens_bytes + rows_bytes),
-        )
-        x_RH = permute(self._x_TH, self._permutation).detach()
-        inner = 3 * sum(self._rows_per_expert) * model.moe_ffn_hidden_size * self._element_bytes
-        yield StepPart(
-            "expert GEMMs",
-            _forward_backward(lambda x: moe.experts(ExpertInput(x, self._rows_per_expert)), x_RH, moe.experts),
-            layers,
-            self.expert_flops,
-            4 * rows_bytes + 2 * inner + self._weight_bytes(moe.experts),
-        )
-        yield StepPart(
-            "combine", _forward_backward(self._combine, x_RH, None), layers, 0, 2 * tokens_bytes + 3 * rows_bytes
-        )
+        yield from self._permutation_and_expert_parts(tokens_bytes, rows_bytes)
         if moe.shared is not None:
             count = train_flops_per_token(model, self._cfg.train.seq_len)
             yield StepPart(
@@ -195,6 +183,69 @@ class StepBreakdown:
                 TRAIN_TO_FORWARD * self._tokens * count.shared_experts / layers,
                 4 * tokens_bytes + self._weight_bytes(moe.shared),
             )
+
+    def _permutation_and_expert_parts(self, tokens_bytes: int, rows_bytes: int) -> Iterator[StepPart]:
+        """Yield the permutation, the experts and the combine by the calls of `Dispatcher.run`."""
+        moe = self._moe
+        model = self._cfg.model
+        layers = model.num_layers
+        probs_bytes = 4 * self._routing_map.ids_TK.numel()
+        inner_bytes = 3 * sum(self._rows_per_expert) * model.moe_ffn_hidden_size * self._element_bytes
+        experts_bytes = 2 * inner_bytes + self._weight_bytes(moe.experts)
+        rows, metadata = moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
+        probs_R = None
+        if self._applies_probs:
+            probs_R, metadata = moe.dispatcher.dispatch_probs(metadata)
+            probs_R = probs_R.detach().requires_grad_()
+        counts = metadata.tokens_per_expert
+        if self._is_fused:
+            permute_map = moe.dispatcher.permute_map(metadata)
+            yield StepPart("plan of the permutation", self._run_plan, layers, 0, 2 * probs_bytes)
+            yield StepPart(
+                FUSED_EXPERTS,
+                _forward_backward(
+                    lambda x: moe.experts(ExpertInput(x, counts, probs_R, permute_map)),
+                    self._x_TH,
+                    moe.experts,
+                    probs_R,
+                ),
+                layers,
+                self.expert_flops,
+                4 * tokens_bytes + experts_bytes,
+            )
+            return
+        permutation = _forward_backward(self._dispatch, self._x_TH, None)
+        yield StepPart("permutation", permutation, layers, 0, 2 * (tokens_bytes + rows_bytes))
+        x_RH = moe.dispatcher.dispatch_postprocess(rows, metadata).detach()
+        yield StepPart(
+            EXPERTS,
+            _forward_backward(lambda x: moe.experts(ExpertInput(x, counts, probs_R)), x_RH, moe.experts, probs_R),
+            layers,
+            self.expert_flops,
+            4 * rows_bytes + experts_bytes,
+        )
+        probs_TK = self._routing_map.probs_TK
+        combine = _forward_backward(lambda y_RH: moe.dispatcher.combine(y_RH, metadata), x_RH, None, probs_TK)
+        yield StepPart("combine", combine, layers, 0, 2 * tokens_bytes + 3 * rows_bytes)
+
+    def _dispatch(self, x_TH: Tensor) -> Tensor:
+        """Permute the tokens, and plan it first; with the probabilities if the experts apply them."""
+        rows, metadata = self._moe.dispatcher.dispatch_preprocess(x_TH, self._routing_map)
+        rows_RH = self._moe.dispatcher.dispatch_postprocess(rows, metadata)
+        if self._applies_probs:
+            self._run_probs(metadata)
+        return rows_RH
+
+    def _run_plan(self) -> None:
+        """Plan the permutation that the experts fuse, and permute the probabilities, forward and backward."""
+        _, metadata = self._moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
+        self._moe.dispatcher.permute_map(metadata)
+        self._run_probs(metadata)
+
+    def _run_probs(self, metadata: Any) -> None:
+        probs_R, _ = self._moe.dispatcher.dispatch_probs(metadata)
+        torch.autograd.backward(probs_R, torch.ones_like(probs_R))
+        self._routing_map.probs_TK.grad = None
 
     def _model_parts(self) -> Iterator[StepPart]:
         model = self._cfg.model
@@ -244,14 +295,6 @@ class StepBreakdown:
         y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), positions)
         return y.sum()
 
-    def _permute(self, x_TH: Tensor) -> Tensor:
-        permutation = plan_permutation(self._routing_map.ids_TK, self._cfg.model.num_experts)
-        permutation.tokens_per_expert_E.tolist()
-        return permute(x_TH, permutation)
-
-    def _combine(self, y_RH: Tensor) -> Tensor:
-        return unpermute(y_RH, self._permutation, self._routing_map.probs_TK.detach().requires_grad_())
-
     @property
     def _tokens(self) -> int:
         return len(self._x_TH)
@@ -261,7 +304,10 @@ class StepBreakdown:
         return sum(3 * p.numel() * p.element_size() for p in module.parameters())
 
 
-def _forward_backward(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None) -> Callable[[], object]:
+def _forward_backward(
+    forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None, probs: Tensor | None = None
+) -> Callable[[], object]:
+    """Return a function that runs forward and backward; gradients of x, the module and `probs` are not accumulated."""
     leaf = x.detach().requires_grad_()
     # Allocated once: the output gradient is the work of the following part.
     grad = torch.ones_like(forward(leaf))
@@ -269,6 +315,8 @@ def _forward_backward(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn
     def run() -> None:
         _backward(forward(leaf), module, grad)
         leaf.grad = None
+        if probs is not None:
+            probs.grad = None
 
     return run
 
@@ -279,22 +327,7 @@ def _backward(y: Tensor, module: nn.Module | None, grad: Tensor | None = None) -
         parameter.grad = None
 
 
-def _single_layer_model(cfg: Config, part: BenchPart, device: torch.device, dtype: torch.dtype) -> Transformer:
-    is_whole = part == "model"
-    with torch.device("meta"):
-        model = Transformer(cfg, [0], is_first=is_whole, is_last=is_whole)
-    if not is_whole:
-        model.to(dtype)
-        for layer in model.moe_layers().values():
-            layer.router.to(torch.float32)
-    model.to_empty(device=device)
-    init_weights(model, cfg.model, cfg.run.seed)
-    apply_kernels(model, select_kernels(cfg, device))
-    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
-    return model.train()
-
-
 def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> float:
     """Return the speed of the expert part relative to the bare loop of its GEMMs."""
-    experts_s = next(part.seconds for part in parts if part.name == "expert GEMMs")
+    experts_s = next(part.seconds for part in parts if part.name in (EXPERTS, FUSED_EXPERTS))
     return layers * bare_s / experts_s

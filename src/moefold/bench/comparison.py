@@ -21,6 +21,7 @@ from moefold.bench.timing import (
     describe_device,
     median_ratio,
     peak_rates,
+    repeat_short_step,
     roofline_kernels,
     synchronized,
     time_interleaved,
@@ -121,13 +122,17 @@ def compare_implementations(
         name: synchronized(run, device) for name, run in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
     }
     timed[BARE_GEMM_LOOP] = synchronized(breakdown.bare_gemm_loop(), device)
-    timed |= {_part_key(step_part.name): synchronized(step_part.run, device) for step_part in parts}
+    repeated = {x.name: repeat_short_step(x.run, device, CLOCKS[clock]) for x in parts}
+    timed |= {_part_key(name): step.run for name, step in repeated.items()}
     times_s = time_interleaved(timed, warmup=2, rounds=rounds, clock=CLOCKS[clock], on_progress=on_progress)
     on_progress("measuring memory")
     medians = {name: StepTimes(seconds).median_s for name, seconds in times_s.items()}
     rates = peak_rates(medians, device)
     rows = [_implementation_result(name, times_s[name], step, cfg, part, rates, device) for name, step in steps.items()]
-    part_times = [part_time(step_part, medians[_part_key(step_part.name)], rates) for step_part in parts]
+    part_times = [
+        part_time(step_part, medians[_part_key(step_part.name)] / repeated[step_part.name].repeats, rates)
+        for step_part in parts
+    ]
     plain = [name for name in steps if name.startswith("plain")]
     best_plain = min(plain, key=lambda name: medians[name]) if plain else None
     return BenchComparison(

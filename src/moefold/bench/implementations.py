@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.bench.dispatch import balanced_states, steer_embedding
+from moefold.bench.layers import build_layers
 from moefold.bench.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
 from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.bench.torch_baseline import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
@@ -19,10 +20,9 @@ from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
 from moefold.model.init import init_weights
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
+from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 
@@ -89,8 +89,8 @@ def build_moefold_step(cfg: Config, part: BenchPart, device: torch.device) -> St
 
 def _step_builder(
     cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device
-) -> "_ModelSteps | _LayerSteps":
-    return (_ModelSteps if part == "model" else _LayerSteps)(cfg, part, routing, device)
+) -> "_ModelSteps | LayerSteps":
+    return (_ModelSteps if part == "model" else LayerSteps)(cfg, part, routing, device)
 
 
 class _ModelSteps:
@@ -199,7 +199,7 @@ class _ModelSteps:
         return mixed_step
 
 
-class _LayerSteps:
+class LayerSteps:
     """Builder of forward and backward of one MoE layer or of a layer stack, in the run's dtype."""
 
     def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
@@ -207,7 +207,7 @@ class _LayerSteps:
         self._part = part
         self._device = device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
-        self._model = _our_layers(cfg, device, self._dtype)
+        self._model = build_layers(cfg, range(cfg.model.num_layers), device)
         layers = self._model.moe_layers()
         generator = torch.Generator(device).manual_seed(cfg.run.seed)
         shape = (cfg.train.seq_len, cfg.train.global_batch_size, cfg.model.hidden_size)
@@ -299,29 +299,6 @@ def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) ->
     config = transformers.AutoConfig.for_model(**keys)
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-
-
-def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Build the shape's layers as a middle pipeline stage, from hidden states to hidden states."""
-    with torch.device("meta"):
-        model = Transformer(cfg, range(cfg.model.num_layers), is_first=False, is_last=False)
-    model.to(dtype)
-    for layer in model.moe_layers().values():
-        layer.router.to(torch.float32)
-    model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(cfg.run.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, cfg.model.init_std, generator=generator)
-        for name, buffer in model.named_buffers():
-            assert "inv_freq" not in name
-            buffer.zero_()
-    apply_kernels(model, select_kernels(cfg, device))
-    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
-    return model
 
 
 @torch.no_grad()

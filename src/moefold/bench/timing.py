@@ -1,5 +1,6 @@
 """Benchmark timing and memory: interleaved rounds, storage peaks and a roofline."""
 
+import math
 import statistics
 import time
 import weakref
@@ -73,6 +74,39 @@ def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[
             torch.cuda.synchronize(device)
 
     return run
+
+
+MIN_STEP_S = 1e-5
+"""Time that the clock may show for a shorter step."""
+MIN_TIMED_S = 5e-3
+"""Shortest time that is measured as one: a wait for a GPU costs the host tens of microseconds."""
+
+
+@dataclass(frozen=True)
+class RepeatedStep:
+    """Step that runs several times in a row and waits for the device once."""
+
+    run: Callable[[], None]
+    repeats: int
+
+
+def repeat_short_step(
+    step: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter
+) -> RepeatedStep:
+    """Repeat a step inside one wait for the device until it takes about `MIN_TIMED_S`; runs it twice to find out."""
+    single = synchronized(step, device)
+    # Compiles.
+    single()
+    started_s = clock()
+    single()
+    seconds = clock() - started_s
+    repeats = max(1, math.ceil(MIN_TIMED_S / max(seconds, MIN_STEP_S)))
+
+    def run() -> None:
+        for _ in range(repeats):
+            step()
+
+    return RepeatedStep(synchronized(run, device), repeats)
 
 
 def median_ratio(fast_s: list[float], slow_s: list[float]) -> float:

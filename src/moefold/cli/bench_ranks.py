@@ -42,10 +42,9 @@ def run(argv: list[str]) -> int:
     check_config(cfg)
     from moefold.launch.ranks import choose_device, spawn_ranks
 
-    device = choose_device(cfg.run.device, cfg.parallel.world_size, None)
-    if device != "cpu":
+    if cfg.run.device == "cuda" or choose_device(cfg.run.device, cfg.parallel.world_size, None) != "cpu":
         raise ConfigError(f"moefold bench ranks counts CPU time, and run.device={cfg.run.device!r}; set run.device=cpu")
-    return spawn_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, device)
+    return spawn_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, "cpu")
 
 
 def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:

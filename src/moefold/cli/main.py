@@ -36,6 +36,7 @@ COMMANDS = {
     "export": "convert a checkpoint to a Hugging Face folder",
     "upcycle": "turn a dense model into a model with experts",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
+    "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step against a plain implementation",
 }
 

@@ -28,7 +28,7 @@ from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_offload_device
 from moefold.validate.moe import check_dispatch_device
-from moefold.validate.train import check_kernel_device
+from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.cost.unit_memory import StateBytes
@@ -149,6 +149,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_data_source(cfg)
     check_dispatch_device(cfg, "cpu")
     check_kernel_device(cfg, "cpu")
+    check_cuda_graphs_device(cfg, "cpu")
     check_offload_device(cfg, "cpu")
     check_offload_folder(cfg)
     check_training(cfg, "cpu", None)

@@ -2,18 +2,23 @@
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.errors import ConfigError
 from moefold.host.output_file import reject_existing
+from moefold.inference.source import read_json_object
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
@@ -32,9 +37,13 @@ EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
   moefold simulate RECIPE.toml parallel.schedule=zbv parallel.virtual_stages=2 --timeline step.json --timeline step.png
   moefold simulate RECIPE.toml --straggler 17=1.3 --jitter 0.05 --seed 1
+  moefold simulate --run runs/quickstart --gpu this-machine.toml
 
 Open step.json in ui.perfetto.dev or chrome://tracing. A straggler computes FACTOR times as long as the other ranks.
 """
+
+WARMUP_STEPS = 5
+"""First steps of a run that are not compared: kernels are compiled and buffers allocated in them."""
 
 
 def run(argv: list[str]) -> int:
@@ -44,7 +53,10 @@ def run(argv: list[str]) -> int:
         ConfigError: the recipe, the device or an option is wrong, or a file cannot be written.
     """
     args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(Path(args.words[0]), args.words[1:])
+    if bool(args.words) == bool(args.run):
+        raise ConfigError("name a RECIPE.toml, or --run RUN_DIR, whose recipe is simulated; one of the two")
+    cfg = _run_config(args.run) if args.run else load_config(Path(args.words[0]), args.words[1:])
+    measured = _measured_steps(args.run) if args.run else []
     if args.overlap:
         cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
     check_config(cfg)
@@ -63,10 +75,40 @@ def run(argv: list[str]) -> int:
         write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
-        print(json.dumps(timeline_as_dict(timeline)))
+        report = timeline_as_dict(timeline)
+        if measured:
+            report["measured"] = {"step_time_s": statistics.median(measured), "steps": len(measured)}
+        print(json.dumps(report))
     else:
         _print(timeline)
+        if measured:
+            median_s = statistics.median(measured)
+            print_escaped(
+                f"measured: {median_s:.4g} s, the median of {len(measured)} steps of {args.run}; "
+                f"simulated / measured {timeline.total_s / median_s:.2f}"
+            )
     return 0
+
+
+def _run_config(run_dir: Path) -> Config:
+    """Read the recipe of a run from its folder."""
+    path = run_dir / "config.json"
+    tree = read_json_object(path)
+    if not tree:
+        raise ConfigError(f"--run {run_dir} holds no run: {path} is missing; name the run.dir of a training run")
+    try:
+        return config_from_dict(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged, or of another version of moefold: {error}") from error
+
+
+def _measured_steps(run_dir: Path) -> list[float]:
+    """Return the seconds of each step of a run after its first ones."""
+    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    seconds = [record["step_time_s"] for record in records if record.get("step_time_s")][WARMUP_STEPS:]
+    if not seconds:
+        raise ConfigError(f"--run {run_dir} has no more than {WARMUP_STEPS} steps to compare with; train there longer")
+    return seconds
 
 
 def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
@@ -135,7 +177,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate one step of a recipe, on GPUs that need not exist.",
         epilog=EPILOG,
     )
-    parser.add_argument("words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
+    parser.add_argument("words", nargs="*", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN_DIR", help="simulate the recipe of this run and compare with its step time"
+    )
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
     parser.add_argument("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Copies of small device tensors to the host that let the caller queue more work before it waits."""
+"""Copies between host and device that let the caller queue more work meanwhile."""
 
 import torch
 from torch import Tensor
@@ -28,3 +28,9 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._values
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device without a wait: to CUDA through pinned memory, which torch keeps until then."""
+    host = values.pin_memory() if device.type == "cuda" else values
+    return host.to(device, non_blocking=True)

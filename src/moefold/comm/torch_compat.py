@@ -147,6 +147,16 @@ def cuda_flash_attention_backward() -> Any:
     return torch.ops.aten._flash_attention_backward
 
 
+def cudnn_attention() -> Any:
+    """Return the operator of cuDNN attention: out, log-sum-exp [B, heads, Sq, 1], and seven that are not read."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def cudnn_attention_backward() -> Any:
+    """Return the operator of the backward pass of cuDNN attention."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
 # Process groups.
 
 
@@ -210,3 +220,40 @@ def fsdp_parameters(param: Any) -> Sequence[nn.Parameter]:
 
 def _fsdp_state(module: nn.Module | FSDPModule) -> Any:
     return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def is_nvshmem_available() -> bool:
+    """Return whether this torch was built with NVSHMEM and finds its library."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    return bool(symmetric_memory.is_nvshmem_available())
+
+
+class NvshmemOps:
+    """Symmetric memory of a group over NVSHMEM; see `comm.row_exchange.SymmetricMemoryOps`.
+
+    Args:
+        group: on CUDA; the allocations of all groups of a process use the same backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        self._memory = symmetric_memory
+        symmetric_memory.set_backend("NVSHMEM")
+        self._name = group.group_name
+        self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor and exchange its addresses."""
+        tensor = self._memory.empty(num_elements, dtype=dtype, device=self._device)
+        self._memory.rendezvous(tensor, self._name)
+        return tensor
+
+    def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
+        """Run the all-to-all from rank-major to expert-major order."""
+        torch.ops.symm_mem.all_to_all_vdev_2d(rows, out, splits_E, out_splits_offsets, self._name)
+
+    def combine(self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor) -> None:
+        """Run the all-to-all from expert-major to rank-major order."""
+        torch.ops.symm_mem.all_to_all_vdev_2d_offset(rows, out, splits_offsets, out_splits_offsets, self._name)

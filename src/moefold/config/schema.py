@@ -19,8 +19,8 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
-LOSS_CHUNK_LOGITS = 1 << 24
-"""Logits of a loss chunk with train.loss_chunk = -1: 64 MiB in float32."""
+LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
 
@@ -50,6 +50,12 @@ class RunConfig:
     kernels for GEMMs, norms, RoPE, expert activations and causal attention, built by the machine's C compiler. auto:
     triton on CUDA in bfloat16 if the package is installed, c on a CPU with a compiler, else plain; the log names the
     choice."""
+    compile: Literal["none", "blocks"] = "none"
+    """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of
+    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace those of run.kernels."""
+    cuda_graphs: Literal["none", "attention"] = "none"
+    """attention: replay the forward and backward pass of each attention from a CUDA graph, without the host's launches
+    ([kernels.md](kernels.md#cuda-graphs)). For CUDA, without tensor and context parallelism in the graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +93,13 @@ class ParallelConfig:
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem"] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
-    deepep: kernels of the DeepEP package, for GPUs. auto: deepep where it can run, else alltoall; the log names the
-    choice."""
+    deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
+    waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
+    receive_factor: float = 2.0
+    """Dispatcher symm_mem: rows that an ep rank has room to receive in a micro-batch, over those of balanced routing. A
+    step that needs more stops the run."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
@@ -452,12 +461,12 @@ class Config:
         """Micro-batches per data-parallel rank and step."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)
 
-    @property
-    def loss_chunk_tokens(self) -> int:
-        """Number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+    def loss_chunk_tokens(self, device_type: str) -> int:
+        """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
-        return max(MIN_LOSS_CHUNK_TOKENS, LOSS_CHUNK_LOGITS * self.parallel.tp // self.model.vocab_size)
+        logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
+        return max(MIN_LOSS_CHUNK_TOKENS, logits * self.parallel.tp // self.model.vocab_size)
 
     @property
     def tokens_per_step(self) -> int:

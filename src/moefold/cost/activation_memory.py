@@ -19,6 +19,8 @@ LOSS_VOCAB_TILES = 8
 """Vocabulary tiles of the tiled loss."""
 MIN_LOSS_VOCAB_ROWS = 256
 """Minimum rows of a vocabulary tile."""
+LOSS_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Logits that the loss copies at a time by device."""
 
 
 class ActivationMemory(BlockSizes):
@@ -80,15 +82,18 @@ class ActivationMemory(BlockSizes):
         """Bytes of logits that the loss has in memory in addition to those it saves."""
         rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
         if not self._loss_chunk_tokens:
-            if not self.kernels.tiled_loss or self._delays_wgrad:
+            if not self._tiles_loss:
+                # Their gradient.
                 return self.gathered_tokens * rows * self.item_bytes
             part = min(rows, max(MIN_LOSS_VOCAB_ROWS, rows // LOSS_VOCAB_TILES))
             # A low-precision GEMM output next to its high-precision copy, or a high-precision copy of its operands.
             width = min(LOSS_TILE_TOKENS, self.gathered_tokens) + self.cfg.model.hidden_size
             return part * width * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
-        # Logits of two chunks: those of one are freed when the next exist.
-        low_precision_bytes = self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
-        return self._loss_chunk_tokens * rows * (2 * self.high_precision_bytes + low_precision_bytes)
+        logits = self._loss_chunk_tokens * rows
+        # A gradient in high precision is written over the logits.
+        gradient_bytes = logits * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
+        copy_bytes = min(logits, LOSS_COPIED_LOGITS[self.kernels.device_type]) * self.high_precision_bytes
+        return logits * self.high_precision_bytes + max(gradient_bytes, copy_bytes)
 
     def delayed_wgrad_mtp(self) -> BytesByPart:
         """Return the delayed weight-gradient bytes of an MTP layer and its input projection, without its head."""
@@ -135,23 +140,29 @@ class ActivationMemory(BlockSizes):
     @property
     def _loss_chunk_tokens(self) -> int:
         """Tokens whose logits are in memory at a time; 0: all."""
-        chunk = self.cfg.loss_chunk_tokens
+        chunk = self.cfg.loss_chunk_tokens(self.kernels.device_type)
         return chunk if 0 < chunk < self.gathered_tokens else 0
 
+    @property
+    def _tiles_loss(self) -> bool:
+        return self.kernels.tiled_loss and not self._delays_wgrad
+
     def head(self) -> BytesByPart:
-        """Return the bytes that the last norm and the output head save; a chunked loss saves no logits."""
+        """Return the bytes that the last norm and the output head save; a chunked loss saves no logits.
+
+        The loss saves the local row of each label and the log-sum-exp; all logits as the GEMM returns them, or by tiles
+        as exponentials in high precision.
+        """
         model = self.cfg.model
         p = self.cfg.parallel
         saved = BytesByPart()
         saved["norms"] += self.norm(self.tokens, model.hidden_size)
         gathers = p.tp > 1
         saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
-        if self._loss_chunk_tokens:
-            saved["logits"] += self.gathered_tokens * (2 * self.high_precision_bytes + INT_BYTES)
-        else:
-            saved["logits"] += self.gathered_tokens * (
-                model.vocab_size // p.tp * self.high_precision_bytes + INT_BYTES + 1
-            )
+        saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
+        if not self._loss_chunk_tokens:
+            logit_bytes = self.high_precision_bytes if self._tiles_loss else self.item_bytes
+            saved["logits"] += self.gathered_tokens * model.vocab_size // p.tp * logit_bytes
         return saved
 
     def mtp_layer(self) -> BytesByPart:

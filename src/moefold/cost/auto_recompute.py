@@ -69,7 +69,7 @@ def choose_recompute(
     """
     smallest: RecomputeChoice | None = None
     without_recompute = 0
-    states = StateMemory(cfg)
+    states = StateMemory(cfg, kernels)
     for extra, parts in sorted((recompute_overhead(cfg, parts), parts) for parts in legal_part_sets(cfg.model)):
         memory = compute_rank_memory(cfg, recompute=parts, kernels=kernels, imbalance=imbalance, states=states)
         max_rank_bytes = max(rank.total for rank in memory)

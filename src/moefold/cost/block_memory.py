@@ -140,10 +140,27 @@ def _saved_by_mla(sizes: BlockSizes) -> BytesByPart:
     saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + rank + rope)
     saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
     if "mla_up" not in sizes.recompute:
-        width = max(model.head_size, model.v_head_dim)
-        values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
-        saved["attention"] += sizes.gathered_bytes(sizes.heads * (2 * width + values))
+        saved["attention"] += sizes.gathered_bytes(sizes.heads * _mla_head_widths(sizes))
     return saved + saved_by_core_attention(sizes, model.v_head_dim)
+
+
+def _mla_head_widths(sizes: BlockSizes) -> int:
+    """Return the saved numbers of a head for each token: of its query, its key and its value."""
+    model = sizes.cfg.model
+    p = sizes.cfg.parallel
+    attends_in_blocks = p.cp > 1 and p.context != "ulysses"
+    has_windows = any(model.layer_windows)
+    if (
+        sizes.kernels.narrow_values
+        and not attends_in_blocks
+        and not has_windows
+        and model.v_head_dim <= model.head_size
+    ):
+        return 2 * model.head_size + model.v_head_dim
+    width = max(model.head_size, model.v_head_dim)
+    # Values without padding are saved with the non-rotated keys, of which they are a view.
+    values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
+    return 2 * width + values
 
 
 def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
@@ -217,7 +234,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
-    width = inner + model.hidden_size * sizes.cfg.moe.weight_in_expert
+    width = inner + model.hidden_size * sizes.experts.applies_probs
     return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
 

@@ -13,6 +13,9 @@ from moefold.topology.dispatchers import dispatcher_of
 
 INDICES_PER_ROUTED_TOKEN = 5
 """Indices per routed token of the gathered tokens: expert and position twice each, and the weight."""
+GROUPED_TRANSIENT_WIDTHS = 4
+"""Inner widths of each routed token in the backward pass of grouped experts: the hidden values, recomputed from the
+saved projections, and the gradients of hidden values, gate and up."""
 
 
 class ExpertMemory:
@@ -50,6 +53,14 @@ class ExpertMemory:
         capacity = ceil(routed / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 
+    @cached_property
+    def applies_probs(self) -> bool:
+        """True if the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
+        run = self._cfg.run
+        runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
+        commutes = self._kernels.experts_apply_probs and runs_kernels and self._cfg.train.precision == "dtype"
+        return self._cfg.moe.weight_in_expert or commutes
+
     def saved(self) -> BytesByPart:
         """Return all bytes saved for backward: permuted tokens, FC1 outputs and expert outputs."""
         return self.saved_by_experts() + self.expert_outputs()
@@ -73,12 +84,12 @@ class ExpertMemory:
         inner = (
             self.expert_tokens * self._saved_ffn_widths * self._cfg.model.moe_ffn_hidden_size // self._cfg.parallel.etp
         )
-        weights = self.expert_tokens * self._high_precision_bytes if self._cfg.moe.weight_in_expert else 0
+        weights = self.expert_tokens * self._high_precision_bytes if self.applies_probs else 0
         return BytesByPart(experts=weights + inner * self._item_bytes)
 
     def expert_outputs(self) -> BytesByPart:
         """Return the bytes of expert outputs saved for the gradients of the routing weights."""
-        if self._cfg.moe.weight_in_expert:
+        if self.applies_probs:
             return BytesByPart()
         if self.combines_locally:
             return BytesByPart(experts=self.expert_tokens * self.token_bytes)
@@ -106,22 +117,22 @@ class ExpertMemory:
         recomputes = "expert_activation" in self._recompute
         if self._kernels.fused_swiglu:
             return 2 if recomputes else 3
-        if recomputes:
-            return 0
-        if not self._kernels.grouped_experts:
-            return 2
-        return 3 if self._cfg.moe.weight_in_expert else 4
+        return 0 if recomputes else 2
 
     def expert_transient(self) -> BytesByPart:
-        """Return the temporary bytes of one looped expert; the previous expert's are freed once replaced.
+        """Return the temporary bytes of one looped expert, or of all grouped ones.
 
-        Zero for grouped experts, which save all of it. Low-precision types are counted as on a CPU that multiplies in
-        float32: two inner projections and an output.
+        A looped expert's are freed once the next one's replace them. Low-precision types are counted as on a CPU that
+        multiplies in float32: two inner projections and an output. Grouped experts hold `GROUPED_TRANSIENT_WIDTHS` in
+        their backward pass, none if a fused SwiGLU is counted as saving them.
         """
-        if self._kernels.grouped_experts:
-            return BytesByPart()
         model = self._cfg.model
         p = self._cfg.parallel
+        if self._kernels.grouped_experts:
+            widths = 0 if self._kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
+            return BytesByPart(
+                experts=self.expert_tokens * widths * model.moe_ffn_hidden_size // p.etp * self._item_bytes
+            )
         num_experts = model.num_experts // p.ep
         recomputes = "expert_activation" in self._recompute
         has_others = num_experts > 1

@@ -70,8 +70,8 @@ class MemoryColumns:
 
     @property
     def state_size(self) -> int:
-        """Number of state columns: layers by kind, `STATE_COLUMNS`, and stages by the set of their layer kinds."""
-        return self.first_kind_set + (2 << self.num_kinds)
+        """Number of state columns: layers by kind, `STATE_COLUMNS`, and ranks by the set of their layer kinds."""
+        return self.first_kind_set + 2 * self.several_layers
 
     def state_column(self, name: str) -> int:
         """Return the column of one of `STATE_COLUMNS`."""
@@ -79,8 +79,18 @@ class MemoryColumns:
 
     @property
     def first_kind_set(self) -> int:
-        """First column of stages by the bit set of their layer kinds; the last bit stands for MTP layers."""
+        """First column of ranks by a bit set: the kinds of their layers, MTP layers, and `several_layers`."""
         return self.num_kinds + len(STATE_COLUMNS)
+
+    @property
+    def several_layers(self) -> int:
+        """Bit of ranks with a stage of more than one layer."""
+        return 2 << self.num_kinds
+
+    @property
+    def layer_units(self) -> list[int]:
+        """State columns of the kinds of layers and of MTP layers, in the order of the bits of a set."""
+        return [*range(self.num_kinds), self.state_column("mtp")]
 
 
 RECIPE_COLUMNS = MemoryColumns(len(LAYER_KINDS), (LAYER_KINDS.index("M"),))
@@ -125,8 +135,12 @@ def state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: M
         row[columns.state_column("mtp")] += chunk.num_mtp_layers
         for kind in chunk.kinds:
             row[kind] += 1
-        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
-        row[columns.first_kind_set + bits] += 1
+    # One stage of the rank runs at a time.
+    kinds = {kind for chunk in own for kind in chunk.kinds}
+    kind_set = sum(1 << kind for kind in kinds) | any(chunk.num_mtp_layers for chunk in own) << columns.num_kinds
+    if max((len(chunk.kinds) + chunk.num_mtp_layers for chunk in own), default=0) > 1:
+        kind_set |= columns.several_layers
+    row[columns.first_kind_set + kind_set] = 1
     if own and own[-1].has_loss and not own[-1].has_embedding:
         # The last stage's copy of the embedding, if the model needs one; "following" if the rank has the first as well.
         name = "following_embedding" if own[0].has_embedding else "second_embedding"

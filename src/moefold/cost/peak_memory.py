@@ -73,7 +73,7 @@ def compute_rank_memory(
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
         states: state memory of the recipe, if the caller has it already.
     """
-    states = states or StateMemory(cfg)
+    states = states or StateMemory(cfg, kernels)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
     table = activation_table(formula)
     found = []

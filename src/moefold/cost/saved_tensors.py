@@ -17,20 +17,36 @@ PARTS = (
 class KernelProfile:
     """Properties of a device's kernels that decide which tensors they save for backward."""
 
+    device_type: str
+    """Device of the kernels."""
     grouped_experts: bool
-    """Grouped GEMM: the experts of a rank run together. Four inner widths of a SwiGLU are counted, an upper bound: they
-    save two and recompute the activation. Else they run one after another, and the two inner projections are saved."""
+    """Grouped GEMM: the experts of a rank run together, else one after another. Either way two inner widths are saved,
+    the gate and up projections: the backward pass recomputes the activation."""
     fused_swiglu: bool = False
     """Fused SwiGLU (gate, SiLU and product), which saves its two inputs: three inner widths in all, or two if
     expert_activation, which is that kernel alone, is recomputed."""
+    experts_apply_probs: bool = False
+    """The experts' kernels apply the routing probabilities to the hidden values, if the recipe runs them."""
     tiled_loss: bool = False
     """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
     gradient is delayed."""
+    caches_quantized_weights: bool = False
+    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
+
+    narrow_values: bool = False
+    """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
+    limit it; else they are padded."""
 
 
-CPU_KERNELS = KernelProfile(grouped_experts=False, tiled_loss=True)
-CUDA_KERNELS = KernelProfile(grouped_experts=True)
-KERNEL_PROFILES = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
+CPU_KERNELS = KernelProfile(device_type="cpu", grouped_experts=False, tiled_loss=True)
+CUDA_KERNELS = KernelProfile(
+    device_type="cuda",
+    grouped_experts=True,
+    experts_apply_probs=True,
+    caches_quantized_weights=True,
+    narrow_values=True,
+)
+KERNEL_PROFILES = {kernels.device_type: kernels for kernels in (CPU_KERNELS, CUDA_KERNELS)}
 """Kernel profile by device type."""
-MEGATRON_KERNELS = KernelProfile(grouped_experts=True, fused_swiglu=True)
+MEGATRON_KERNELS = KernelProfile(device_type="cuda", grouped_experts=True, fused_swiglu=True)
 """Profile of Megatron-Core with Transformer Engine, on which most published steps were measured."""

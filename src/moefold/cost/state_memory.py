@@ -39,7 +39,7 @@ def state_table(
     columns: MemoryColumns,
     *,
     has_second_embedding: bool,
-    gathers_one_layer: bool,
+    prefetched: Mapping[int, int] | None,
     rope_bytes: int,
 ) -> ByteTable:
     """Return the bytes of each state column, [`STATE_FIELDS`, columns].
@@ -48,7 +48,8 @@ def state_table(
         units: states of the kinds of layers, the embedding, the head and MTP layers, by column.
         columns: columns of the model.
         has_second_embedding: whether the last stage needs a copy of the embedding.
-        gathers_one_layer: whether the layers of a stage gather their weights one after another, as with ZeRO-3.
+        prefetched: bytes of each layer, by its column, that are gathered while the layer before it computes, if the
+            layers of a stage gather their weights one after another, as with ZeRO-3; None: all stay gathered.
         rope_bytes: bytes of a stage's RoPE table.
     """
     table = np.zeros((len(STATE_FIELDS), columns.state_size))
@@ -60,15 +61,16 @@ def state_table(
         # The copy on the rank of the first has no moments, and no gradient of its own after the reduction.
         table[STATE_FIELDS.index("optimizer"), columns.state_column("following_embedding")] = 0
     table[STATE_FIELDS.index("buffers"), columns.state_column("stage")] = rope_bytes
-    if gathers_one_layer:
-        # The FSDP root's own weights stay gathered; of the layers of a stage, only the largest counts.
+    if prefetched is not None:
+        # The FSDP root's own weights stay gathered; of the layers of a rank, only the largest counts, and the next one.
         gathered = table[STATE_FIELDS.index("gathered")]
-        for bit, column in enumerate([*range(columns.num_kinds), columns.state_column("mtp")]):
-            for bits in range(2 << columns.num_kinds):
-                if bits >> bit & 1:
-                    kind_set = columns.first_kind_set + bits
-                    gathered[kind_set] = max(gathered[kind_set], gathered[column])
-            gathered[column] = 0
+        for kind_set in range(columns.several_layers):
+            contained = [column for bit, column in enumerate(columns.layer_units) if kind_set >> bit & 1]
+            at = columns.first_kind_set + kind_set
+            gathered[at] = max(gathered[contained], default=0)
+            next_layer = max((prefetched.get(column, 0) for column in contained), default=0)
+            gathered[at + columns.several_layers] = gathered[at] + next_layer
+        gathered[columns.layer_units] = 0
     return table
 
 
@@ -109,10 +111,20 @@ class StateMemory(UnitMemory):
             {column: self.unit_states(name, dp_ranks) for column, name in self._units.items()},
             RECIPE_COLUMNS,
             has_second_embedding=cfg.model.last_stage_needs_embedding,
-            gathers_one_layer=self._is_fsdp and cfg.parallel.zero == 3,
+            prefetched=self._prefetched_bytes() if self._is_fsdp and cfg.parallel.zero == 3 else None,
             rope_bytes=rope_buffer_bytes(cfg),
         )
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
+
+    def _prefetched_bytes(self) -> dict[int, int]:
+        """Return the bytes of each layer that are gathered while the layer before it computes, by its column."""
+        p = self._cfg.parallel
+        return {
+            column: self.shard_spec.prefetched_bytes(
+                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)
+            )
+            for column, name in self._units.items()
+        }
 
     @cached_property
     def offloaded_moments(self) -> tuple["OptimizerOffloadMemory", ...]:

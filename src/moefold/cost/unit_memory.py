@@ -3,13 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, TrainConfig
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
-from moefold.cost.param_spec import ParamSpec
+from moefold.cost.param_spec import ModelPart, ParamSpec
+from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.topology.pipeline_layout import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
+"""Parts whose matrices are operands of low-precision GEMMs."""
+QUANTIZED_COPIES = 2
+"""Quantised copies of a weight, of a byte a value: one for the forward pass, one for the gradient of the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class StateBytes:
     weights: int = 0
     """Master weights: this rank's shards with padding."""
     gathered: int = 0
-    """Gathered weights in the compute type, as many as are in memory at once."""
+    """Gathered weights in the compute type, as many as are in memory at once, and their quantised copies."""
     gradients: int = 0
     """Reduced gradients, sharded like the master weights and in their type."""
     gradient_sums: int = 0
@@ -97,6 +102,10 @@ class ShardSpec:
             total += shards.padded_numel * shards.degree * item
         return total
 
+    def prefetched_bytes(self, weights: Iterable[ParamSpec]) -> int:
+        """Return the bytes of the weights that are all-gathered ahead; those of a single rank are cast at their use."""
+        return self.gathered_bytes(weight for weight in weights if self.degrees[weight.is_expert] > 1)
+
 
 def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
     """Return the shard spec of a recipe for given sharding degrees."""
@@ -112,6 +121,19 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
     )
+
+
+def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:
+    """Return whether FP8 kernels keep quantised weights for a step: several micro-batches read the same weights.
+
+    With ZeRO 3 gathered weights are freed after each use, and so are their quantised copies.
+    """
+    return train.precision == "fp8-blockwise" and num_micro_batches > 1 and zero < 3
+
+
+def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
+    """Return the bytes of the quantised copies of weights, without their scales; gates of shared experts count too."""
+    return QUANTIZED_COPIES * sum(w.numel for w in weights if w.is_matrix and w.part in QUANTIZED_PARTS)
 
 
 def expert_buffer_bytes(cfg: Config) -> int:
@@ -156,9 +178,14 @@ def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
 
 
 class UnitMemory:
-    """State bytes of single units (a layer, the embedding, the head), wherever a pipeline places them."""
+    """State bytes of single units (a layer, the embedding, the head), wherever a pipeline places them.
 
-    def __init__(self, cfg: Config) -> None:
+    Args:
+        cfg: a recipe that `check_config` passed.
+        kernels: kernel profile of the device.
+    """
+
+    def __init__(self, cfg: Config, kernels: KernelProfile = CUDA_KERNELS) -> None:
         p = cfg.parallel
         self._cfg = cfg
         self._is_fsdp = p.world_size > 1
@@ -166,6 +193,9 @@ class UnitMemory:
         degrees = (p.dp * p.cp if self._is_sharded else 1, p.edp if self._is_sharded else 1)
         self.shard_spec = make_shard_spec(
             cfg, degrees, accumulates_gradients=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
+        )
+        self._caches_quantized_weights = kernels.caches_quantized_weights and caches_quantized_weights(
+            cfg.train, cfg.num_micro_batches, p.zero
         )
         self._unit_cache: dict[tuple[str, tuple[int, int]], StateBytes] = {}
 
@@ -187,6 +217,8 @@ class UnitMemory:
             p = self._cfg.parallel
             weights = [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
+            if self._caches_quantized_weights:
+                gathered += quantized_copy_bytes(weights)
             has_experts = name == "M" or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),

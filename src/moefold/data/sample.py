@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 BUILTIN_COLUMNS = frozenset({"labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts"})
 """Columns that a batch has by itself."""
-RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "target", "losses", "return_outputs"}
+RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds", "target", "losses", "return_outputs"}
 """Names that a program's columns may not have: built-in ones, and keyword arguments of stages and torch's schedules."""
 
 

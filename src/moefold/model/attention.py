@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries (GQA, arXiv:2305.13245), within documents and sliding windows."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -21,11 +21,15 @@ from moefold.ops.block_attention import (
     BlockKernel,
     BlockMask,
     CausalKernel,
+    CudaFlash,
+    FlashMask,
+    additive_mask,
     attention_block,
     attention_block_backward,
     fold_in_sinks,
     sink_gradient,
 )
+from moefold.ops.documents import PackedDocuments
 from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.rope import Rope
 
@@ -40,14 +44,14 @@ class AttentionMaskSpec:
 
     window: int = 0
     """Sliding window: most keys that a query attends to, its own included; 0: no limit."""
-    document_starts: Tensor | None = None
-    """Position at which the document of each token begins, int64 [S, B] for the whole sample; None: one document."""
+    documents: PackedDocuments | None = None
+    """Documents of the whole samples; None: a sample is one document."""
 
     def needs_mask(self, seq_len: int) -> bool:
         """Return whether a query of a sample of this length may attend to less than its causal context."""
-        return self.document_starts is not None or 0 < self.window < seq_len
+        return 0 < self.window < seq_len or (self.documents is not None and self.documents.divide(0, seq_len))
 
-    def local_mask(self, first: int, q: Tensor) -> "Literal['causal'] | Tensor | BlockedWindow":
+    def local_mask(self, first: int, q: Tensor) -> "Literal['causal'] | Tensor | BlockedWindow | FlashMask":
         """Return the mask between queries and keys of the same contiguous tokens, for `attention_block`.
 
         Args:
@@ -55,13 +59,48 @@ class AttentionMaskSpec:
             q: their queries, [S, B, A, D].
         """
         length = len(q)
-        if not self.needs_mask(length):
+        documents = self.documents
+        if documents is not None and not documents.divide(first, length):
+            documents = None
+        if documents is None and not 0 < self.window < length:
             return "causal"
-        if BlockedWindow.suits(q, self.window, self.document_starts):
-            starts = None if self.document_starts is None else self.document_starts[first : first + length] - first
+        if CudaFlash.supports(q):
+            return FlashMask(True, self.window - 1, None if documents is None else documents.segments(first, length))
+        if q.device.type != "cuda" and BlockedWindow.is_worthwhile(self.window, length):
+            starts = None if documents is None else documents.starts_SB[first : first + length] - first
             return BlockedWindow(self.window, starts)
-        positions = torch.arange(first, first + length, device=q.device)
-        return self.mask(positions, positions)
+
+        def build() -> Tensor:
+            positions = torch.arange(first, first + length, device=q.device)
+            return replace(self, documents=documents).mask(positions, positions)
+
+        return build() if documents is None else documents.cached(("mask", self.window, first, length), build)
+
+    def additive_mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a local mask as an addend of the scores, [B or 1, 1, S, S]: 0, or -inf for a masked key.
+
+        SDPA saves it for backward. With documents, the layers share it.
+        """
+
+        def build() -> Tensor:
+            return additive_mask(mask, dtype)
+
+        return build() if self.documents is None else self.documents.cached((dtype, self.window, mask.shape), build)
+
+    def past_mask(self, queries: range, keys: range, q: Tensor) -> "Literal['all'] | Tensor | FlashMask":
+        """Return the mask between queries and earlier keys of the same documents, for `attention_block`.
+
+        Args:
+            queries: positions of the queries.
+            keys: positions of the keys; the last query attends to the last of them.
+            q: the queries.
+        """
+        if self.in_window(queries[-1] - keys[0]):
+            return "all"
+        if CudaFlash.supports(q):
+            return FlashMask(False, self.window - 1 - (queries[-1] - keys[-1]))
+        positions = (torch.arange(x.start, x.stop, device=q.device) for x in (queries, keys))
+        return AttentionMaskSpec(self.window).mask(*positions)
 
     def in_window(self, distance: int) -> bool:
         """Return whether a key this many positions before a query is in its window, regardless of documents."""
@@ -71,26 +110,23 @@ class AttentionMaskSpec:
         """Return the boolean attention mask, True where a query attends to a key.
 
         Args:
-            queries: positions of the queries, int64 [Sq], on the device of `document_starts`.
+            queries: positions of the queries, int64 [Sq], on the device of the documents.
             keys: positions of the keys, int64 [Sk].
 
         Returns:
             bool [B, Sq, Sk]; [1, Sq, Sk] where all samples are alike. A row may be empty.
         """
-        first_SB = queries[:, None] if self.document_starts is None else self.document_starts[queries]
+        first_SB = torch.zeros_like(queries)[:, None] if self.documents is None else self.documents.starts_SB[queries]
         if self.window:
-            window_start_S1 = queries[:, None] - (self.window - 1)
-            first_SB = window_start_S1 if self.document_starts is None else torch.maximum(first_SB, window_start_S1)
-        elif self.document_starts is None:
-            first_SB = torch.zeros_like(first_SB)
+            first_SB = torch.maximum(first_SB, queries[:, None] - (self.window - 1))
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
 class SelfAttention(nn.Module, ABC):
     """Base class of the attention of a layer; head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` (context parallelism),
-    `wgrad_store` (backward pass split in two) and `kernels`.
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` and `attends_in_blocks` (context
+    parallelism), `wgrad_store` (backward pass split in two) and `kernels`.
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -103,15 +139,16 @@ class SelfAttention(nn.Module, ABC):
         self.kernels: Kernels = TORCH_KERNELS
         self.window = window
         self.core_attention: CoreAttention = CausalAttention(window)
+        self.attends_in_blocks = False
 
     @abstractmethod
-    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute self-attention over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
             rope: of the positions of this rank's context shard, S/cp tokens.
-            document_starts: see `CoreAttention`, int64 [S, B].
+            documents: see `CoreAttention`.
 
         Returns:
             [S/(cp*tp), B, H].
@@ -149,7 +186,7 @@ class Attention(SelfAttention):
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
 
-    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute grouped-query attention, as `SelfAttention.forward`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
@@ -158,19 +195,34 @@ class Attention(SelfAttention):
         ]
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
-        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
-            query = self.query_norm(query, slice(None))
-            key = self.key_norm(key, self.kv_rows)
-        elif self.query_norm is not None and self.key_norm is not None:
-            query = self.query_norm(query)
-            key = self.key_norm(key)
+        query, key = self._normalize_and_rotate(query, key, rope)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
-        attended = self.core_attention(rope(query), rope(key), value, document_starts, sinks)
+        attended = self.core_attention(query, key, value, documents, sinks)
         wo = local_param(self.wo, x.dtype)
         out = self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
+
+    def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
+        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
+            query = self.query_norm(query, slice(None))
+            key = self.key_norm(key, self.kv_rows)
+        elif isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
+            if self.kernels.qk_norm_rope is not None:
+                weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
+                return self.kernels.qk_norm_rope(
+                    query,
+                    key,
+                    weights,
+                    self.query_norm.eps,
+                    (rope.cos, rope.sin),
+                    is_interleaved=rope.is_interleaved,
+                )
+            query = self.query_norm(query)
+            key = self.key_norm(key)
+        return rope(query), rope(key)
 
     @staticmethod
     def _shard_of(
@@ -201,7 +253,13 @@ class CoreAttention(Protocol):
     """Attention over all tokens of the samples; this rank may hold a context shard of them."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute softmax attention.
 
@@ -209,9 +267,9 @@ class CoreAttention(Protocol):
             q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            document_starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on
-                every rank; None: a sample is one document.
+            documents: those of the *whole* samples on every rank; None: a sample is one document.
             sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
+            scale: factor of the scores; None: 1/sqrt(D).
 
         Returns:
             [S, B, A, D].
@@ -219,11 +277,22 @@ class CoreAttention(Protocol):
         ...
 
 
+def scale_queries(q: Tensor, scale: float | None) -> Tensor:
+    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
+    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+
+
+def takes_narrow_values(device: torch.device) -> bool:
+    """Return whether SDPA has kernels for values with fewer dims than the keys; on a CPU, padding them is faster."""
+    return device.type == "cuda"
+
+
 class CausalAttention:
     """Scaled dot-product attention with a causal mask (arXiv:1706.03762 sec. 3.2.1).
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors.
+    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors, and
+    `block_kernel`, likewise for causal attention with sinks.
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -232,9 +301,16 @@ class CausalAttention:
     def __init__(self, window: int = 0) -> None:
         self._window = window
         self.kernel: CausalKernel | None = None
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute causal attention.
 
@@ -242,48 +318,66 @@ class CausalAttention:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            document_starts: see `CoreAttention`; likewise `sinks`.
+            documents: see `CoreAttention`; likewise `sinks` and `scale`.
 
         Returns:
             [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
         """
         if (
-            document_starts is not None
+            documents is not None
             and sinks is None
             and not 0 < self._window < len(q)
-            and _has_long_documents(document_starts)
+            and _has_long_documents(documents, q)
         ):
-            return _attend_per_document(q, k, v, document_starts, self.kernel)
-        block_mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q)
-        mask = None
-        if sinks is not None or isinstance(block_mask, BlockedWindow):
-            return _BlockAttention.apply(
-                q, k, v, sinks, block_mask, _supported_kernel(self.kernel, block_mask, q, k, v)
-            )
-        if isinstance(block_mask, Tensor):
-            mask = block_mask.unsqueeze(1)
-        return _attend(q, k, v, mask, self.kernel)
+            return self._attend_per_document(scale_queries(q, scale), k, v, documents)
+        return self._attend(q, k, v, AttentionMaskSpec(self._window, documents), sinks, scale)
 
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask_spec: AttentionMaskSpec,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
+        block_mask = mask_spec.local_mask(0, q)
+        kernel = _supported_kernel(self.kernel, block_mask, q, k, v)
+        if kernel is None and sinks is not None:
+            kernel = _supported_kernel(self.block_kernel, block_mask, q, k, v)
+        # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.
+        if (
+            sinks is not None
+            or kernel is not None
+            or isinstance(block_mask, BlockedWindow | FlashMask)
+            or is_faster_in_fp32(q)
+        ):
+            y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel)
+            return y
+        mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
+        # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal
+        # head counts it would only rule out kernels.
+        out = F.scaled_dot_product_attention(
+            q.permute(1, 2, 0, 3),
+            k.permute(1, 2, 0, 3),
+            v.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.permute(2, 0, 1, 3)
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: CausalKernel | None) -> Tensor:
-    """Call `kernel`, where it supports the tensors, else SDPA, on [S, B, heads, D]; causal without a mask."""
-    block_mask: BlockMask = "causal" if mask is None else mask.squeeze(1)
-    kernel = _supported_kernel(kernel, block_mask, q, k, v)
-    if kernel is not None or is_faster_in_fp32(q):
-        # Upcasts inside both passes, so that the saved tensors stay in bfloat16.
-        y: Tensor = _BlockAttention.apply(q, k, v, None, block_mask, kernel)
-        return y
-    # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal head
-    # counts it would only rule out kernels.
-    out = F.scaled_dot_product_attention(
-        q.permute(1, 2, 0, 3),
-        k.permute(1, 2, 0, 3),
-        v.permute(1, 2, 0, 3),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.permute(2, 0, 1, 3)
+    def _attend_per_document(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
+        """Compute causal attention document by document, so that no masked score is computed."""
+        samples = []
+        for bounds, *sample in zip(documents.bounds.of_samples, *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
+            lengths = [stop - start for start, stop in pairwise(bounds)]
+            queries, keys, values = (x.split(lengths) for x in sample)
+            parts = zip(queries, keys, values, strict=True)
+            samples.append(torch.cat([self._attend(*part, AttentionMaskSpec()) for part in parts]))
+        return torch.cat(samples, dim=1)
 
 
 def _supported_kernel(
@@ -294,32 +388,10 @@ def _supported_kernel(
     return kernel if kernel is not None and is_causal and kernel.supports(q, k, v) else None
 
 
-def _has_long_documents(document_starts: Tensor) -> bool:
-    """Return whether one attention call a document is faster; False on a GPU, where asking would synchronise."""
-    return (
-        document_starts.device.type == "cpu"
-        and MIN_LONG_DOCUMENT_TOKENS * int(_is_document_start(document_starts).sum()) <= document_starts.numel()
-    )
-
-
-def _is_document_start(document_starts: Tensor) -> Tensor:
-    return document_starts == torch.arange(len(document_starts), device=document_starts.device)[:, None]
-
-
-def _attend_per_document(
-    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, kernel: CausalKernel | None
-) -> Tensor:
-    """Compute causal attention document by document, so that no masked score is computed."""
-    samples = []
-    for is_start_S, *sample in zip(
-        _is_document_start(document_starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True
-    ):
-        bounds = [*is_start_S.nonzero().flatten().tolist(), len(q)]
-        lengths = [stop - start for start, stop in pairwise(bounds)]
-        queries, keys, values = (x.split(lengths) for x in sample)
-        documents = zip(queries, keys, values, strict=True)
-        samples.append(torch.cat([_attend(*document, None, kernel) for document in documents]))
-    return torch.cat(samples, dim=1)
+def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
+    """Return whether one attention call a document is faster than a mask; only on a CPU."""
+    num_documents = sum(len(bounds) - 1 for bounds in documents.bounds.of_samples)
+    return q.device.type == "cpu" and MIN_LONG_DOCUMENT_TOKENS * num_documents <= q.shape[0] * q.shape[1]
 
 
 class _BlockAttention(torch.autograd.Function):

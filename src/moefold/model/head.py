@@ -9,6 +9,7 @@ from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 CPU_CHUNK_TOKENS = 512
@@ -26,6 +27,7 @@ class Head(nn.Module):
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.vocab_parallel: VocabParallel = NoVocabParallel()
         self.gemm: Gemm = TORCH_GEMM
+        self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
@@ -49,12 +51,18 @@ class Head(nn.Module):
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
         if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
-            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels)
+            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels, self.cross_entropy_ops)
         chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
         x_all = self.sequence_parallel.gather(x)
         weight_shard = self._weight_shard(x, tied_weight)
         return self.vocab_parallel.chunked_cross_entropy(
-            x_all, weight_shard, labels, chunk, saves_exponentials=is_single_chunk, gemm=self.gemm
+            x_all,
+            weight_shard,
+            labels,
+            chunk,
+            saves_exponentials=is_single_chunk,
+            gemm=self.gemm,
+            ops=self.cross_entropy_ops,
         )
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:

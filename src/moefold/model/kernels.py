@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel
+from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
@@ -21,6 +22,32 @@ class RoutingKernel(Protocol):
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
         """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
+        ...
+
+
+class QKNormRopeKernel(Protocol):
+    """QK norm and RoPE of queries and keys in one function."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        angles: tuple[Tensor, Tensor],
+        *,
+        is_interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise each head and rotate it.
+
+        Args:
+            query: [S, B, A, D].
+            key: [S, B, G, D].
+            weights: of the norms of queries and keys, [D] each.
+            eps: added to the mean of squares.
+            angles: cosines and sines of `Rope`.
+            is_interleaved: see `Rope`.
+        """
         ...
 
 
@@ -40,12 +67,18 @@ class Kernels:
     """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
+    qk_norm_rope: QKNormRopeKernel | None = None
+    """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: CausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    block_attention: CausalKernel | None = None
+    """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
     """GEMM of the loss."""
+    cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+    """Ops of the loss on logits."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.model.attention import CausalAttention
+from moefold.model.attention import CausalAttention, scale_queries
 from moefold.ops.block_attention import attention_block, fold_in_sinks
+from moefold.ops.documents import PackedDocuments
 
 
 @dataclass
@@ -52,7 +53,13 @@ class CachedAttention:
         return sum(cache.nbytes for cache in self._key_value or ())
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend; local.
 
@@ -60,13 +67,14 @@ class CachedAttention:
             q: queries, [S, B, A, D].
             k: keys of the same tokens, [S, B, G, D].
             v: values, [S, B, G, D].
-            document_starts: None: a continued text is one document.
-            sinks: see `CoreAttention`, [A].
+            documents: None: a continued text is one document.
+            sinks: see `CoreAttention`, [A]; likewise `scale`.
 
         Returns:
             [S, B, A, D].
         """
-        assert document_starts is None, "a continued text is one document"
+        assert documents is None, "a continued text is one document"
+        q = scale_queries(q, scale)
         if self._key_value is None:
             self._key_value = self._zeros(k), self._zeros(v)
         samples_B = torch.arange(k.shape[1], device=k.device)

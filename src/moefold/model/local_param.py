@@ -1,8 +1,16 @@
 """Local tensors of parameters, plain or DTensor, for the model's computations."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from moefold.comm.torch_compat import foreach_copy_
+from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
 
 
 def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -18,8 +26,14 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
-    weight = parameter if dtype is None else parameter.to(dtype)
-    setattr(weight.untyped_storage(), _MARK, True)
+    copy: CastCopy | None = getattr(parameter, _COPY, None)
+    if dtype is None or dtype == parameter.dtype:
+        weight = parameter
+    elif copy is None or not copy.is_fresh:
+        weight = parameter.to(dtype)
+    else:
+        weight = copy.read(parameter, dtype)
+    mark_weight(weight, parameter)
     return weight
 
 
@@ -30,8 +44,71 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor shares the storage of a parameter, or of a cast that `local_param` made."""
-    return hasattr(tensor.untyped_storage(), _MARK)
+    return weight_identity(tensor) is not None
 
 
-_MARK = "_moefold_is_weight"
-"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""
+@dataclass
+class CastCopy:
+    """Copy of one parameter in the compute dtype."""
+
+    values: Tensor | None = None
+    """None until the parameter is first read in another dtype than its own."""
+    is_fresh: bool = False
+    """Whether it has the values of the parameter; if not, a reader casts the parameter itself."""
+
+    def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `parameter.to(dtype)` without a cast; the gradient of each use is cast before it is added."""
+        if self.values is None:
+            self.values = parameter.detach().to(dtype)
+        assert self.values.dtype == dtype
+        weight: Tensor = _ReadCopy.apply(parameter, self.values)
+        return weight
+
+
+class _ReadCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
+class CastCopies:
+    """Copies of parameters in the compute dtype, cast once a step instead of at each use in each pass.
+
+    A copy is used only inside `fresh`. Nothing on a tensor says whether it has changed: torch's fused AdamW, for
+    example, does not raise the version of the weights that it writes.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._copies = [(parameter, CastCopy()) for parameter in parameters]
+        for parameter, copy in self._copies:
+            setattr(parameter, _COPY, copy)
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Refresh the copies in place, and use them inside this context, in which no parameter may change."""
+        pairs = [(copy.values, parameter.detach()) for parameter, copy in self._copies if copy.values is not None]
+        if pairs:
+            copies, parameters = zip(*pairs, strict=True)
+            foreach_copy_(copies, parameters)
+        self._set_fresh(True)
+        try:
+            yield
+        finally:
+            self._set_fresh(False)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the copies that exist."""
+        return [copy.values for _, copy in self._copies if copy.values is not None]
+
+    def _set_fresh(self, is_fresh: bool) -> None:
+        for _, copy in self._copies:
+            copy.is_fresh = is_fresh
+
+
+_COPY = "_moefold_cast_copy"
+"""Attribute of a parameter: its `CastCopy`."""

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import SelfAttention, takes_narrow_values
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
+from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import Rope
 
 LATENT_NORM_EPS = 1e-6
@@ -70,11 +71,11 @@ class LatentAttention(SelfAttention):
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
-        # Core attention needs one head dim for q, k and v, and scales scores by its inverse square root.
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
+        self._has_wide_values = cfg.v_head_dim > cfg.head_size
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute latent attention, as `SelfAttention.forward`."""
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
@@ -85,7 +86,7 @@ class LatentAttention(SelfAttention):
             cached = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
         if cached is None:
             attended = self._expanded_attention(
-                (source, latent, shared_key), local_param(weight, x.dtype), rope, document_starts
+                (source, latent, shared_key), local_param(weight, x.dtype), rope, documents
             )
         else:
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
@@ -101,11 +102,12 @@ class LatentAttention(SelfAttention):
         latents: tuple[Tensor, Tensor, Tensor],
         query_weight: Tensor,
         rope: Rope,
-        document_starts: Tensor | None,
+        documents: PackedDocuments | None,
     ) -> Tensor:
         """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
         # A recomputation has its own graph, whose weight gradients cannot be delayed.
         wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
+        pads_heads = self._pads_heads(latents[0].device, documents)
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
             query = linear(
@@ -114,22 +116,39 @@ class LatentAttention(SelfAttention):
             key_value = linear(
                 latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
             ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
-            return self._expand_heads(query, key_value, shared_key, rope)
+            query, key, value = self._expand_heads(query, key_value, shared_key, rope)
+            if pads_heads:
+                return self._pad_heads(query, key, value)
+            # A copy of the values, so that backward does not save the non-rotated keys too.
+            return query, key, value.contiguous()
 
         weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
         with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
-            attended = self.core_attention(query, key, value, document_starts)
-        return attended[..., : self.v_head_dim]
+            attended = self.core_attention(query, key, value, documents, None, None if pads_heads else self._scale)
+        return attended[..., : self.v_head_dim] if pads_heads else attended
+
+    def _pads_heads(self, device: torch.device, documents: PackedDocuments | None) -> bool:
+        """Return whether core attention needs one head dim for q, k and v, and scales scores by its inverse root.
+
+        SDPA takes narrower values and a scale where nothing but causality limits attention. Windows, several documents
+        and the blocks of context parallelism have kernels of one head dim.
+        """
+        has_limits = self.window > 0 or (documents is not None and documents.divide(0, len(documents.starts_SB)))
+        return not takes_narrow_values(device) or self.attends_in_blocks or has_limits or self._has_wide_values
 
     def _expand_heads(
         self, query: Tensor, key_value: Tensor, shared_key: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values for core attention, each [S/cp, B, heads of this rank, head dim]."""
+        """Compute queries, keys and values, each [S/cp, B, heads of this rank, its head dim]."""
         query_nope, query_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         key_nope, value = key_value.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         rotated_key = rope(shared_key.unsqueeze(-2)).expand(*key_nope.shape[:-1], -1)
         query = torch.cat((query_nope, rope(query_rope)), -1)
         key = torch.cat((key_nope, rotated_key), -1)
+        return query, key, value
+
+    def _pad_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pad heads to one head dim, and fold the scale of the scores into the queries."""
         if self._query_factor != 1.0:
             query = query * self._query_factor
         return self._pad_head_dim(query), self._pad_head_dim(key), self._pad_head_dim(value)

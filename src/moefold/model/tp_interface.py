@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend, linear
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
@@ -71,7 +72,7 @@ class VocabParallel(Protocol):
         """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
         ...
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute the loss of each token in nats, float32 at least [...], from logits [..., V/tp] and labels [...]."""
         ...
 
@@ -84,6 +85,7 @@ class VocabParallel(Protocol):
         *,
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
+        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     ) -> Tensor:
         """Compute the loss from hidden states [..., H] and head rows [V/tp, H], `chunk` tokens at a time.
 
@@ -116,9 +118,9 @@ class NoVocabParallel:
         """Return the logits, which are complete."""
         return logits
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute cross-entropy over all rows."""
-        return cross_entropy(logits, labels)
+        return cross_entropy(logits, labels, ops=ops)
 
     def chunked_cross_entropy(
         self,
@@ -129,6 +131,9 @@ class NoVocabParallel:
         *,
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
+        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     ) -> Tensor:
         """Compute cross-entropy over all rows, `chunk` tokens at a time."""
-        return chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=saves_exponentials, gemm=gemm)
+        return chunked_cross_entropy(
+            x, weight, labels, chunk, saves_exponentials=saves_exponentials, gemm=gemm, ops=ops
+        )

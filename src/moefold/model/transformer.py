@@ -20,6 +20,7 @@ from moefold.model.norm import RMSNorm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -41,21 +42,21 @@ class Block(nn.Module):
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
 
     def forward(
-        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
+        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
         """Compute the layer, [S/(cp*tp), B, H] -> same.
 
         An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
         """
-        x = self._attend(x, rope, document_starts)
+        x = self._attend(x, rope, documents)
         with self._normalized_ffn_input(x) as (normed,):
             return x + (self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
     def forward_resumable(
-        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, document_starts: Tensor | None = None
+        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
-        x = self._attend(x, rope, document_starts)
+        x = self._attend(x, rope, documents)
         with self._normalized_ffn_input(x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
                 return x + self.ffn(normed)
@@ -64,10 +65,10 @@ class Block(nn.Module):
             moe.resume()
         return x + (yield from moe.remaining())
 
-    def _attend(self, x: Tensor, rope: Rope, document_starts: Tensor | None) -> Tensor:
+    def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None) -> Tensor:
         """Add attention to the residual stream."""
         with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
-            return x + self.attention(normed, rope, document_starts)
+            return x + self.attention(normed, rope, documents)
 
     def _normalized_ffn_input(self, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
         return self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x))
@@ -96,7 +97,7 @@ class MTPBlock(Block):
         x: Tensor,
         rope: Rope,
         sample_ids: Tensor | None = None,
-        document_starts: Tensor | None = None,
+        documents: PackedDocuments | None = None,
         embedded: Tensor | None = None,
     ) -> Tensor:
         """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
@@ -104,19 +105,19 @@ class MTPBlock(Block):
         Returns:
             Normalised hidden states, [S/(cp*tp), B, H].
         """
-        return self.output_norm(super().forward(self._project(x, embedded), rope, sample_ids, document_starts))
+        return self.output_norm(super().forward(self._project(x, embedded), rope, sample_ids, documents))
 
     def forward_resumable(
         self,
         x: Tensor,
         rope: Rope,
         sample_ids: Tensor | None = None,
-        document_starts: Tensor | None = None,
+        documents: PackedDocuments | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all."""
         x = self._project(x, embedded)
-        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, document_starts)))
+        return self.output_norm((yield from super().forward_resumable(x, rope, sample_ids, documents)))
 
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
@@ -161,7 +162,6 @@ class Transformer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.loss: LossFunction = NextTokenLoss()
-        self._loss_chunk = cfg.loss_chunk_tokens
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -180,18 +180,19 @@ class Transformer(nn.Module):
         self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
         self.rope = self._build_rope(positions)
 
-    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
         """Run the layers of this stage.
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
+            document_bounds: of the documents in the column "document_starts"; None: the host reads that column.
             columns: the columns of the micro-batch; see `Batch`.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
             labels, the logits [S/cp, B, V/tp].
         """
-        args = self._block_args(columns)
+        args = self._block_args(columns, document_bounds)
         x = self.embedding(x) if self.is_first else x
         for block in self._blocks():
             x = block(x, *args)
@@ -207,9 +208,11 @@ class Transformer(nn.Module):
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         return self._with_mtp_term(terms, mtp_losses)
 
-    def forward_resumable(self, x: Tensor, **columns: Tensor) -> Resumable[Tensor]:
+    def forward_resumable(
+        self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor
+    ) -> Resumable[Tensor]:
         """Compute `forward` with labels, yielding at each MoE all-to-all."""
-        args = self._block_args(columns)
+        args = self._block_args(columns, document_bounds)
         x = self.embedding(x) if self.is_first else x
         for block in self._blocks():
             x = yield from block.forward_resumable(x, *args)
@@ -231,18 +234,23 @@ class Transformer(nn.Module):
         """Return the layers of multi-token prediction, which run in training only."""
         return [block for block in self.layers.values() if isinstance(block, MTPBlock) and self.training]
 
-    def _block_args(self, columns: Mapping[str, Tensor]) -> tuple[Rope, Tensor | None, Tensor | None]:
-        """Return the arguments of all blocks: RoPE, sample ids [B] and starts of documents [S, B]."""
+    def _block_args(
+        self, columns: Mapping[str, Tensor], bounds: DocumentBounds | None
+    ) -> tuple[Rope, Tensor | None, PackedDocuments | None]:
+        """Return the arguments of all blocks: RoPE, sample ids [B] and documents."""
         document_starts = columns.get("document_starts")
-        starts_SB = None if document_starts is None else document_starts.t()
-        return self._rope_for(document_starts), columns.get("sample_ids"), starts_SB
+        documents = None
+        if document_starts is not None:
+            starts_SB = document_starts.t()
+            documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
+        return self._rope_for(document_starts), columns.get("sample_ids"), documents
 
     def _hidden_output(self, x: Tensor) -> Tensor:
         # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
         return x if self.is_first or len(self.layers) else x.view_as(x)
 
     def _output(self, normed: Tensor) -> ModelOutput:
-        return ModelOutput(normed, self.head, self._tied_weight, self._loss_chunk)
+        return ModelOutput(normed, self.head, self._tied_weight, self.cfg.loss_chunk_tokens(normed.device.type))
 
     def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
         """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""

@@ -1,14 +1,28 @@
 """Autotuning: measure equivalent implementations once for each shape, and cache the fastest."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-Candidates = Mapping[str, Callable[[], Tensor]]
+Candidates = Mapping[str, Callable[[], object]]
 NUM_WARMUP_RUNS = 2
 """Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
+NUM_MEASURING_CALLS = 256
+"""Calls of an operation and shape that may measure: the first steps of a run. Later ones reuse a choice, as other ranks
+would wait for the measurement."""
+
+
+class TuningKey(NamedTuple):
+    """Parameters that determine the time of an operation."""
+
+    op: str
+    num_rows: int
+    """Changes every step: counts between two powers of two share a choice."""
+    shape: tuple[Hashable, ...]
+    """All other parameters."""
 
 
 class Autotuner:
@@ -17,34 +31,39 @@ class Autotuner:
     Args:
         is_enabled: True: measure on CUDA; False: always take the first candidate, for bitwise reproducible runs, as the
             fastest candidate may differ between runs.
+        timer: returns the time of a candidate; None: by CUDA events.
     """
 
-    def __init__(self, *, is_enabled: bool) -> None:
+    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], object]], float] | None = None) -> None:
         self._is_enabled = is_enabled
-        self._best_by_key: dict[Hashable, str] = {}
+        self._timer = timer or _median_ms
+        self._num_calls: Counter[Hashable] = Counter()
+        self._best_by_octave: defaultdict[Hashable, dict[int, str]] = defaultdict(dict)
 
-    @property
-    def best_by_key(self) -> Mapping[Hashable, str]:
-        """Choices so far."""
-        return self._best_by_key
+    def choose(self, key: TuningKey, candidates: Candidates, device: torch.device) -> str:
+        """Return the name of the fastest candidate; synchronises with the device where it measures.
 
-    def choose(self, key: Hashable, candidates: Candidates, device: torch.device) -> str:
-        """Return the name of the fastest candidate; synchronises with the device on the first use of a key.
+        It measures an operation and shape once for each octave of row counts during the first calls, and then takes the
+        choice of the nearest octave, the smaller of two.
 
         Args:
-            key: parameters that determine the time, such as the shape.
+            key: parameters that determine the time.
             candidates: by name, at least one; the first is the default.
             device: where they run.
         """
         if len(candidates) == 1 or not self._is_enabled or device.type != "cuda":
             return next(iter(candidates))
-        if key not in self._best_by_key:
-            times = {name: _median_ms(way) for name, way in candidates.items()}
-            self._best_by_key[key] = min(times, key=times.__getitem__)
-        return self._best_by_key[key]
+        op_and_shape = (key.op, key.shape)
+        best = self._best_by_octave[op_and_shape]
+        octave = key.num_rows.bit_length()
+        self._num_calls[op_and_shape] += 1
+        if octave not in best and self._num_calls[op_and_shape] <= NUM_MEASURING_CALLS:
+            times = {name: self._timer(candidate) for name, candidate in candidates.items()}
+            best[octave] = min(times, key=times.__getitem__)
+        return best[min(best, key=lambda measured: (abs(measured - octave), measured))]
 
 
-def _median_ms(candidate: Callable[[], Tensor]) -> float:
+def _median_ms(candidate: Callable[[], object]) -> float:
     for _ in range(NUM_WARMUP_RUNS):
         candidate()
     times = []

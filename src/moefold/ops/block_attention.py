@@ -12,10 +12,10 @@ output with a sink is the output without, scaled by 1 - exp(sink - lse), with ls
 (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
 blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-The flash kernel of CUDA takes a sliding window as it is. A CPU computes windows in blocks that skip keys outside the
-window. Blocks are at least as long as the window reaches back: the T queries of a block attend to its own keys and
-those of the previous block, so the sequence becomes a batch of attention over T queries and 2T keys, and the work grows
-with S * T instead of S * S.
+The flash kernel of CUDA takes sliding windows and packed documents as they are (`FlashMask`). A CPU computes windows
+in blocks that skip keys outside the window. Blocks are at least as long as the window reaches back: the T queries of a
+block attend to its own keys and those of the previous block, so the sequence becomes a batch of attention over T
+queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from moefold.comm.torch_compat import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
+from moefold.ops.documents import Segments
 from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.interface import unit_stride
 
@@ -78,19 +79,6 @@ class BlockedWindow:
     window: int
     document_starts: Tensor | None = None
     """Index at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
-
-    @staticmethod
-    def suits(q: Tensor, window: int, document_starts: Tensor | None) -> bool:
-        """Return whether a window is faster than a mask: a kernel takes it, or, on a CPU, blocks save work.
-
-        Args:
-            q: queries of contiguous tokens, [S, B, A, D].
-            window: most keys that a query attends to; 0: no limit.
-            document_starts: as in the mask.
-        """
-        if _cuda_flash_supports(q):
-            return window > 0 and document_starts is None
-        return q.device.type != "cuda" and BlockedWindow.is_worthwhile(window, len(q))
 
     @property
     def block_size(self) -> int:
@@ -169,8 +157,25 @@ CUDA_FLASH_HEAD_MULTIPLE = 8
 
 Mask = Literal["all", "causal"] | Tensor
 """Attended keys: all; "causal": query i attends to keys 0..i, with Sq = Sk; or a bool mask [B or 1, Sq, Sk]."""
-BlockMask = Mask | BlockedWindow
-"""A `Mask`, or a sliding window, with Sq = Sk. Only `CudaFlash` takes a window, without documents."""
+
+
+@dataclass(frozen=True)
+class FlashMask:
+    """Limits that the CUDA flash kernel takes as they are, without a mask in memory.
+
+    The last query is aligned with the last key: the place of query i among the keys is i + Sk - Sq.
+    """
+
+    is_causal: bool
+    """Whether a query attends to no key after its place."""
+    window_left: int = -1
+    """Most keys before its place that a query attends to; -1: no limit."""
+    segments: Segments | None = None
+    """Documents, with Sq = Sk: a query attends to the keys of its own; None: one for each sample."""
+
+
+BlockMask = Mask | BlockedWindow | FlashMask
+"""A `Mask`; a sliding window, with Sq = Sk; or limits of the flash kernel, where `CudaFlash.supports` the queries."""
 
 
 class BlockKernel(Protocol):
@@ -193,7 +198,9 @@ class CausalKernel(BlockKernel, Protocol):
         ...
 
 
-def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+def attention_block(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, kernel: BlockKernel | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute attention from the queries to the keys of one block. Without autograd; local.
 
     Args:
@@ -201,6 +208,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
+        kernel: kernel of blocks that are "all" or "causal"; None: the fastest of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -208,16 +216,26 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -
     """
     assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
     if isinstance(block_mask, BlockedWindow):
-        if _cuda_flash_supports(q):
-            return CudaFlash().forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
         out, lse = attention_block(q_blocks, k_blocks, v_blocks, block_mask=mask)
         return block_mask.from_blocks(out, len(q)), block_mask.from_blocks(lse, len(q))
-    return block_kernel(q, block_mask).forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
+    q, k, v = (unit_stride(x) for x in (q, k, v))
+    if isinstance(block_mask, FlashMask):
+        return CudaFlash().forward(q, k, v, block_mask)
+    kernel = kernel if kernel is not None and isinstance(block_mask, str) else block_kernel(q, block_mask)
+    return kernel.forward(q, k, v, block_mask)
 
 
 def attention_block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, block_mask: BlockMask
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    block_mask: BlockMask,
+    kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients through one block. Local.
 
@@ -228,15 +246,12 @@ def attention_block_backward(
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
-        block_mask: as in the forward pass of this block.
+        block_mask: as in the forward pass of this block; likewise `kernel`.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
     if isinstance(block_mask, BlockedWindow):
-        if _cuda_flash_supports(q):
-            grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
-            return CudaFlash().backward(grad_out, q, k, v, out, lse, block_mask)
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
         # The gradient of padding is zero, so its log-sum-exp only has to be finite.
         args = (
@@ -254,7 +269,10 @@ def attention_block_backward(
             block_mask.kv_grad_from_blocks(dv, len(q)),
         )
     grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
-    return block_kernel(q, block_mask).backward(grad_out, q, k, v, out, lse, block_mask)
+    if isinstance(block_mask, FlashMask):
+        return CudaFlash().backward(grad_out, q, k, v, out, lse, block_mask)
+    kernel = kernel if kernel is not None and isinstance(block_mask, str) else block_kernel(q, block_mask)
+    return kernel.backward(grad_out, q, k, v, out, lse, block_mask)
 
 
 def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -275,18 +293,9 @@ def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
     """Return the fastest kernel that supports this device, dtype, head dim and mask."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
-    if isinstance(block_mask, str) and _cuda_flash_supports(q):
+    if isinstance(block_mask, str) and CudaFlash.supports(q):
         return CudaFlash()
     return MathBlockAttention()
-
-
-def _cuda_flash_supports(q: Tensor) -> bool:
-    return (
-        q.device.type == "cuda"
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
-        and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
-    )
 
 
 class CpuFlash:
@@ -299,7 +308,7 @@ class CpuFlash:
             return out.to(q.dtype), lse
         flash = cpu_flash_attention()
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
-        out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_additive_mask(block_mask, q.dtype))
+        out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_addend(block_mask, q.dtype))
         if isinstance(block_mask, Tensor):
             # The kernel returns 0 for fully masked queries.
             lse = lse.masked_fill(~block_mask.any(-1).unsqueeze(1), float("-inf"))
@@ -315,37 +324,61 @@ class CpuFlash:
             return dq, dk, dv
         flash = cpu_flash_attention_backward()
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
-        mask = _additive_mask(block_mask, q.dtype)
+        mask = _addend(block_mask, q.dtype)
         dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(block_mask), attn_mask=mask)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
 class CudaFlash:
-    """CUDA flash kernel with sliding windows; bfloat16 and float16."""
+    """CUDA flash kernel with sliding windows and sequences of variable length; bfloat16 and float16.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+    It reads [B, S, heads, D] by its strides. Sequences of variable length are read as [B*S, heads, D], which is a copy
+    if B is not 1.
+    """
+
+    @staticmethod
+    def supports(q: Tensor) -> bool:
+        """Return whether the kernel supports heads of this device, dtype and size."""
+        return (
+            q.device.type == "cuda"
+            and q.dtype in (torch.bfloat16, torch.float16)
+            and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
+            and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask | FlashMask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        tensors = (_batch_first(x) for x in (q, k, v))
-        lengths = (None, None, q.shape[0], k.shape[0])
-        window = _window_args(block_mask)
-        out, lse, *_ = cuda_flash_attention()(*tensors, *lengths, 0.0, _is_causal(block_mask), False, **window)
-        return _batch_first(out), lse.permute(2, 0, 1)
+        mask = _flash_mask(block_mask)
+        tensors = (_to_flash(x, mask) for x in (q, k, v))
+        out, lse, *_ = cuda_flash_attention()(
+            *tensors, *_lengths(q, k, mask), 0.0, mask.is_causal, False, **_window_args(mask)
+        )
+        if mask.segments is not None:
+            lse = lse.unflatten(1, (q.shape[1], -1)).transpose(0, 1)
+        return _from_flash(out, q, mask), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block_mask: Mask | FlashMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        tensors = (_batch_first(x) for x in (grad_out, q, k, v, out))
+        mask = _flash_mask(block_mask)
+        tensors = (_to_flash(x, mask) for x in (grad_out, q, k, v, out))
         # The RNG state is read only with dropout; the kernel needs a contiguous lse.
         seed = q.new_empty(2, dtype=torch.uint64)
         offset = q.new_empty((), dtype=torch.uint64)
-        lse = lse.permute(1, 2, 0).contiguous()
-        lengths = (None, None, q.shape[0], k.shape[0])
-        window = _window_args(block_mask)
-        dq, dk, dv = cuda_flash_attention_backward()(
-            *tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset, **window
+        lse = lse.permute(1, 2, 0) if mask.segments is None else lse.permute(2, 1, 0).flatten(1)
+        gradients = cuda_flash_attention_backward()(
+            *tensors, lse.contiguous(), *_lengths(q, k, mask), 0.0, mask.is_causal, seed, offset, **_window_args(mask)
         )
-        return _batch_first(dq), _batch_first(dk), _batch_first(dv)
+        dq, dk, dv = (_from_flash(x, like, mask) for x, like in zip(gradients, (q, k, v), strict=True))
+        return dq, dk, dv
 
 
 class MathBlockAttention:
@@ -391,15 +424,14 @@ def _is_causal(block_mask: BlockMask) -> bool:
     return isinstance(block_mask, str) and block_mask == "causal"
 
 
-def _additive_mask(block_mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """Return the additive mask of the scores, [B, 1, Sq, Sk]: 0, or -inf for a masked key."""
-    if not isinstance(block_mask, Tensor):
-        return None
-    return (
-        torch.zeros(block_mask.shape, dtype=dtype, device=block_mask.device)
-        .masked_fill_(~block_mask, float("-inf"))
-        .unsqueeze(1)
-    )
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as an addend of the scores, [B, 1, Sq, Sk]: 0, or -inf for a masked key."""
+    addend = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return addend.masked_fill_(~mask, float("-inf")).unsqueeze(1)
+
+
+def _addend(block_mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    return additive_mask(block_mask, dtype) if isinstance(block_mask, Tensor) else None
 
 
 def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
@@ -430,14 +462,31 @@ def _sequence_first(x_BASD: Tensor) -> Tensor:
     return x_BASD.permute(2, 0, 1, 3)
 
 
-def _batch_first(x_SBAD: Tensor) -> Tensor:
-    """Swap the first two dims, [S, B, heads, D] <-> [B, S, heads, D], without a copy."""
-    return x_SBAD.transpose(0, 1)
+def _flash_mask(block_mask: Mask | FlashMask) -> FlashMask:
+    assert not isinstance(block_mask, Tensor), "the flash kernel reads no mask"
+    return block_mask if isinstance(block_mask, FlashMask) else FlashMask(_is_causal(block_mask))
 
 
-def _window_args(block_mask: BlockMask) -> dict[str, int]:
-    """Return how many keys before and after its own a query of the CUDA flash kernel attends to; -1: no limit."""
-    if not isinstance(block_mask, BlockedWindow):
-        return {"window_size_left": -1, "window_size_right": 0 if _is_causal(block_mask) else -1}
-    assert block_mask.document_starts is None, "the flash kernel takes windows without documents"
-    return {"window_size_left": block_mask.window - 1, "window_size_right": 0}
+def _to_flash(x_SBAD: Tensor, mask: FlashMask) -> Tensor:
+    """Return [B, S, heads, D] without a copy, or [B*S, heads, D] for sequences of variable length."""
+    x_BSAD = x_SBAD.transpose(0, 1)
+    return x_BSAD if mask.segments is None else x_BSAD.flatten(0, 1)
+
+
+def _from_flash(x: Tensor, like_SBAD: Tensor, mask: FlashMask) -> Tensor:
+    """Return [S, B, heads, D] without a copy."""
+    x_BSAD = x if mask.segments is None else x.unflatten(0, (like_SBAD.shape[1], -1))
+    return x_BSAD.transpose(0, 1)
+
+
+def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return cumulative lengths of queries and of keys, and the greatest length of each, as the kernel takes them."""
+    segments = mask.segments
+    if segments is None:
+        return None, None, q.shape[0], k.shape[0]
+    return segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length
+
+
+def _window_args(mask: FlashMask) -> dict[str, int]:
+    """Return how many keys before and after its place a query attends to; -1: no limit."""
+    return {"window_size_left": mask.window_left, "window_size_right": 0 if mask.is_causal else -1}

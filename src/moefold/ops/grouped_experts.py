@@ -50,9 +50,8 @@ class GroupedExpertOps:
         """See `ExpertOps`; saves the offsets and, if asked, the gate and up projections."""
         offsets_E = _offsets(options.tokens_per_expert, x.device)
         permute_map = options.permute_map
-        g, u = self._fc1(_gather(x, options), weights, offsets_E)
-        hidden = self.activation(options.activation, g, u, probs_R)
-        saved = (offsets_E, g, u) if options.saves_fc1 else (offsets_E,)
+        hidden, fc1_outputs = self.fc1_activation(_gather(x, options), weights, offsets_E, options, probs_R)
+        saved = (offsets_E, *fc1_outputs)
         if permute_map is not None and weights.down_bias_EH is None:
             return self.grouped_gemm_combine(GatheredRows(hidden), weights.down_EFH, offsets_E, permute_map), saved
         y_RH = self.grouped_gemm(GatheredRows(hidden), weights.down_EFH, offsets_E)
@@ -73,7 +72,7 @@ class GroupedExpertOps:
         """See `ExpertOps`."""
         offsets_E, *fc1_outputs = saved
         x_rows = _gather(x, options)
-        g, u = fc1_outputs if options.saves_fc1 else self._fc1(x_rows, weights, offsets_E)
+        g, u = fc1_outputs if options.saves_fc1 else self.fc1(x_rows, weights, offsets_E)
         grad_rows = _gather(grad.contiguous(), options)
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
@@ -105,7 +104,19 @@ class GroupedExpertOps:
 
         return ExpertGradients(grad_x, grad_probs_R, weight_gradients)
 
-    def _fc1(self, rows: GatheredRows, weights: ExpertWeights, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+    def fc1_activation(
+        self,
+        rows: GatheredRows,
+        weights: ExpertWeights,
+        offsets_E: Tensor,
+        options: ExpertOptions,
+        probs_R: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the hidden values times the probabilities of the rows: (hidden values, projections to save)."""
+        g, u = self.fc1(rows, weights, offsets_E)
+        return self.activation(options.activation, g, u, probs_R), (g, u) if options.saves_fc1 else ()
+
+    def fc1(self, rows: GatheredRows, weights: ExpertWeights, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
         """Compute gate and up projections of every row."""
         g = self.grouped_gemm(rows, weights.gate_EHF, offsets_E)
         u = self.grouped_gemm(rows, weights.up_EHF, offsets_E)

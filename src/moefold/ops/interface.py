@@ -6,7 +6,7 @@ The reference of every `ExpertOps` is `moefold.model.moe.reference_experts.refer
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from moefold.ops.swiglu import SWIGLU, ExpertActivation
 
 ALL_COLUMNS = slice(None)
+DerivedT = TypeVar("DerivedT")
 
 
 class LazyCounts(Sequence[int]):
@@ -96,6 +97,14 @@ class GatheredRows:
             return self.values.index_select(0, self.source_R)
         rows = self.values.index_select(0, self.source_R.clamp(min=0))
         return rows.masked_fill_((self.source_R < 0).unsqueeze(1), 0.0)
+
+    def derived(self, name: str, compute: Callable[["GatheredRows"], DerivedT]) -> DerivedT:
+        """Return compute(self), stored under a name by the first call as long as this object exists."""
+        stored = vars(self).setdefault("_derived", {})
+        if name not in stored:
+            stored[name] = compute(self)
+        result: DerivedT = stored[name]
+        return result
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+from moefold.ops.documents import DocumentBounds
+
+DOCUMENT_BOUNDS = "document_bounds"
+"""Keyword argument of a stage."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +26,39 @@ class Batch:
     * "mtp_labels", with multi-token prediction (MTP): the tokens after the next one, int64 [N, mtp_layers, S/cp].
     * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp]; 0 after the sample's end.
     * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
-      [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document.
+      [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document. The starts are
+      also in `document_bounds`, as the host cannot read a column on a GPU without waiting.
     """
 
     tokens: Tensor
     """int64 [N, S/cp]."""
     columns: dict[str, Tensor]
+    document_bounds: tuple[DocumentBounds, ...] = ()
+    """Of each micro-batch, if samples hold several documents: their starts, known to the host."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
         return (self.tokens, *self.columns.values())
 
-    def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Split the batch into micro-batches; return tokens and columns of each."""
+    def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""
         parts = {name: column.chunk(count) for name, column in self.columns.items()}
         for i, tokens in enumerate(self.tokens.chunk(count)):
-            yield tokens, {name: part[i] for name, part in parts.items()}
+            yield tokens, select_bounds({name: part[i] for name, part in parts.items()} | self._bounds(), i)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keyword arguments of a pipeline schedule, which splits columns into micro-batches.
+
+        It passes the bounds of all micro-batches to each; see `select_bounds`.
+        """
+        return self.columns | self._bounds()
+
+    def _bounds(self) -> dict[str, Any]:
+        return {DOCUMENT_BOUNDS: self.document_bounds} if self.document_bounds else {}
+
+
+def select_bounds(keywords: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    """Replace the document bounds of all micro-batches by those of one."""
+    if DOCUMENT_BOUNDS not in keywords:
+        return keywords
+    return keywords | {DOCUMENT_BOUNDS: keywords[DOCUMENT_BOUNDS][micro_batch]}

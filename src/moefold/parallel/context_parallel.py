@@ -2,11 +2,13 @@
 
 Three kinds with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v likewise) -> [S/cp, B, A/tp, D]`. With
 tokens sharded by `sequence_positions`, they compute what `CausalAttention` computes on the full sequence. Keys and
-values are sent with their own G/tp heads, not expanded to the query heads. Every rank has the document starts of the
-full sample, so each rank computes the masks of its own queries.
+values are sent with their own G/tp heads, not expanded to the query heads. Every rank has the document bounds of the
+full sample, so each rank knows which keys its own queries attend to.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any, Literal
 
@@ -24,10 +26,11 @@ from moefold.comm.collectives import (
     wait_all,
 )
 from moefold.comm.groups import Group
-from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
     BlockMask,
+    CausalKernel,
     accumulation_dtype,
     attention_block,
     attention_block_backward,
@@ -35,6 +38,7 @@ from moefold.ops.block_attention import (
     merge_lse_,
     sink_gradient,
 )
+from moefold.ops.documents import PackedDocuments
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
 
@@ -44,6 +48,7 @@ def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> 
     for module in stage.modules():
         if isinstance(module, SelfAttention):
             module.core_attention = context_parallel_attention(kind, cp, module.window)
+            module.attends_in_blocks = cp.size > 1 and kind != "ulysses"
 
 
 def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
@@ -100,13 +105,21 @@ class RingAttention:
     def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
+        mask_spec = AttentionMaskSpec(self._window, documents)
         return _RingFunction.apply(
-            q, torch.stack((k, v), 1), sinks, self._cp, AttentionMaskSpec(self._window, document_starts)
+            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
         )
 
 
@@ -120,13 +133,21 @@ class AllGatherAttention:
     def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self.block_kernel: CausalKernel | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
+        mask_spec = AttentionMaskSpec(self._window, documents)
         return _AllGatherFunction.apply(
-            q, torch.stack((k, v), 1), sinks, self._cp, AttentionMaskSpec(self._window, document_starts)
+            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
         )
 
 
@@ -141,7 +162,13 @@ class UlyssesAttention:
         self._core_attention = CausalAttention(window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp = self._cp
@@ -151,34 +178,55 @@ class UlyssesAttention:
             k = k.repeat_interleave(repeats, 2)
             v = v.repeat_interleave(repeats, 2)
         # One message: the query, key and value heads of one destination are contiguous.
-        heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
-        sizes = [x.shape[2] // cp.size for x in (q, k, v)]
-        q, k, v = shard_dim_all_to_all(heads, cp, 2, 0).split(sizes, 2)
+        heads = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]
+        received = shard_dim_all_to_all(torch.cat([x.flatten(3) for x in heads], 3), cp, 2, 0).squeeze(2)
+        parts = received.split([x.shape[3] * x.shape[4] for x in heads], 2)
+        q, k, v = (part.unflatten(2, x.shape[3:]) for part, x in zip(parts, heads, strict=True))
         sinks = None if sinks is None else sinks.chunk(cp.size)[cp.rank]
-        out = self._core_attention(q, k, v, document_starts, sinks)
+        out = self._core_attention(q, k, v, documents, sinks, scale)
         return shard_dim_all_to_all(out, cp, 0, 2)
+
+
+@dataclass(frozen=True)
+class _PastBlock:
+    """Local queries, and earlier keys of their documents within their windows."""
+
+    rows: slice
+    """Rows of the local queries."""
+    samples: slice
+    keys: slice
+    """Rows of the keys."""
+    mask: BlockMask
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return the block's part of a tensor of the local queries, [S/cp, B, ...]."""
+        return x[self.rows, self.samples]
+
+    def keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the block's parts of keys and values, [Sk, 2, B, ...]."""
+        return kv[self.keys, 0, self.samples], kv[self.keys, 1, self.samples]
 
 
 class _CausalBlocks:
     """Attention blocks of this rank: the (query, key) chunk pairs to compute, with their masks."""
 
-    def __init__(self, q: Tensor, cp: Group, mask_spec: AttentionMaskSpec) -> None:
+    def __init__(self, q: Tensor, cp: Group, mask_spec: AttentionMaskSpec, kernel: CausalKernel | None) -> None:
         self.local_chunks = _zigzag(cp.size, cp.rank)
         self._chunk_size = q.shape[0] // 2
         self._mask_spec = mask_spec
         self._q = q
         self._needs_mask = mask_spec.needs_mask(q.shape[0] * cp.size)
+        # Blocks of documents have new shapes in every step, for which cuDNN would build new plans.
+        is_supported = kernel is not None and not self._needs_mask and kernel.supports(q, q, q)
+        self.kernel = kernel if is_supported else None
 
     def local_blocks(self) -> list[tuple[slice, BlockMask]]:
-        """Return the blocks over the local keys as (rows, mask); with a sliding window, one block for each local chunk.
+        """Return the blocks over the local keys as (rows, mask): one, or one for each local chunk.
 
         With two blocks, the second chunk's attention to the first is in `past_blocks(local_chunks)`.
         """
         if not self._needs_mask:
             return [(slice(None), "causal")]
-        if not self._mask_spec.window:
-            positions = self._positions(self.local_chunks)
-            return [(slice(None), self._mask_spec.mask(positions, positions))]
         halves = (slice(self._chunk_size), slice(self._chunk_size, None))
         masks = [
             self._mask_spec.local_mask(chunk * self._chunk_size, self._q[rows])
@@ -186,50 +234,51 @@ class _CausalBlocks:
         ]
         return list(zip(halves, masks, strict=True))
 
-    def past_blocks(self, chunks: Sequence[int]) -> Iterator[tuple[slice, slice, BlockMask]]:
-        """Yield blocks over the keys of ascending chunks of other ranks that cover every visible (query, key) pair.
+    def past_blocks(self, chunks: Sequence[int]) -> Iterator[_PastBlock]:
+        """Yield blocks over the keys of ascending chunks that cover every visible (query, earlier key) pair."""
+        size = self._chunk_size
+        num_past = [sum(chunk < local_chunk for chunk in chunks) for local_chunk in self.local_chunks]
+        if self._needs_mask:
+            for i, count in enumerate(num_past):
+                yield from self._visible_blocks(i, chunks[:count])
+            return
+        # Of all keys that both chunks attend to, one block.
+        spans = [(slice(2 * size), num_past[0])]
+        if num_past[0] != num_past[1]:
+            spans = [(slice(i * size, (i + 1) * size), count) for i, count in enumerate(num_past)]
+        for rows, count in spans:
+            if count:
+                yield _PastBlock(rows, slice(None), slice(count * size), "all")
 
-        Yields:
-            (rows of the local queries, rows of the keys of `chunks`, mask)
+    def _visible_blocks(self, i: int, past: Sequence[int]) -> Iterator[_PastBlock]:
+        """Yield the blocks of a local chunk, one by one for the samples if they hold documents."""
+        first = self.local_chunks[i] * self._chunk_size
+        documents = self._mask_spec.documents
+        if documents is None:
+            yield from self._blocks_of_document(i, past, range(first + self._chunk_size), slice(None))
+            return
+        for sample in range(self._q.shape[1]):
+            document = documents.document_at(sample, first)
+            yield from self._blocks_of_document(i, past, document, slice(sample, sample + 1))
+
+    def _blocks_of_document(self, i: int, past: Sequence[int], document: range, samples: slice) -> Iterator[_PastBlock]:
+        """Yield the blocks of a local chunk over the earlier keys of the document of its first token.
+
+        Only that document reaches into earlier chunks. A run of contiguous chunks is one block, trimmed to the queries
+        that attend to any of its keys, and to the keys that any query attends to.
         """
-        spans = [self._visible_chunks(own_chunk, chunks) for own_chunk in self.local_chunks]
-        if not self._mask_spec.window and spans[0] == spans[1]:
-            blocks = [(slice(2 * self._chunk_size), spans[0])]
-        else:
-            blocks = [(slice(i * self._chunk_size, (i + 1) * self._chunk_size), span) for i, span in enumerate(spans)]
-        for rows, span in blocks:
-            if span:
-                yield self._visible_block(rows, span, chunks)
-
-    def _visible_block(self, rows: slice, span: range, chunks: Sequence[int]) -> tuple[slice, slice, BlockMask]:
-        """Trim a block to the queries that see any key of the span, and to the keys that any of them sees."""
-        keys = slice(span.start * self._chunk_size, span.stop * self._chunk_size)
+        size = self._chunk_size
         window = self._mask_spec.window
-        if not self._needs_mask:
-            return rows, keys, "all"
-        queries = self._positions(self.local_chunks)
-        positions = self._positions(chunks)
-        if window:
-            first_query = self.local_chunks[rows.start // self._chunk_size] * self._chunk_size
-            last_key = (chunks[span.stop - 1] + 1) * self._chunk_size - 1
-            rows = slice(rows.start, min(rows.stop, rows.start + last_key + window - first_query))
-            num_hidden_keys = max(0, first_query - window + 1 - chunks[span.start] * self._chunk_size)
-            keys = slice(keys.start + num_hidden_keys, keys.stop)
-        return rows, keys, self._mask_spec.mask(queries[rows], positions[keys])
-
-    def _visible_chunks(self, local_chunk: int, chunks: Sequence[int]) -> range:
-        """Return the indices in `chunks` of the chunks visible to a local chunk; contiguous, as `chunks` ascend."""
-        indices = [
-            i
-            for i, chunk in enumerate(chunks)
-            if chunk < local_chunk and self._mask_spec.in_window((local_chunk - chunk - 1) * self._chunk_size + 1)
-        ]
-        return range(indices[0], indices[-1] + 1) if indices else range(0)
-
-    def _positions(self, chunks: Sequence[int]) -> Tensor:
-        return torch.cat(
-            [torch.arange(i * self._chunk_size, (i + 1) * self._chunk_size, device=self._q.device) for i in chunks]
-        )
+        first = self.local_chunks[i] * size
+        first_key = max(document.start, first - window + 1) if window else document.start
+        last_query = min(document.stop, first + size) - 1
+        for start, stop in _runs(past):
+            keys = range(max(past[start] * size, first_key), (past[start] + stop - start) * size)
+            if keys:
+                queries = range(first, min(last_query, keys[-1] + window - 1 if window else last_query) + 1)
+                mask = self._mask_spec.past_mask(queries, keys, self._q)
+                rows = slice(i * size, i * size + len(queries))
+                yield _PastBlock(rows, samples, slice(stop * size - len(keys), stop * size), mask)
 
 
 class _OnlineSoftmax:
@@ -237,7 +286,10 @@ class _OnlineSoftmax:
 
     def __init__(self, q: Tensor, kv: Tensor, blocks: _CausalBlocks) -> None:
         blocks_of_rank = blocks.local_blocks()
-        parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=mask) for rows, mask in blocks_of_rank]
+        parts = [
+            attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=mask, kernel=blocks.kernel)
+            for rows, mask in blocks_of_rank
+        ]
         out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.q = q
         self.out = out.to(accumulation_dtype(q.dtype))
@@ -247,9 +299,10 @@ class _OnlineSoftmax:
 
     def accumulate(self, kv: Tensor, chunks: Sequence[int]) -> None:
         """Attend to the keys of some chunks of other ranks."""
-        for rows, keys, mask in self._blocks.past_blocks(chunks):
-            out, lse = attention_block(self.q[rows], kv[keys, 0], kv[keys, 1], block_mask=mask)
-            merge_lse_(self.out[rows], self.lse[rows], out, lse)
+        for block in self._blocks.past_blocks(chunks):
+            k, v = block.keys_and_values(kv)
+            out, lse = attention_block(block.queries(self.q), k, v, block_mask=block.mask, kernel=self._blocks.kernel)
+            merge_lse_(block.queries(self.out), block.queries(self.lse), out, lse)
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (out in the type of the queries, lse), both with the attention sinks, which are added once."""
@@ -267,7 +320,8 @@ class _BlockGradients:
         parts = []
         for rows, mask in blocks_of_rank:
             grad_out, q, out, lse = (x[rows] for x in query_tensors)
-            parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, block_mask=mask))
+            k, v = kv[rows, 0], kv[rows, 1]
+            parts.append(attention_block_backward(grad_out, q, k, v, out, lse, block_mask=mask, kernel=blocks.kernel))
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.dq = dq.to(accumulation_dtype(q.dtype))
         self.local_dkv = torch.stack((dk, dv), 1)
@@ -275,13 +329,16 @@ class _BlockGradients:
             self.local_dkv = self.local_dkv.to(self.dq.dtype)
             _accumulate_kv_grads(self.local_dkv, self.block_grads(kv, blocks.local_chunks))
 
-    def block_grads(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Add the gradient of each block to dq; yield (rows of kv, dk, dv) of the block."""
-        for rows, keys, mask in self._blocks.past_blocks(chunks):
-            grad_out, q, out, lse = (x[rows] for x in self._query_tensors)
-            dq, dk, dv = attention_block_backward(grad_out, q, kv[keys, 0], kv[keys, 1], out, lse, block_mask=mask)
-            self.dq[rows] += dq
-            yield keys, dk, dv
+    def block_grads(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[_PastBlock, Tensor, Tensor]]:
+        """Add the gradient of each block to dq; yield the block with its dk and dv."""
+        for block in self._blocks.past_blocks(chunks):
+            grad_out, q, out, lse = (block.queries(x) for x in self._query_tensors)
+            k, v = block.keys_and_values(kv)
+            dq, dk, dv = attention_block_backward(
+                grad_out, q, k, v, out, lse, block_mask=block.mask, kernel=self._blocks.kernel
+            )
+            block.queries(self.dq).add_(dq)
+            yield block, dk, dv
 
 
 class _RingFunction(torch.autograd.Function):
@@ -289,27 +346,33 @@ class _RingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        cp: Group,
+        mask_spec: AttentionMaskSpec,
+        kernel: CausalKernel | None,
     ) -> Tensor:
         kv = kv.contiguous()
         kv_blocks = ring_pass(kv, cp)
         next(kv_blocks)
-        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
+        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec, kernel))
         for source, block in kv_blocks:
             softmax.accumulate(block, _zigzag(cp.size, source))
         out, lse = softmax.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, mask_spec
+        ctx.args = cp, mask_spec, kernel
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, sinks = ctx.saved_tensors
-        cp, mask_spec = ctx.args
+        cp, mask_spec, kernel = ctx.args
         kv_blocks = ring_pass(kv, cp)
         next(kv_blocks)
-        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec))
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec, kernel))
         dkv = gradients.local_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
         works = send_recv(dkv, incoming, cp, SUM_TAG)
@@ -320,7 +383,8 @@ class _RingFunction(torch.autograd.Function):
             _accumulate_kv_grads(dkv, block_grads)
             works = send_recv(dkv, incoming, cp, SUM_TAG)
         wait_all(works, cp)
-        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
+        sinks_grad = sink_gradient(grad_out, out, lse, sinks)
+        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sinks_grad, None, None, None
 
 
 class _AllGatherFunction(torch.autograd.Function):
@@ -328,30 +392,36 @@ class _AllGatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        cp: Group,
+        mask_spec: AttentionMaskSpec,
+        kernel: CausalKernel | None,
     ) -> Tensor:
         chunks = _gather_chunks(kv, cp)
-        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
+        softmax = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec, kernel))
         for past in _past_chunks(cp):
             softmax.accumulate(torch.cat([chunks[i] for i in past]), past)
         out, lse = softmax.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, mask_spec
+        ctx.args = cp, mask_spec, kernel
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, sinks = ctx.saved_tensors
-        cp, mask_spec = ctx.args
+        cp, mask_spec, kernel = ctx.args
         size = kv.shape[0] // 2
         chunks = _gather_chunks(kv, cp)
-        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec))
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, mask_spec, kernel))
         grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.local_dkv.split(size), strict=True))
         for past in _past_chunks(cp):
             past_kv = torch.cat([chunks[i] for i in past])
             block_grads = list(gradients.block_grads(past_kv, past))
-            if len(block_grads) == 1 and len(block_grads[0][1]) == len(past_kv):
+            if len(block_grads) == 1 and block_grads[0][1].shape == past_kv[:, 0].shape:
                 dkv = torch.stack(block_grads[0][1:], 1)
             else:
                 dkv = torch.zeros_like(past_kv, dtype=gradients.dq.dtype)
@@ -360,13 +430,21 @@ class _AllGatherFunction(torch.autograd.Function):
         zero_grad = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, zero_grad) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
         dkv = reduce_scatter(torch.cat([grad.to(gradients.dq.dtype) for grad in by_rank]), cp)
-        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
+        sinks_grad = sink_gradient(grad_out, out, lse, sinks)
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sinks_grad, None, None, None
 
 
-def _accumulate_kv_grads(dkv: Tensor, block_grads: Iterable[tuple[slice, Tensor, Tensor]]) -> None:
-    for rows, dk, dv in block_grads:
-        dkv[rows, 0] += dk
-        dkv[rows, 1] += dv
+def _accumulate_kv_grads(dkv: Tensor, block_grads: Iterable[tuple[_PastBlock, Tensor, Tensor]]) -> None:
+    for block, dk, dv in block_grads:
+        dk_sum, dv_sum = block.keys_and_values(dkv)
+        dk_sum += dk
+        dv_sum += dv
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges of indices of contiguous chunks, [start, stop)."""
+    starts = [i for i in range(len(chunks)) if i == 0 or chunks[i] != chunks[i - 1] + 1]
+    return list(pairwise([*starts, len(chunks)]))
 
 
 def _zigzag(cp: int, rank: int) -> tuple[int, int]:

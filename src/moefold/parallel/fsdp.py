@@ -13,6 +13,7 @@ different ranks before reduction.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import TORCH_DTYPES, MTPBlock, Transformer
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, so it must find tensors
 # in the router's return value. torch 2.13 searches every dataclass for them, 2.11 only registered ones.
@@ -85,10 +86,35 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
                 fully_shard(block.ffn.router, mesh=dense, mp_policy=full_precision, reshard_after_forward=False)
         fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(stage, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _fsdp_modules(stage):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _prefetch_next_block(stage)
+
+
+def _prefetch_next_block(stage: Transformer) -> None:
+    """Start the all-gathers of a block, its experts included, when the block before it starts, in both passes.
+
+    By default FSDP starts them when the host reaches a module: in an MoE layer after the wait for the counts of the
+    all-to-all, too late to overlap with attention. A list replaces FSDP's own choice for the backward pass, so it has
+    every group of the block. The layers of multi-token prediction do not run in evaluation, where nothing would free
+    what was gathered for them: the forward pass does not prefetch them.
+    """
+    blocks = list(stage.layers.values())
+    forward = [stage, *(block for block in blocks if not isinstance(block, MTPBlock))]
+    for module, next_block in pairwise(forward):
+        _as_fsdp(module).set_modules_to_forward_prefetch(_fsdp_modules(next_block))
+    for module, next_block in pairwise([stage, *reversed(blocks)]):
+        _as_fsdp(module).set_modules_to_backward_prefetch(_fsdp_modules(next_block))
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
 def master_weight_dtype(cfg: Config) -> torch.dtype:
@@ -164,9 +190,7 @@ class UnshardedParams:
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for stage in self._stages:
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    yield module
+            yield from _fsdp_modules(stage)
 
 
 class PerRankGradDots:

@@ -111,9 +111,9 @@ class Accumulation:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
         total = self._zero_terms(batch)
-        for i, (tokens, columns) in enumerate(batch.micro_batches(self._num_micro_batches)):
+        for i, (tokens, keywords) in enumerate(batch.micro_batches(self._num_micro_batches)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
-            loss = self._model(tokens, **columns)
+            loss = self._model(tokens, **keywords)
             loss.sum().backward()
             total += loss.detach()
         return total
@@ -122,8 +122,8 @@ class Accumulation:
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss terms of this rank's tokens, [terms], without gradients."""
         total = self._zero_terms(batch)
-        for tokens, columns in batch.micro_batches(self._num_micro_batches):
-            total += self._model(tokens, **columns)
+        for tokens, keywords in batch.micro_batches(self._num_micro_batches):
+            total += self._model(tokens, **keywords)
         return total
 
     def _zero_terms(self, batch: Batch) -> Tensor:

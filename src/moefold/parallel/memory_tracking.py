@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
-from moefold.metrics.memory_tracker import MemoryTracker
+from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
 from moefold.model.mlp import SwiGLU
@@ -68,6 +68,7 @@ def track_memory(
     stages = model.stages
     tracker = MemoryTracker()
     tag_states(tracker, stages, optimizer, batch)
+    tracker.tag(GATHERED_WEIGHTS, model.cast_copies.tensors())
     with tracker, _label_parts(model, tracker):
         yield tracker
         # FSDP replaces shards by padded ones at its first step.

@@ -18,7 +18,7 @@ from moefold.comm.pipelining_compat import (
 )
 from moefold.comm.resumable import BackwardOverlap, ResumableTask, run_to_end
 from moefold.model.transformer import Transformer
-from moefold.parallel.batch import Batch
+from moefold.parallel.batch import Batch, select_bounds
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.gradients import Accumulation
 from moefold.parallel.pipeline_schedule import StageLossFn
@@ -39,8 +39,8 @@ class OverlappedAccumulation(Accumulation):
         total = self._zero_terms(batch)
         loss: Tensor | None = None
         with self._unsharded_params.step():
-            for i, (tokens, columns) in enumerate(batch.micro_batches(self._num_micro_batches)):
-                task = ResumableTask(self._model.forward_resumable(tokens, **columns))
+            for i, (tokens, keywords) in enumerate(batch.micro_batches(self._num_micro_batches)):
+                task = ResumableTask(self._model.forward_resumable(tokens, **keywords))
                 if loss is None:
                     self._recorder.set_phase("forward of micro-batch 0")
                 else:
@@ -62,9 +62,9 @@ class OverlappedAccumulation(Accumulation):
         self._recorder.set_phase("evaluation")
         total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
-            for tokens, columns in batch.micro_batches(self._num_micro_batches):
+            for tokens, keywords in batch.micro_batches(self._num_micro_batches):
                 # Not by a call of the model: the hooks of FSDP would shard the parameters.
-                total += run_to_end(self._model.forward_resumable(tokens, **columns))
+                total += run_to_end(self._model.forward_resumable(tokens, **keywords))
         return total
 
 
@@ -76,25 +76,25 @@ class ResumableStage(nn.Module):
 
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
         super().__init__()
-        self._forward_resumable = lambda *args, **columns: stage.forward_resumable(*args, **columns)
+        self._forward_resumable = lambda *args, **keywords: stage.forward_resumable(*args, **keywords)
         self._is_training = lambda: stage.training
         self._recorder = recorder
         self._forward_task: ResumableTask[Tensor] | None = None
 
-    def begin_forward(self, x: Tensor, **columns: Tensor) -> ResumableTask[Tensor]:
+    def begin_forward(self, x: Tensor, **keywords: Any) -> ResumableTask[Tensor]:
         """Start a forward pass that the next call of `forward` finishes."""
         assert self._forward_task is None, "one forward pass of a stage at a time"
-        self._forward_task = ResumableTask(self._forward_resumable(x, **columns))
+        self._forward_task = ResumableTask(self._forward_resumable(x, **keywords))
         return self._forward_task
 
-    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
         """Finish the started forward pass, or run a whole one."""
         task = self._forward_task
         self._forward_task = None
         if task is not None:
             return task.run_to_end()
         self._recorder.set_phase("forward of a micro-batch" if self._is_training() else "evaluation")
-        return run_to_end(self._forward_resumable(x, **columns))
+        return run_to_end(self._forward_resumable(x, **keywords))
 
 
 class OverlappedSchedule(RowSchedule):
@@ -139,7 +139,7 @@ class OverlappedSchedule(RowSchedule):
             f"{forward} in stage {fwd_stage.stage_index}"
         )
         self.backward_counter[bwd_stage.stage_index] += 1
-        with self._backward_overlap.backward(fwd_stage.submod.begin_forward(*inputs, **kwargs)):
+        with self._backward_overlap.backward(fwd_stage.submod.begin_forward(*inputs, **select_bounds(kwargs, forward))):
             bwd_stage.backward_one_chunk(backward, loss=self.loss_of(bwd_stage, backward))
         if bwd_stage.stage_index - 1 in self._local_stages:
             self._local_stages[bwd_stage.stage_index - 1].set_local_bwd_input(

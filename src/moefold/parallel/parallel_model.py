@@ -1,6 +1,6 @@
 """Model of one rank, sharded along every axis, and the runner of its micro-batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
@@ -45,6 +47,10 @@ class ParallelModel:
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: ActivationOffload | None = None
     """Activation offload between the passes; None without offload."""
+    cast_copies: CastCopies = field(default_factory=CastCopies)
+    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
+    weight_cache: WeightCache = field(default_factory=WeightCache)
+    """Quantised weights of the current step."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -66,7 +72,8 @@ class ParallelModel:
         """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
-        loss = self.runner.forward_backward(batch)
+        with self.cast_copies.fresh(), self.weight_cache.step():
+            loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         if self.stages[0].cfg.model.last_stage_needs_embedding:
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)

@@ -9,11 +9,14 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
+from moefold.model.local_param import CastCopies
 from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
+from moefold.parallel.cuda_graphs import apply_cuda_graphs
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.offload import apply_offload, open_offload
@@ -23,6 +26,7 @@ from moefold.parallel.recompute import apply_recompute, device_memory, resolve_r
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
 from moefold.topology.pipeline_layout import StagePlan
+from moefold.validate.train import check_cuda_graphs_device
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class ShardedStages:
     positions: Tensor
     message: str
     offload: ActivationOffload | None
+    weight_cache: WeightCache
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -56,15 +61,29 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
     message = "; ".join(filter(None, (sharded.message, recompute_message)))
     return ParallelModel(
-        sharded.stages, sharded.stage_plan, runner, groups, sharded.positions, message, sharded.offload
+        sharded.stages,
+        sharded.stage_plan,
+        runner,
+        groups,
+        sharded.positions,
+        message,
+        sharded.offload,
+        _cast_copies(sharded.stages, groups),
+        sharded.weight_cache,
     )
+
+
+def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
+    """Return the copies of the weights in the compute dtype: on one GPU; on several, FSDP casts what it gathers."""
+    is_kept = groups.layout.world_size == 1 and groups.device.type == "cuda"
+    return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
-    Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, then the
-    phases of the flight recorder; memory attribution wraps them in measured steps. See
+    Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, CUDA
+    graphs, and the phases of the flight recorder; memory attribution wraps them in measured steps. See
     docs/design/002-seams-of-the-maths.md.
 
     Args:
@@ -83,11 +102,13 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
-    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs.
+    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
+    # change too often to be compiled.
     if not for_training:
+        run = replace(cfg.run, compile="none")
         train = replace(cfg.train, precision="dtype")
         moe = replace(cfg.moe, dispatch_precision="dtype")
-        cfg = replace(cfg, train=train, moe=moe)
+        cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
@@ -103,6 +124,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
         if offload is not None:
             apply_offload(stage, cfg.train.offload, offload)
+        if for_training and cfg.run.cuda_graphs == "attention":
+            check_cuda_graphs_device(cfg, groups.device.type)
+            apply_cuda_graphs(stage)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:
@@ -110,4 +134,4 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload)
+    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache)

@@ -19,7 +19,7 @@ from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWitho
 from moefold.config.schema import Config
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
-from moefold.parallel.batch import Batch
+from moefold.parallel.batch import Batch, select_bounds
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
@@ -108,7 +108,7 @@ class PipelineRunner:
         # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
             self._train_schedule.step(
-                *self._inputs(batch), target=batch.columns["labels"], return_outputs=False, **_keywords(batch)
+                *self._inputs(batch), target=batch.columns["labels"], return_outputs=False, **batch.keywords()
             )
         for module in self._stages:
             for submodule in module.modules():
@@ -122,7 +122,7 @@ class PipelineRunner:
         self._loss_terms.clear()
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
-            self._eval_schedule.eval(*self._inputs(batch), target=batch.columns["labels"], **_keywords(batch))
+            self._eval_schedule.eval(*self._inputs(batch), target=batch.columns["labels"], **batch.keywords())
         return self._sum_loss_terms(batch)
 
     def _stage_module(self, module: Transformer, zero: int, recorder: FlightRecorder) -> nn.Module:
@@ -207,9 +207,16 @@ class _TimedStage(PipelineStageWithoutSelfSends):
         self._comm_timer = comm_timer
         self._on_backward_end = on_backward_end
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        kwargs = select_bounds(kwargs or {}, fwd_chunk_id)
         with self._comm_timer.working():
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._comm_timer.working():
@@ -229,13 +236,8 @@ class _HideFSDP(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
-        return self.stage(x, **columns)
-
-
-def _keywords(batch: Batch) -> dict[str, Any]:
-    """Return the columns as keyword arguments, which a schedule splits into micro-batches."""
-    return dict(batch.columns)
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        return self.stage(x, **keywords)
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

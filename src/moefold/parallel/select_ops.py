@@ -1,11 +1,14 @@
 """Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from moefold.config.schema import Config, RunConfig
+from moefold.cost.fp8_estimate import estimate_fp8
+from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.kernels import Kernels, RoutingKernel
@@ -13,17 +16,28 @@ from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
+from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
+from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
+
+if TYPE_CHECKING:
+    from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
 
 logger = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
 """First compute capability whose tensor cores support e4m3: Ada, then Hopper."""
+BLOCKWISE_SCALED_MM_CAPABILITY = (9, 0)
+"""The only compute capability for which torch's `scaled_mm` takes blocks of 128: Hopper."""
+WHOLE_BLOCK_SIZES = (512, 384, 256)
+"""Sizes of the self-test of `scaled_mm` with blocks of 128: rows of three blocks, whose scales are padded to four."""
 MIN_MX_CAPABILITY = (10, 0)
 """First compute capability whose tensor cores support scales of blocks of 32 and 16 values: Blackwell."""
 
@@ -34,14 +48,28 @@ class SelectedKernels(Kernels):
 
     message: str = ""
     """How the open choices of the recipe were resolved."""
+    weight_cache: WeightCache = field(default_factory=WeightCache)
+    """Quantised weights of the current step."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """Select the kernels of all layers of this rank.
 
     Raises:
-        ConfigError: `run.kernels` asks for kernels that cannot run here.
+        ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
+    kernels = _uncompiled_kernels(cfg, device)
+    if cfg.run.compile == "none":
+        return kernels
+    reason = inductor_unsupported_reason(device.type)
+    if reason:
+        raise ConfigError(f"run.compile={cfg.run.compile!r} cannot run: {reason}; set run.compile='none'")
+    compiled = f"run.compile={cfg.run.compile!r}: QK norm with RoPE, SwiGLU of dense layers"
+    message = "; ".join(filter(None, (kernels.message, compiled)))
+    return replace(kernels, qk_norm_rope=CompiledQKNormRope(), swiglu=CompiledSwiGLU(), message=message)
+
+
+def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.train.precision != "dtype":
         return _low_precision_kernels(cfg, device)
     if cfg.run.kernels == "plain":
@@ -55,18 +83,23 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
         # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.experts import TritonExpertOps
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
+    block_attention, attention_message = _block_attention(cfg, device)
+    message += attention_message
     return SelectedKernels(
         expert_ops=expert_ops,
         permute_ops=TritonPermuteOps(),
         router=routing,
+        block_attention=block_attention,
         swiglu=expert_ops,
         rope=apply_rope,
+        cross_entropy_ops=TritonCrossEntropyOps(),
         message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
     )
 
@@ -82,10 +115,16 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():
-        if isinstance(module, SelfAttention) and isinstance(module.core_attention, CausalAttention):
-            module.core_attention.kernel = kernels.attention
+        if not isinstance(module, SelfAttention):
+            continue
+        core = module.core_attention
+        if isinstance(core, CausalAttention):
+            core.kernel = kernels.attention
+        if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
+            core.block_kernel = kernels.block_attention
     if stage.is_last:
         stage.head.gemm = kernels.gemm
+        stage.head.cross_entropy_ops = kernels.cross_entropy_ops
 
 
 def _cpu_kernels(cfg: Config) -> SelectedKernels:
@@ -130,6 +169,19 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     )
 
 
+def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention | None, str]:
+    """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
+
+    Not with `run.deterministic`, which its backward pass need not be.
+    """
+    p = cfg.parallel
+    needs_lse = p.context != "ulysses" if p.cp > 1 else cfg.model.attention_sinks
+    if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
+        return None, ""
+    reason = probe_cudnn_attention(device)
+    return (None, f"; flash attention for blocks, as {reason}") if reason else (CudnnAttention(), "")
+
+
 def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
     """Return the fused kernel of the routers, or None with a message if it does not support the model."""
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
@@ -144,23 +196,45 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
     reason = fp8_unsupported_reason(cfg.run, device)
     if not reason:
-        from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
+        from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
+        from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
         from moefold.ops.triton.permute import TritonPermuteOps
         from moefold.ops.triton.rope import apply_rope
 
-        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
+        weight_cache = WeightCache(
+            is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
+        )
+        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
         routing, message = _router_kernel(cfg)
-        message = f"train.precision={name!r}: on the tensor cores{message}"
+        linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
+        message = f"train.precision={name!r}: on the tensor cores{message}{dense_message}; {estimate_fp8(cfg).message}"
         return SelectedKernels(
             expert_ops=expert_ops,
             permute_ops=TritonPermuteOps(),
-            linear_backend=Fp8Linear(expert_ops),
+            linear_backend=linear_backend,
             router=routing,
             swiglu=expert_ops,
             rope=apply_rope,
+            cross_entropy_ops=TritonCrossEntropyOps(),
             message=message,
+            weight_cache=weight_cache,
         )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)
+
+
+def select_fp8_linear(expert_ops: "Fp8ExpertOps", device: torch.device, dtype: torch.dtype) -> tuple["Fp8Linear", str]:
+    """Select cuBLAS for dense layers on Hopper if it agrees with the emulation, else our kernels; with a message."""
+    from moefold.ops.triton.fp8_gemm import Fp8Linear
+    from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
+
+    kernels = Fp8Linear(expert_ops)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != BLOCKWISE_SCALED_MM_CAPABILITY:
+        return kernels, ""
+    linear_backend = ScaledMMFp8Linear(expert_ops)
+    reason = scaled_mm_unsupported_reason(
+        linear_backend, QUANT_FORMATS["fp8-blockwise"], device, dtype, WHOLE_BLOCK_SIZES
+    )
+    return (kernels, f", dense layers without cuBLAS, as {reason}") if reason else (linear_backend, "")
 
 
 def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.device) -> SelectedKernels:
@@ -174,7 +248,7 @@ def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.
 def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
     """Select the device's scaled GEMMs if they agree with the emulation, else the emulation, with a warning."""
     name = linear_backend.quant_format.name
-    reason = scaled_mm_unsupported_reason(linear_backend, device, dtype)
+    reason = scaled_mm_unsupported_reason(linear_backend, linear_backend.quant_format, device, dtype)
     if reason:
         # Each rank tests its own device; the log message is rank 0's.
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, reason)

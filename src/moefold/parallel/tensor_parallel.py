@@ -37,6 +37,7 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.model.norm import FullWidthQKNorm
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Transformer
+from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
@@ -120,9 +121,9 @@ class TPVocabParallel:
         """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
         return _GatherVocab.apply(logits, self._tp)
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
-        return cross_entropy(logits, labels, self._vocab_range)
+        return cross_entropy(logits, labels, self._vocab_range, ops)
 
     def chunked_cross_entropy(
         self,
@@ -133,10 +134,11 @@ class TPVocabParallel:
         *,
         saves_exponentials: bool = False,
         gemm: Gemm = TORCH_GEMM,
+        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     ) -> Tensor:
         """Compute the cross-entropy from hidden states and the local head shard, with the same two all-reduces."""
         return chunked_cross_entropy(
-            x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm
+            x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm, ops=ops
         )
 
 

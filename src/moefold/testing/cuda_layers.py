@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
@@ -9,6 +10,7 @@ from moefold.comm.groups import fake_rank
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
+from moefold.parallel import select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
@@ -52,20 +54,24 @@ def trace_layer(
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
+        # Values on the meta device pass no self-test.
+        with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
+            kernels = select_kernels(cfg, CUDA)
         if cfg.train.precision != "dtype":
-            apply_kernels(stage, select_kernels(cfg, CUDA))
+            apply_kernels(stage, kernels)
         stage.train()
         block: Any = stage.layers["0"]
         sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
         shape = (tokens, 1, cfg.model.hidden_size)
-        for _ in range(2):
-            stage.zero_grad(set_to_none=True)
-            x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
-            trace.events.clear()
-            if part == "model":
-                ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
-                y = stage(ids, labels=ids, sample_ids=sample_ids)
-            else:
-                y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
-            y.backward(torch.empty_like(y))
+        with kernels.weight_cache.step():
+            for _ in range(2):
+                stage.zero_grad(set_to_none=True)
+                x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
+                trace.events.clear()
+                if part == "model":
+                    ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
+                    y = stage(ids, labels=ids, sample_ids=sample_ids)
+                else:
+                    y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
+                y.backward(torch.empty_like(y))
     return trace

@@ -186,6 +186,7 @@ class _Functions(TorchFunctionMode):
         self._replaced: dict[Any, Callable[..., Any]] = {
             _attribute_getter("device"): lambda x: CUDA if x.is_meta else x.device,
             _attribute_getter("is_cuda"): lambda x: x.is_meta,
+            torch.Tensor.pin_memory: lambda x: x,
             F.scaled_dot_product_attention: self._attention,
             F.rms_norm: self._rms_norm,
         }
@@ -419,6 +420,8 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
     from moefold.ops import autotune
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        # Aliases: autograd copies a gradient of which another reference exists.
+        args = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
         launch = Launch(kernel, args, grid, options)
         trace.launches.append(launch)
         trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())
@@ -469,6 +472,14 @@ def _grouped_gemm_cost(launch: Launch) -> GemmCost:
     return GemmCost(2.0 * rows * width * depth, depth, width, is_float32=launch.argument("x").dtype == torch.float32)
 
 
+def _fc1_cost(launch: Launch) -> GemmCost:
+    written = launch.argument("g_out" if launch.options["WRITES_FC1"] else "hidden_out")
+    width = launch.argument("width")
+    depth = launch.argument("depth")
+    is_float32 = launch.argument("x").dtype == torch.float32
+    return GemmCost(2 * 2.0 * len(written) * width * depth, depth, width, is_float32=is_float32)
+
+
 def _weight_gradient_cost(launch: Launch) -> GemmCost:
     out = launch.argument("out")
     x = launch.argument("x")
@@ -481,6 +492,7 @@ def _weight_gradient_cost(launch: Launch) -> GemmCost:
 GEMM_KERNELS: dict[str, Callable[[Launch], GemmCost]] = {
     "_grouped_gemm_kernel": _grouped_gemm_cost,
     "_scaled_gemm_kernel": _grouped_gemm_cost,
+    "_fc1_kernel": _fc1_cost,
     "_weight_grad_kernel": _weight_gradient_cost,
     "_scaled_weight_grad_kernel": _weight_gradient_cost,
 }

@@ -32,7 +32,9 @@ class DispatcherSpec:
     package_source: str = ""
     """Where that package is built from."""
     needs_buffer: bool = False
-    """Whether it communicates through buffers that are opened before the model is built."""
+    """Whether it communicates through buffers of DeepEP that are opened before the model is built."""
+    has_receive_buffer: bool = False
+    """Whether a rank receives into symmetric memory of a fixed number of rows: it reads parallel.receive_factor."""
 
     # What it communicates and keeps.
     gathers_tokens: bool = False
@@ -83,6 +85,14 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             deduplicates=True,
             # Whether the package is installed is known where the recipe runs.
             written_as="auto",
+        ),
+        DispatcherSpec(
+            name="symm_mem",
+            needs_spread_experts=True,
+            kernel_package="nvidia.nvshmem",
+            package_source="the CUDA build of torch, which installs nvidia-nvshmem",
+            has_receive_buffer=True,
+            priced_as="alltoall",
         ),
         DispatcherSpec(name="hybridep", runs=False, deduplicates=True, written_as="auto"),
         DispatcherSpec(name="local", spreads_experts=False, for_inference=True),

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.host_copy import copy_to_device
 from moefold.config.schema import Config
 from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
+from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 
 TargetWeights = NDArray[np.float64]
@@ -30,6 +32,7 @@ class BatchSharder:
         self._sampler = sampler
         self._global_batch_size = cfg.train.global_batch_size
         self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
+        self._micro_batch_size = cfg.train.micro_batch_size
         self._first_in_batch = groups.attn.dp.rank * self._samples_per_rank
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
@@ -136,11 +139,14 @@ class BatchSharder:
         per_sample = {"sample_ids": self._first_in_batch + np.arange(self._samples_per_rank), **samples.sample_columns}
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
+        bounds: tuple[DocumentBounds, ...] = ()
         if (starts := samples.document_starts()) is not None:
             per_sample["document_starts"] = starts
+            micro_batches = torch.from_numpy(starts).split(self._micro_batch_size)
+            bounds = tuple(DocumentBounds.of_starts(of_micro_batch) for of_micro_batch in micro_batches)
         columns = {name: values[..., self._positions] for name, values in per_token.items()} | per_sample
         tokens = self._to_tensor(samples.inputs[..., self._positions])
-        return Batch(tokens, {name: self._to_tensor(values) for name, values in columns.items()})
+        return Batch(tokens, {name: self._to_tensor(values) for name, values in columns.items()}, bounds)
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
@@ -153,6 +159,6 @@ class BatchSharder:
         return ahead
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device; floating-point values in the type of the loss."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        """Copy to the device, while the host goes on; floating-point values in the type of the loss."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)

@@ -24,7 +24,7 @@ from moefold.validate.config import check_config
 from moefold.validate.memory import check_memory_device, check_offload_device, ssd_offload_keys
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
-from moefold.validate.train import check_kernel_device
+from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.data import ProgramData
@@ -333,6 +333,7 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     """Reject settings that the device does not support, and a step that does not fit into its memory."""
     check_dispatch_device(cfg, device_type)
     check_kernel_device(cfg, device_type)
+    check_cuda_graphs_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
     check_training(cfg, device_type, rank_env)

@@ -28,6 +28,7 @@ from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
+from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.step_guard import StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
@@ -98,6 +99,8 @@ class ReducedMetrics:
     biases: Tensor
     offload: tuple[float, ...]
     """For `train.offload`: bytes offloaded and kept, seconds of copying and of waiting."""
+    receive_loads: Tensor
+    """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
 
@@ -185,6 +188,7 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
+        check_receive_loads(totals.receive_loads, self._cfg, f"step {step}")
         metrics = (
             None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
         )
@@ -285,15 +289,20 @@ class TrainingStep:
         self.model.train(False)
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
-        for i, batch in enumerate(batches):
-            if flags is not None and i % STOP_POLL_EVERY == 0:
-                raised = self._count_flags(flags())
-            if any(raised):
-                break
-            losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
+        with self.model.cast_copies.fresh():
+            for i, batch in enumerate(batches):
+                if flags is not None and i % STOP_POLL_EVERY == 0:
+                    raised = self._count_flags(flags())
+                if any(raised):
+                    break
+                losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
         self.model.train(True)
         if any(raised):
             return None, raised
+        loads = local_receive_load(self.model, self._cfg)
+        if loads.numel():
+            loads = all_reduce_sum(loads, self.model.groups.world)
+        check_receive_loads(loads.cpu(), self._cfg, "the validation")
         total = torch.stack(losses).sum(0)
         return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
 
@@ -338,6 +347,7 @@ class TrainingStep:
             times[world.rank, COMM] = waited_s
         packer.add("rank times", times)
         packer.add("offload", self._offload_metrics(device))
+        packer.add("receive loads", local_receive_load(self.model, self._cfg))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
@@ -359,6 +369,7 @@ class TrainingStep:
             thresholds=totals["thresholds"],
             biases=totals["biases"],
             offload=tuple(totals["offload"].tolist()),
+            receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
         )
 

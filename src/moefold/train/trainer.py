@@ -2,7 +2,7 @@
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
+from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
@@ -93,8 +94,9 @@ class Trainer:
             if context.is_first_rank:
                 context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
             context.log_dropped_files(first_step)
+            collect_garbage = stack.enter_context(collect_at_fixed_steps())
             try:
-                self._loop(context)
+                self._loop(context, collect_garbage)
             except Exception as error:
                 for callback in (*self._callbacks, *self._further_callbacks):
                     callback.on_error(context, error)
@@ -106,7 +108,7 @@ class Trainer:
     def _context(self, stop: StopSignals) -> TrainingContext:
         return TrainingContext(self._cfg, self._groups, self._train_step, self._data_loader, self._position, stop)
 
-    def _loop(self, context: TrainingContext) -> None:
+    def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback():
             callback.on_start(context)
         while self._position.step < self._cfg.run.steps and context.status == 0:
@@ -115,6 +117,7 @@ class Trainer:
                 continue
             for callback in self._each_callback():
                 callback.after_step(context, step)
+            collect_garbage(step.number)
             # A signal in the last step does not change the status, unless it prevented the evaluation.
             if step.signals and not (step.is_last and step.is_evaluated):
                 context.status = SIGNAL_STATUS + step.signals[0]

@@ -73,7 +73,7 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     shortened = _with_fewer_micro_batches(cfg)
     p = shortened.parallel
     if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:
-        memory = StateMemory(shortened)
+        memory = StateMemory(shortened, KERNEL_PROFILES[device_type])
         return tuple(
             _state_bytes(states, moments.offloaded)
             for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)

@@ -204,7 +204,29 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
 
-UNSUPPORTED_REASONS: dict[str, Callable[[Config], Iterator[str]]] = {"deepep": deepep_unsupported_reasons}
+def symm_mem_unsupported_reasons(cfg: Config) -> Iterator[str]:
+    """Yield the reasons why the settings rule the symmetric-memory dispatcher out, one phrase each."""
+    p = cfg.parallel
+    if p.etp > 1:
+        yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
+    if cfg.moe.pad_to_capacity:
+        yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
+    if cfg.moe.dispatch_precision != "dtype":
+        yield f"it sends tokens in run.dtype, and moe.dispatch_precision={cfg.moe.dispatch_precision!r}"
+    if cfg.model.moe_bias:
+        yield "it leaves rows without an expert, and model.moe_bias=true adds the bias of an expert to each row"
+    if cfg.faults.check_dispatch:
+        yield "its row counts stay on the device, and faults.check_dispatch=true compares them on the host"
+    if p.overlap_experts:
+        yield "its all-to-all runs on the stream of the model, and parallel.overlap_experts=true computes meanwhile"
+    if cfg.run.device == "cpu":
+        yield "it needs CUDA GPUs, and run.device='cpu'"
+
+
+UNSUPPORTED_REASONS: dict[str, Callable[[Config], Iterator[str]]] = {
+    "deepep": deepep_unsupported_reasons,
+    "symm_mem": symm_mem_unsupported_reasons,
+}
 """Reasons why a recipe cannot run, by the name of a dispatcher that needs a kernel package."""
 
 
@@ -218,11 +240,14 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
 
 def is_kernel_package_installed(spec: DispatcherSpec) -> bool:
     """Return whether the kernel package of a dispatcher is installed, without importing it."""
+    parent, _, _ = spec.kernel_package.rpartition(".")
+    if parent and importlib.util.find_spec(parent) is None:
+        return False
     return importlib.util.find_spec(spec.kernel_package) is not None
 
 
 def check_dispatch_package(cfg: Config) -> None:
-    """Check that DeepEP is installed if the recipe names it.
+    """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
         ConfigError: it is not installed.
@@ -230,13 +255,13 @@ def check_dispatch_package(cfg: Config) -> None:
     spec = dispatcher_of(cfg)
     if requests_dispatch_kernels(cfg) and not is_kernel_package_installed(spec):
         raise ConfigError(
-            f"parallel.dispatcher={spec.name!r} needs the package {spec.kernel_package}, which is not installed: build "
+            f"parallel.dispatcher={spec.name!r} needs the package {spec.kernel_package}, which is not installed: get "
             f"it from {spec.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
 def check_dispatch_device(cfg: Config, device_type: str) -> None:
-    """Check that the ranks run on GPUs if the recipe names DeepEP.
+    """Check that the ranks run on GPUs if the recipe names a dispatcher that needs them.
 
     Raises:
         ConfigError: they do not.

@@ -312,7 +312,7 @@ def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
 
 
 def validate_dispatcher(cfg: Config) -> Iterator[str]:
-    """Check the dispatcher against ep*etp: local needs 1, allgather and deepep need 2 or more."""
+    """Check the dispatcher against ep*etp: local needs 1; allgather, deepep and symm_mem need 2 or more."""
     p = cfg.parallel
     spec = dispatcher_of(cfg)
     if spec.needs_spread_experts and p.ep * p.etp == 1 and has_moe_layers(cfg.model):

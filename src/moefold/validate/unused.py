@@ -14,7 +14,7 @@ from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
-from moefold.validate.train import has_validation_split
+from moefold.validate.train import compiles_parts, has_validation_split
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ UNUSED_KEY_RULES = (
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
-        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
+        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
@@ -66,6 +66,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not ssd_offload_keys(cfg.train),
         "nothing is offloaded to a disk",
         "choose 'ssd' for train.offload_to (with parts in train.offload) or for train.offload_optimizer",
+    ),
+    UnusedKeyRule(
+        "run.compile",
+        lambda cfg: not compiles_parts(cfg.model),
+        "the model has neither a norm of each query and key head, nor dense layers, nor a shared expert",
+        "choose run.compile='none'",
     ),
     UnusedKeyRule(
         "model.sliding_window",
@@ -205,6 +211,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not dispatcher_of(cfg).moves_experts,
         "only parallel.dispatcher='leastloaded' reads it",
         "choose parallel.dispatcher='leastloaded'",
+    ),
+    UnusedKeyRule(
+        "parallel.receive_factor",
+        lambda cfg: not dispatcher_of(cfg).has_receive_buffer,
+        "only parallel.dispatcher='symm_mem' reads it",
+        "choose parallel.dispatcher='symm_mem'",
     ),
     UnusedKeyRule(
         "train.muon_groups train.muon_momentum train.muon_ns_steps",

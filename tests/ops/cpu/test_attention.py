@@ -8,6 +8,7 @@ import torch
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.parallel.select_ops import select_kernels
+from tests.model.attention_reference import documents
 from tests.ops.c_kernels import (
     CPU,
     HALF_STEPS,
@@ -215,7 +216,7 @@ def test_what_is_not_a_number_stays_in_its_sample(kernel):
 
 def _core_passes(core, given, starts=None, sinks=None):
     leaves = [x.detach().clone().requires_grad_() for x in (*given[:3], *(() if sinks is None else (sinks,)))]
-    out = core(*leaves[:3], starts, *leaves[3:])
+    out = core(*leaves[:3], documents(starts), *leaves[3:])
     out.backward(given[3])
     return [out, *(leaf.grad for leaf in leaves)]
 

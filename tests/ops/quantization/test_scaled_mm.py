@@ -113,7 +113,10 @@ def test_a_device_that_computes_something_else_simulates_and_says_so(name, multi
 @pytest.mark.parametrize("name", NAMES)
 def test_a_device_that_computes_rightly_is_used(name):
     products = ScaledMMLinear(QUANT_FORMATS[name], scaled_mm)
-    assert all(scaled_mm_unsupported_reason(products, CPU, dtype) == "" for dtype in (torch.bfloat16, torch.float32))
+    assert all(
+        scaled_mm_unsupported_reason(products, products.quant_format, CPU, dtype) == ""
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     kernels = verified_kernels(products, CPU, torch.bfloat16)
     assert kernels.linear_backend is products
     assert "on the tensor cores" in kernels.message

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from moefold.ops.interface import GatheredRows
+from moefold.model.local_param import local_param
+from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import E4M3_MAX, QuantFormat, float32_scale, round_to_e4m3, scale_blocks
+from moefold.ops.quantization.weight_cache import WeightCache
+from moefold.ops.triton import fp8_gemm
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
 from moefold.ops.triton.quantize import quantize_columns, quantize_rows, quantize_weights
 
@@ -107,6 +110,51 @@ def test_columns_have_the_bits_of_the_simulation_and_experts_begin_at_whole_bloc
         blocks, scale = scale_blocks(rows.t(), RECIPE)
         assert torch.equal(values.view(torch.uint8), blocks.flatten(1).to(torch.float8_e4m3fn).view(torch.uint8))
         assert torch.equal(found.scales[first : first + num_blocks], scale.flatten(1).t())
+
+
+def test_both_layouts_of_a_weight_are_quantised_once_a_step(monkeypatch):
+    calls = []
+    quantize = fp8_gemm.quantize_weights
+    monkeypatch.setattr(fp8_gemm, "quantize_weights", lambda w, block_size: calls.append(1) or quantize(w, block_size))
+    parameter = torch.nn.Parameter(_random(torch.float32, 33, 40))
+    x, grad = _random(torch.bfloat16, 21, 40), _random(torch.bfloat16, 21, 33)
+    cache = WeightCache()
+    kernels, uncached = Fp8Linear(Fp8ExpertOps(BLOCK, cache)), Fp8Linear(Fp8ExpertOps(BLOCK))
+    for num_steps in (1, 2):
+        with cache.step():
+            for _ in range(2):
+                w = local_param(parameter, torch.bfloat16)
+                results = kernels.forward(x, w), kernels.input_gradient(grad, w)
+        assert len(calls) == 4 * num_steps - 2
+        expected = uncached.forward(x, w), uncached.input_gradient(grad, w)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        parameter.data.mul_(-3.0)
+
+
+@pytest.mark.parametrize("delays_wgrad", [False, True])
+def test_experts_quantise_each_operand_once_in_each_layout(delays_wgrad, monkeypatch):
+    """Gate and up projections share the tokens; results are those of the emulation."""
+    calls = {"quantize_rows": 0, "quantize_columns": 0}
+    for name in calls:
+        kernel = getattr(fp8_gemm, name)
+
+        def counted(*arguments, name=name, kernel=kernel):
+            calls[name] += 1
+            return kernel(*arguments)
+
+        monkeypatch.setattr(fp8_gemm, name, counted)
+    x, grad = _random(torch.float32, 21, 40), _random(torch.float32, 21, 40) * 1e-3
+    weights = ExpertWeights(*(_random(torch.float32, 2, *shape) * 1e-3 for shape in ((40, 33), (40, 33), (33, 40))))
+    options = ExpertOptions([5, 16], delays_wgrad=delays_wgrad)
+    results = []
+    for ops in (Fp8ExpertOps(BLOCK), EmulatedExpertOps(SIMULATED)):
+        y, saved = ops.forward(x, weights, options, None)
+        gradients = ops.backward(grad, x, weights, options, None, saved)
+        results.append([y, gradients.x, *gradients.weights()[:3]])
+    for actual, expected in zip(*results, strict=True):
+        _assert_close(actual, expected, torch.float32, summed=4)
+    # Tokens and hidden values; gradients of outputs, gate and up. All five again for the gradients of weights.
+    assert calls == {"quantize_rows": 5, "quantize_columns": 5}
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

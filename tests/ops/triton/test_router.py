@@ -69,6 +69,19 @@ def test_routing(sizes, num_tokens):
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+@pytest.mark.parametrize("used", range(4), ids=["probabilities", "scores", "sums", "z"])
+def test_gradient_of_one_output_alone(sizes, used):
+    """Gradients of the others are not made, and count as zero."""
+    logits = torch.randn(13, _model(sizes).num_experts, device=DEVICE, requires_grad=True)
+    routed = FusedRouting(_model(sizes))(logits, None)
+    outputs = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
+    factors = [torch.randn_like(output) * (i == used) for i, output in enumerate(outputs)]
+    (expected,) = torch.autograd.grad(outputs, logits, factors, retain_graph=True)
+    (found,) = torch.autograd.grad(outputs[used], logits, factors[used])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_equal_values_go_to_the_lower_expert():
     logits = torch.zeros(5, 8, device=DEVICE)
     routed = FusedRouting(_model({"top_k": 3}))(logits, None)

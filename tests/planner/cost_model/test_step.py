@@ -161,26 +161,6 @@ def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_o
     assert cut / one == pytest.approx(11 / 3)
 
 
-def test_gathers_of_experts_are_in_the_open_where_the_host_waits_and_nothing_is_prefetched():
-    late = replace(WORK, prefetches_expert_weights=False)
-    spread = ParallelMapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
-    gather = pricer().data_parallel_cost(spread).expert_all_gathers_s
-    shown = {
-        name: pricer(work=work).step_time(m).parts["dp_comm"]
-        for name, work, m in (
-            ("prefetched", WORK, spread),
-            ("late", late, spread),
-            ("dropped", replace(late, capacity_factor=1.0), spread),
-            ("local", late, replace(spread, ep=1, edp=128, dispatcher="local")),
-        )
-    }
-    assert shown["late"] - shown["prefetched"] == pytest.approx(0.9 * gather, rel=0.05)
-    assert shown["dropped"] == pytest.approx(shown["prefetched"], rel=0.2)
-    assert shown["local"] == pytest.approx(
-        pricer().step_time(replace(spread, ep=1, edp=128, dispatcher="local")).parts["dp_comm"]
-    )
-
-
 def test_imbalance_slows_the_experts_up_to_the_capacity():
     even = seconds(FOLDED)
     skewed = seconds(FOLDED, work=replace(WORK, imbalance=1.5))

@@ -10,6 +10,7 @@ from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
+from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.cost.unit_memory import StateBytes
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -169,6 +170,41 @@ def test_uneven_experts_need_larger_buffers():
     ranks = compute_rank_memory(cfg, imbalance=1.5)
     assert uneven.dispatch > even.dispatch
     assert uneven.total - uneven.workspace == pytest.approx(max(rank.total for rank in ranks), rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, {}),
+        ({"world_size": 8, "tp": 2, "ep": 2, "etp": 2, "zero": 2}, {"mtp_layers": 1}),
+        ({"world_size": 4, "ep": 4, "zero": 3}, {}),
+        ({}, {"num_layers": 2}),
+    ],
+    ids=str,
+)
+def test_quantized_weights_are_counted_where_micro_batches_share_them(parallel, model, micro_batches):
+    cfg = load_config(None, ["model.preset=qwen3-30b-a3b"])
+    degrees = {"world_size": 1, "tp": 1, "pp": 1} | parallel
+    micro_batches = max(micro_batches, degrees["pp"])
+    samples = micro_batches * degrees["world_size"] // degrees["tp"] // degrees["pp"]
+    fp8, plain = (
+        replace(
+            cfg,
+            run=replace(cfg.run, dtype="bfloat16", device="cuda"),
+            model=replace(cfg.model, **model),
+            parallel=ParallelConfig(**parallel),
+            train=TrainConfig(seq_len=64, global_batch_size=samples, precision=precision),
+        )
+        for precision in ("fp8-blockwise", "dtype")
+    )
+    check_config(fp8)
+    check_formula(fp8)
+    extra = compute_rank_memory(fp8)[0].total - compute_rank_memory(plain)[0].total
+    is_counted = micro_batches > 1 and parallel.get("zero", 1) < 3
+    assert (extra > 0) == is_counted
+    on_cpu = [compute_rank_memory(config, kernels=CPU_KERNELS)[0].states for config in (fp8, plain)]
+    assert on_cpu[0] == on_cpu[1]
 
 
 AWAY = [

@@ -18,7 +18,7 @@ from moefold.model.moe.losses import (
     attach_aux_loss,
     count_tokens_per_expert,
     local_load_balancing_loss,
-    local_z_loss,
+    local_z_sum,
     uniform_if_empty,
 )
 from moefold.model.moe.router import Router, RoutingDecision
@@ -169,24 +169,25 @@ class MoELayer(nn.Module):
             loss_part = local_load_balancing_loss(
                 routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
             )
-            aux = loss_part * self._aux_scale
-            y = attach_aux_loss(y, aux)
+            aux = (loss_part.detach(), self._aux_scale)
+            y = attach_aux_loss(y, loss_part, self._aux_scale)
         if self._z_scale:
-            z = (local_z_loss(routing.logits_TE, num_tokens) if sums is None else sums.z / num_tokens) * self._z_scale
-            y = attach_aux_loss(y, z)
+            z_sum = local_z_sum(routing.logits_TE) if sums is None else sums.z
+            z = (z_sum.detach(), self._z_scale / num_tokens)
+            y = attach_aux_loss(y, z_sum, self._z_scale / num_tokens)
         if y.requires_grad:
             entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
             dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
-            detached = [None if loss_part is None else loss_part.detach() for loss_part in (aux, z)]
             # The thresholds are equal on all ranks of the group: each adds its share.
             thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.micro_batch_group.size
+            counts_E = counts_XE[0] if num_samples == 1 else counts_XE.sum(0)
             y.register_hook(
                 lambda grad: self.stats.add(
-                    counts_XE.sum(0),
+                    counts_E,
                     entropy=entropy,
                     dropped=dropped,
-                    aux=detached[0],
-                    z=detached[1],
+                    aux=aux,
+                    z=z,
                     thresholds_E=thresholds_E,
                 )
             )

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ScaledLoss = tuple[Tensor, float]
+"""Loss and its factor."""
+
 
 def local_load_balancing_loss(
     scores_TE: Tensor, tokens_per_expert_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
@@ -80,29 +83,30 @@ class GlobalBatchLoad:
         return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
 
 
-def local_z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
-    """Compute this rank's part of the z-loss: mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
-    return logits_TE.logsumexp(-1).square().sum() / num_tokens
+def local_z_sum(logits_TE: Tensor) -> Tensor:
+    """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
+    return logits_TE.logsumexp(-1).square().sum()
 
 
-def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return `x` unchanged; the backward pass through it adds the gradient of `loss`.
+def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
+    """Return `x` unchanged; the backward pass through it adds the gradient of `scale * loss`.
 
     The loss of any layer is thus minimised without being passed to the last pipeline stage.
     """
-    return _AttachAuxLoss.apply(x, loss)
+    return _AttachAuxLoss.apply(x, loss, scale)
 
 
 class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}
         ctx.loss_shape = loss.shape
+        ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones(ctx.loss_shape, **ctx.loss_options)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full(ctx.loss_shape, ctx.scale, **ctx.loss_options), None
 
 
 class RouterStats:
@@ -115,8 +119,6 @@ class RouterStats:
     def __init__(self, num_experts: int) -> None:
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         """Routed tokens of each expert of the model, before dropping."""
-        self.routed_tokens = torch.zeros((), dtype=torch.int64, device="cpu")
-        """Routed tokens in total."""
         self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
         """Dropped tokens."""
         self.aux = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -128,27 +130,31 @@ class RouterStats:
         self.thresholds_E = torch.zeros(num_experts, dtype=torch.float64, device="cpu")
         """This rank's part of the sum over micro-batches of the thresholds of quantile balancing."""
 
+    @property
+    def routed_tokens(self) -> Tensor:
+        """Routed tokens in total."""
+        return self.tokens_per_expert_E.sum()
+
     def add(
         self,
         tokens_per_expert_E: Tensor,
         *,
         entropy: Tensor,
         dropped: Tensor | None,
-        aux: Tensor | None,
-        z: Tensor | None,
+        aux: ScaledLoss | None,
+        z: ScaledLoss | None,
         thresholds_E: Tensor | None,
     ) -> None:
         """Add one micro-batch; None counts as zero."""
         self._move_to(tokens_per_expert_E.device)
         self.tokens_per_expert_E += tokens_per_expert_E
-        self.routed_tokens += tokens_per_expert_E.sum()
         self.entropy += entropy
         if dropped is not None:
             self.dropped += dropped
         if aux is not None:
-            self.aux += aux
+            self.aux.add_(aux[0], alpha=aux[1])
         if z is not None:
-            self.z += z
+            self.z.add_(z[0], alpha=z[1])
         if thresholds_E is not None:
             self.thresholds_E += thresholds_E
 
@@ -158,6 +164,6 @@ class RouterStats:
             total.zero_()
 
     def _move_to(self, device: torch.device) -> None:
-        if self.routed_tokens.device != device:
+        if self.tokens_per_expert_E.device != device:
             for name, total in vars(self).items():
                 setattr(self, name, total.to(device))

@@ -374,6 +374,8 @@ class _FusedRouterFunction(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, output.ids_TK)
         ctx.options = options
         ctx.mark_non_differentiable(output.ids_TK, output.tokens_per_expert_E, output.entropy)
+        # The losses use few of the outputs: zeros for the others would be written and read.
+        ctx.set_materialize_grads(False)
         return (
             output.ids_TK,
             output.probs_TK,
@@ -386,7 +388,7 @@ class _FusedRouterFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         _, probs, scores, _, sums, z, _ = grads
         logits_TE, ids_TK = ctx.saved_tensors
         return route_backward(logits_TE, ids_TK, (probs, scores, sums, z), ctx.options), None, None

@@ -10,7 +10,7 @@ scale at (row, column) is element (row % 32) * 16 + (row // 32) * 4 + column. to
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from torch.nn import functional as F
 from moefold.ops.quantization.emulated import EmulatedLinear
 from moefold.ops.quantization.formats import E4M3_MAX, QuantFormat, scale_blocks
 
+if TYPE_CHECKING:
+    from moefold.ops.triton.fp8_gemm import Fp8Linear
+
 DEPTH_MULTIPLE = 128
 """Multiple to which the reduction dim is padded: 4 blocks of 32, or 8 of 16."""
+UNEVEN_SIZES = (300, 200, 170)
+"""Sizes of the self-test whose blocks and tiles of scales are incomplete."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_RELATIVE_ERROR = 2.0**-7
 """Tolerance of a GEMM against the emulation, relative to its largest value: two roundings to bfloat16 differ by 2**-8,
@@ -39,7 +44,8 @@ class ScaledOperand:
     swizzles: list[Any]
 
 
-def _torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
+def torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
+    """Call `torch.nn.functional.scaled_mm`."""
     # Looked up when it is called: older torch versions lack it and use the emulation.
     y_MN: Tensor = F.scaled_mm(*arguments, **options)
     return y_MN
@@ -49,7 +55,7 @@ def _torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
 class ScaledMMLinear(EmulatedLinear):
     """Linear backend with the GEMMs of the emulation on tensor cores; only the order of sums differs."""
 
-    scaled_mm: Callable[..., Tensor] = _torch_scaled_mm
+    scaled_mm: Callable[..., Tensor] = torch_scaled_mm
     """`torch.nn.functional.scaled_mm`, or its stand-in."""
 
     def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
@@ -97,19 +103,30 @@ def pack_e2m1(values_MK: Tensor) -> Tensor:
     return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
-def scaled_mm_unsupported_reason(linear: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> str:
+def scaled_mm_unsupported_reason(
+    linear: "EmulatedLinear | Fp8Linear",
+    quant_format: QuantFormat,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int] = UNEVEN_SIZES,
+) -> str:
     """Compare the three GEMMs of a small layer with the emulation; returns why they disagree, empty if they agree.
 
-    Block magnitudes differ widely and widths are uneven, so that a misplaced scale is detected. `dtype` is that of the
-    run, as a device may support one result dtype and not another.
+    Block magnitudes differ widely, so that a misplaced scale is detected.
+
+    Args:
+        linear: the GEMMs.
+        quant_format: format that they quantise to.
+        device: where they run.
+        dtype: that of the run, as a device may support one result dtype and not another.
+        sizes: rows M, depth K and width N; N is at most M and K.
     """
+    num_rows, depth, width = sizes
     generator = torch.Generator().manual_seed(11)
-    magnitudes = torch.logspace(-2, 2, 200).unsqueeze(0) * torch.logspace(-1, 1, 300).unsqueeze(1)
-    x, w, grad = (
-        torch.randn(300, 200, generator=generator) * factor for factor in (magnitudes, magnitudes, magnitudes.abs())
-    )
-    x, w, grad = (value.to(device, dtype) for value in (x, w[:170], grad[:, :170].contiguous()))
-    emulated = EmulatedLinear(linear.quant_format)
+    magnitudes = torch.logspace(-2, 2, depth).unsqueeze(0) * torch.logspace(-1, 1, num_rows).unsqueeze(1)
+    x, w, grad = (torch.randn(num_rows, depth, generator=generator) * magnitudes for _ in range(3))
+    x, w, grad = (value.to(device, dtype) for value in (x, w[:width], grad[:, :width].contiguous()))
+    emulated = EmulatedLinear(quant_format)
     for name, arguments in (("forward", (x, w)), ("input_gradient", (grad, w)), ("weight_gradient", (grad, x))):
         try:
             actual = getattr(linear, name)(*arguments)

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from moefold.ops.autotune import Autotuner
+from moefold.ops.autotune import Autotuner, TuningKey
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
+from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, PermuteMap, unit_stride
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
+from moefold.ops.triton.fc1 import Fc1Output, fc1, fc1_tile_configs
 from moefold.ops.triton.grouped_gemm import (
     TileConfig,
     combine_rows,
@@ -21,6 +22,7 @@ from moefold.ops.triton.grouped_gemm import (
 )
 from moefold.ops.triton.swiglu import activation_backward, activation_forward
 
+ResultT = TypeVar("ResultT")
 GROUPED_MM = GroupedMMExpertOps()
 
 
@@ -33,6 +35,63 @@ class TritonExpertOps(GroupedExpertOps):
     """
 
     autotuner: Autotuner
+
+    def fc1_activation(
+        self,
+        rows: GatheredRows,
+        weights: ExpertWeights,
+        offsets_E: Tensor,
+        options: ExpertOptions,
+        probs_R: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See base class; one kernel computes both projections and the activation where that is faster."""
+
+        def fused(rows: GatheredRows, tile_config: TileConfig) -> tuple[Tensor, tuple[Tensor, ...]]:
+            out = _fc1_output(rows, weights, writes_fc1=options.saves_fc1, writes_hidden=True)
+            _fc1_of_rows(rows, weights, offsets_E, out, tile_config, probs_R, clamp_params(options.activation))
+            assert out.hidden_RF is not None
+            return out.hidden_RF, out.projections
+
+        def apart(rows: GatheredRows) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return super(TritonExpertOps, self).fc1_activation(rows, weights, offsets_E, options, probs_R)
+
+        key = *_fc1_key(weights), options.saves_fc1, probs_R is None
+        return self._run_autotuned("fc1 activation", (rows,), key, self._fc1_candidates(rows, weights, fused, apart))
+
+    def fc1(self, rows: GatheredRows, weights: ExpertWeights, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+        """See base class; one kernel computes both projections where that is faster."""
+
+        def fused(rows: GatheredRows, tile_config: TileConfig) -> tuple[Tensor, Tensor]:
+            out = _fc1_output(rows, weights, writes_fc1=True, writes_hidden=False)
+            _fc1_of_rows(rows, weights, offsets_E, out, tile_config)
+            g, u = out.projections
+            return g, u
+
+        def apart(rows: GatheredRows) -> tuple[Tensor, Tensor]:
+            return super(TritonExpertOps, self).fc1(rows, weights, offsets_E)
+
+        return self._run_autotuned("fc1", (rows,), _fc1_key(weights), self._fc1_candidates(rows, weights, fused, apart))
+
+    def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return the tile configs of the kernel of both projections; empty: they are computed apart."""
+        return fc1_tile_configs(x)
+
+    def _fc1_candidates(
+        self,
+        rows: GatheredRows,
+        weights: ExpertWeights,
+        fused: Callable[..., ResultT],
+        apart: Callable[[GatheredRows], ResultT],
+    ) -> dict[str, Callable[..., ResultT]]:
+        """Return the candidates of both projections, the best guess first."""
+        candidates: dict[str, Callable[..., ResultT]] = {}
+        if _have_same_strides(weights):
+            for tile_config in self.fc1_tile_configs(rows.values):
+                name = f"fused {tile_config.block_m}x{tile_config.block_n}"
+                candidates[name] = partial(fused, tile_config=tile_config)
+        if supports_grouped_mm(rows.values, rows.num_rows, *weights.gate_EHF.shape[1:]):
+            return {"apart": apart, **candidates}
+        return {**candidates, "apart": apart}
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
@@ -49,29 +108,6 @@ class TritonExpertOps(GroupedExpertOps):
             )
         key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
         return self._run_autotuned("product", (rows,), key, candidates)
-
-    def grouped_gemm_combine(
-        self,
-        rows: GatheredRows,
-        w_EKN: Tensor,
-        offsets_E: Tensor,
-        permute_map: PermuteMap,
-        second: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """See base class; scatter-adds outputs where that is faster and a non-deterministic order is allowed."""
-        target = permute_map.source_R, len(permute_map.row_TK)
-
-        def gather(rows: GatheredRows) -> Tensor:
-            return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
-
-        def scatter(rows: GatheredRows) -> Tensor:
-            second_term = None if second is None else (unit_stride(second[0]), second[1])
-            return _grouped_gemm_of_rows(rows, w_EKN, offsets_E, second=second_term, target=target).to(
-                rows.values.dtype
-            )
-
-        key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
-        return self._run_autotuned("combined", (rows,), key, {"gather": gather, "scatter": scatter})
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
@@ -115,15 +151,14 @@ class TritonExpertOps(GroupedExpertOps):
         op: str,
         operands: tuple[GatheredRows, ...],
         shape: tuple[Hashable, ...],
-        candidates: dict[str, Callable[..., Tensor]],
-    ) -> Tensor:
+        candidates: dict[str, Callable[..., ResultT]],
+    ) -> ResultT:
         """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
         rows = operands[0]
         needs_gather = tuple(not operand.is_materialized for operand in operands)
-        # Row counts change every step: counts between two powers of two share a choice.
-        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], needs_gather, *shape)
+        key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape))
 
-        def timed(candidate: Callable[..., Tensor]) -> Tensor:
+        def timed(candidate: Callable[..., ResultT]) -> ResultT:
             return candidate(*(o if o.is_materialized else replace(o) for o in operands))
 
         timed_candidates = {name: partial(timed, candidate) for name, candidate in candidates.items()}
@@ -136,15 +171,48 @@ def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, 
     return grouped_gemm(values, w_EKN, offsets_E, rows.num_rows, source_R=source_R, **options)
 
 
+def _fc1_key(weights: ExpertWeights) -> tuple[Hashable, ...]:
+    """Return the properties of the weights that decide which candidates there are, and which is the fastest."""
+    w_EHF = weights.gate_EHF
+    return w_EHF.shape, w_EHF.stride(2) == 1, _have_same_strides(weights), weights.gate_bias_EF is None
+
+
+def _have_same_strides(weights: ExpertWeights) -> bool:
+    return weights.gate_EHF.stride() == weights.up_EHF.stride()
+
+
+def _fc1_output(rows: GatheredRows, weights: ExpertWeights, *, writes_fc1: bool, writes_hidden: bool) -> Fc1Output:
+    """Allocate what the kernel of both projections writes."""
+    hidden, g, u = (
+        rows.values.new_empty(rows.num_rows, weights.gate_EHF.shape[2]) if is_written else None
+        for is_written in (writes_hidden, writes_fc1, writes_fc1)
+    )
+    return Fc1Output(hidden, g, u)
+
+
+def _fc1_of_rows(
+    rows: GatheredRows,
+    weights: ExpertWeights,
+    offsets_E: Tensor,
+    out: Fc1Output,
+    tile_config: TileConfig,
+    probs_R: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> None:
+    """Compute both projections, see `_grouped_gemm_of_rows`."""
+    x, source_R = _kernel_operand(rows)
+    fc1(x, weights, offsets_E, out, source_R=source_R, probs_R=probs_R, clamp=clamp, tile_config=tile_config)
+
+
 def _weight_gradient_of_rows(
     rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor, tile_config: TileConfig
 ) -> Tensor:
-    """Compute the Triton kernel's weight gradient, see `_grouped_gemm_of_rows`."""
-    x, source_R = _kernel_operand(rows)
-    g, grad_source_R = _kernel_operand(grad)
-    return grouped_gemm_weight_grad(
-        x, g, offsets_E, source_R=source_R, grad_source_R=grad_source_R, tile_config=tile_config
-    )
+    """Compute the Triton kernel's weight gradient of rows that are gathered first, once for all GEMMs that read them.
+
+    A kernel that gathers in its loads over the rows would have fewer copies in flight.
+    """
+    x = unit_stride(rows.materialized)
+    return grouped_gemm_weight_grad(x, unit_stride(grad.materialized), offsets_E, tile_config=tile_config)
 
 
 def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,8 @@ The tensor cores compute the partial sum over a block, which is then scaled and 
 the promotion of partial sums that DeepSeek-V3 makes every 128 terms.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
 from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
-from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
+from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile
 from moefold.ops.triton.quantize import (
     QuantizedTensor,
     first_block,
@@ -115,7 +118,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
     block_size = depth // len(x.scales)
     tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     max_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
-    _scaled_gemm_kernel[(min(max_tiles, max_programs(out)),)](
+    _scaled_gemm_kernel[(min(max_tiles, max_programs(out, warps)),)](
         x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, num_rows, width, depth,
         w.values.stride(0), *w.scales.stride()[:2], BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
         GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=4,
@@ -154,25 +157,34 @@ class Fp8ExpertOps(TritonExpertOps):
 
     Args:
         block_size: values that share a scale.
+        weight_cache: keeps quantised weights for a step.
     """
 
-    def __init__(self, block_size: int = 128) -> None:
+    def __init__(self, block_size: int = 128, weight_cache: WeightCache | None = None) -> None:
         super().__init__(Autotuner(is_enabled=False))
-        self._block_size = block_size
+        self.block_size = block_size
+        self._weight_cache = weight_cache or WeightCache()
 
     @property
     def probs_commute(self) -> bool:
         """False: hidden values are quantised."""
         return False
 
+    def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return none: the kernel of both projections does not quantise."""
+        return ()
+
+    def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:
+        """Quantise matrices, or return what was cached in this step."""
+        return self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self.block_size))
+
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See base class."""
-        values = unit_stride(rows.values)
-        x = quantize_rows(values, rows.num_rows, rows.source_R, self._block_size)
-        y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
-        scaled_grouped_gemm(x, quantize_weights(w_EKN, self._block_size), offsets_E, y_RN)
+        """See base class; the gate and up projections share the quantised rows."""
+        x = rows.derived("quantized rows", self._quantize_rows)
+        y_RN = rows.values.new_empty(rows.num_rows, w_EKN.shape[2])
+        scaled_grouped_gemm(x, self.quantized_weights(w_EKN), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def grouped_gemm_combine(
@@ -187,13 +199,17 @@ class Fp8ExpertOps(TritonExpertOps):
         return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See base class."""
-        x, g = (
-            quantize_columns(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
-            for r in (rows, grad)
-        )
+        """See base class; the gate and up projections share the quantised rows."""
+        quantize = partial(self._quantize_columns, offsets_E=offsets_E)
+        x, g = (operand.derived("quantized columns", quantize) for operand in (rows, grad))
         out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])
         return scaled_grouped_gemm_weight_grad(x, g, offsets_E, out)
+
+    def _quantize_rows(self, rows: GatheredRows) -> QuantizedTensor:
+        return quantize_rows(unit_stride(rows.values), rows.num_rows, rows.source_R, self.block_size)
+
+    def _quantize_columns(self, rows: GatheredRows, offsets_E: Tensor) -> QuantizedTensor:
+        return quantize_columns(unit_stride(rows.values), rows.num_rows, rows.source_R, offsets_E, self.block_size)
 
 
 class Fp8Linear:
@@ -204,22 +220,27 @@ class Fp8Linear:
     """
 
     def __init__(self, expert_ops: Fp8ExpertOps) -> None:
-        self._expert_ops = expert_ops
+        self.expert_ops = expert_ops
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.grouped_gemm(GatheredRows(x_MK), w_NK.t().unsqueeze(0), _single_expert_offsets(x_MK))
+        return self.matmul(x_MK, w_NK.t())
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.grouped_gemm(GatheredRows(grad_MN), w_NK.unsqueeze(0), _single_expert_offsets(grad_MN))
+        return self.matmul(grad_MN, w_NK)
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         """See `moefold.model.linear.LinearBackend`."""
-        return self._expert_ops.weight_gradient(
-            GatheredRows(grad_MN), GatheredRows(x_MK), _single_expert_offsets(x_MK)
+        return self.expert_ops.weight_gradient(
+            GatheredRows(grad_MN), GatheredRows(x_MK), single_expert_offsets(x_MK)
         ).squeeze(0)
 
+    def matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
+        """Compute x @ w, [M, N]; `w_KN` is a view of a weight."""
+        return self.expert_ops.grouped_gemm(GatheredRows(x_MK), w_KN.unsqueeze(0), single_expert_offsets(x_MK))
 
-def _single_expert_offsets(x: Tensor) -> Tensor:
+
+def single_expert_offsets(x: Tensor) -> Tensor:
+    """Return the end offset of all rows, as those of one expert, int32 [1]."""
     return torch.full((1,), len(x), dtype=torch.int32, device=x.device)

@@ -1,6 +1,6 @@
 """Grouped GEMMs in Triton with persistent programs: rows sorted by expert times the matrices of their experts.
 
-Expert offsets are read on the device, so there is no host sync. Rows may be gathered on read and scattered on write:
+Expert offsets are read on the device, so there is no host sync. Rows of the forward pass may be gathered on read:
 permuted tokens need no buffer. Accumulation is in float32.
 """
 
@@ -65,18 +65,18 @@ def _accumulate(
 ):  # fmt: skip
     """Return acc + x[row] @ w[:, column], in float32."""
     inner = tl.arange(0, BLOCK_K)
+    x_row = row * stride_xr
+    # 32-bit offsets from a pointer that advances: tiles of 64-bit addresses would not fit into the registers.
+    w_offset = inner[:, None] * stride_wk + column[None, :] * stride_wn
     for first in range(0, depth, BLOCK_K):
         is_inner = first + inner < depth
         a = tl.load(
-            x + row[:, None] * stride_xr + (first + inner)[None, :] * stride_xk,
+            x + x_row[:, None] + (first + inner)[None, :] * stride_xk,
             mask=is_row[:, None] & is_inner[None, :],
             other=0.0,
         )
-        b = tl.load(
-            w + (first + inner)[:, None] * stride_wk + column[None, :] * stride_wn,
-            mask=is_inner[:, None] & (column < width)[None, :],
-            other=0.0,
-        )
+        b = tl.load(w + w_offset, mask=is_inner[:, None] & (column < width)[None, :], other=0.0)
+        w += BLOCK_K * stride_wk
         if UPCASTS:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -85,13 +85,13 @@ def _accumulate(
 
 @triton.jit
 def _grouped_gemm_kernel(
-    x, w, y, offsets, source, x_second, w_second, target, num_experts, width, depth,
+    x, w, y, offsets, source, x_second, w_second, num_experts, width, depth,
     stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
-    GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr, SCATTERS: tl.constexpr,
+    GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
+    """Compute y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair)."""
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -117,14 +117,8 @@ def _grouped_gemm_kernel(
                     acc, x_second, w_second, from_row, is_read, column, width, depth,
                     stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, UPCASTS,
                 )  # fmt: skip
-            is_cell = is_row[:, None] & (column < width)[None, :]
-            if SCATTERS:
-                to_row = tl.load(target + row, mask=is_row, other=-1).to(tl.int64)
-                cell = y + to_row[:, None] * stride_yr + column[None, :]
-                tl.atomic_add(cell, acc, mask=is_cell & (to_row >= 0)[:, None], sem="relaxed")
-            else:
-                cell = y + row.to(tl.int64)[:, None] * stride_yr + column[None, :]
-                tl.store(cell, acc.to(y.dtype.element_ty), mask=is_cell)
+            cell = y + row.to(tl.int64)[:, None] * stride_yr + column[None, :]
+            tl.store(cell, acc.to(y.dtype.element_ty), mask=is_row[:, None] & (column < width)[None, :])
             tile += num_programs
         first_tile = last_tile
         start = stop
@@ -134,12 +128,11 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def _weight_grad_kernel(
-    x, grad, out, offsets, source, grad_source, depth, width, stride_xr, stride_gr,
-    GATHERS: tl.constexpr, GATHERS_GRAD: tl.constexpr,
+    x, grad, out, offsets, depth, width, stride_xr, stride_gr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = x[source[rows of e]].T @ grad[grad_source[rows of e]]; zero for an expert without rows."""
+    """Compute out[e] = x[rows of e].T @ grad[rows of e]; zero for an expert without rows."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     tiles_m = tl.cdiv(depth, BLOCK_M)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -152,14 +145,13 @@ def _weight_grad_kernel(
     for first in range(start, stop, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
         is_row = row < stop
-        x_row, is_x = gather_row(source, row, is_row, GATHERS)
-        grad_row, is_grad = gather_row(grad_source, row, is_row, GATHERS_GRAD)
+        from_row = row.to(tl.int64)
         a = tl.load(
-            x + x_row[None, :] * stride_xr + line[:, None], mask=is_x[None, :] & (line < depth)[:, None], other=0.0
+            x + from_row[None, :] * stride_xr + line[:, None], mask=is_row[None, :] & (line < depth)[:, None], other=0.0
         )
         b = tl.load(
-            grad + grad_row[:, None] * stride_gr + column[None, :],
-            mask=is_grad[:, None] & (column < width)[None, :],
+            grad + from_row[:, None] * stride_gr + column[None, :],
+            mask=is_row[:, None] & (column < width)[None, :],
             other=0.0,
         )
         if UPCASTS:
@@ -216,7 +208,6 @@ def grouped_gemm(
     *,
     source_R: Tensor | None = None,
     second: tuple[Tensor, Tensor] | None = None,
-    target: tuple[Tensor, int] | None = None,
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -229,35 +220,28 @@ def grouped_gemm(
         num_rows: R. Rows after the last offset are not written.
         source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
         second: another x and w of the same strides, whose product is added.
-        target: (int [R], T): add row r to row target[r] of T rows instead, -1 for none; the order of the sum is not
-            deterministic, and it is float32.
         tile_config: tile sizes; None: the first of `tile_configs`.
         out: output tensor.
 
     Returns:
-        [R, N] in the dtype of x; with `target` float32 [T, N].
+        [R, N] in the dtype of x.
     """
     num_experts, depth, width = w_EKN.shape
     config = tile_config or tile_configs(x)[0]
     x_second, w_second = second or (x, w_EKN)
     assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "both pairs need the same strides"
-    if out is not None:
-        y = out
-    elif target is None:
-        y = x.new_empty(num_rows, width)
-    else:
-        y = torch.zeros(target[1], width, dtype=torch.float32, device=x.device)
+    y = x.new_empty(num_rows, width) if out is None else out
     if num_rows == 0 or width == 0:
         return y
     # Each expert may have one partial tile.
     max_tiles = (triton.cdiv(num_rows, config.block_m) + num_experts) * triton.cdiv(width, config.block_n)
-    _grouped_gemm_kernel[(min(max_tiles, max_programs(x)),)](
+    _grouped_gemm_kernel[(min(max_tiles, max_programs(x, config.num_warps)),)](
         x, w_EKN, y, offsets_E, source_R if source_R is not None else offsets_E, x_second, w_second,
-        target[0] if target is not None else offsets_E, num_experts, width, depth,
+        num_experts, width, depth,
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
-        GATHERS=source_R is not None, HAS_SECOND=second is not None, SCATTERS=target is not None,
+        GATHERS=source_R is not None, HAS_SECOND=second is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_SIZE=GROUP_SIZE_M,
-        PRECISION=dot_precision(x.dtype), UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
+        PRECISION=dot_precision(x.dtype), UPCASTS=upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y
 
@@ -267,19 +251,15 @@ def grouped_gemm_weight_grad(
     grad: Tensor,
     offsets_E: Tensor,
     *,
-    source_R: Tensor | None = None,
-    grad_source_R: Tensor | None = None,
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute the gradient of the matrices, [E, K, N]: x.T @ grad over the rows of each expert, 0 without rows.
 
     Args:
-        x: rows with unit stride, [R, K], or [any, K] with `source_R`.
-        grad: rows with unit stride, [R, N], or [any, N] with `grad_source_R`.
+        x: rows with unit stride, [R, K].
+        grad: rows with unit stride, [R, N].
         offsets_E: end offset of each expert's rows, int32 [E] on the device.
-        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
-        grad_source_R: likewise for `grad`.
         tile_config: tile sizes; None: the first of `tile_configs`.
         out: output tensor.
     """
@@ -291,11 +271,9 @@ def grouped_gemm_weight_grad(
     num_tiles = num_experts * triton.cdiv(depth, config.block_m) * triton.cdiv(width, config.block_n)
     if num_tiles:
         _weight_grad_kernel[(num_tiles,)](
-            x, grad, out, offsets_E, source_R if source_R is not None else offsets_E,
-            grad_source_R if grad_source_R is not None else offsets_E, depth, width, x.stride(0), grad.stride(0),
-            GATHERS=source_R is not None, GATHERS_GRAD=grad_source_R is not None,
+            x, grad, out, offsets_E, depth, width, x.stride(0), grad.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype),
-            UPCASTS=_upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
+            UPCASTS=upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out
 
@@ -331,13 +309,17 @@ def combine_rows(
     return out
 
 
-def _upcasts(x: Tensor) -> bool:
+def upcasts(x: Tensor) -> bool:
     """Return whether to upcast: the interpreter does not support bfloat16 dots; float32 gives the same products."""
     return not x.is_cuda and x.dtype == torch.bfloat16
 
 
-def max_programs(x: Tensor) -> int:
-    """Return the number of programs: one for each multiprocessor; 3 in the interpreter, for several tiles each."""
+def max_programs(x: Tensor, num_warps: int) -> int:
+    """Return the number of persistent programs: as many as run at a time, 3 in the interpreter.
+
+    A multiprocessor has the registers of two programs of 4 warps, or of one of 8.
+    """
     if not x.is_cuda:
         return 3
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs_per_multiprocessor = 2 if num_warps <= 4 else 1
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * programs_per_multiprocessor

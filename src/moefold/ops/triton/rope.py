@@ -32,24 +32,24 @@ def _rope_kernel(
     row_x = x + s * stride_xs + b * stride_xb + head[:, None] * stride_xn
     row_y = y + (tl.program_id(0).to(tl.int64) * num_heads + head[:, None]) * width
     # Interleaved pairs are neighbours in x and halves apart in y; all others are halves apart in both.
-    split_first = pair[None, :]
-    split_second = pair[None, :] + half
-    if IS_INTERLEAVED:
-        pair_first = pair[None, :] * 2
-        pair_second = pair[None, :] * 2 + 1
+    d = -d if IS_BACKWARD else d
+    if IS_INTERLEAVED and not IS_BACKWARD:
+        # Neighbours are loaded together, as consecutive numbers.
+        column = tl.arange(0, 2 * BLOCK_P)
+        pairs = tl.load(row_x + column[None, :], mask=is_head & (column < 2 * half)[None, :], other=0.0)
+        first, second = tl.split(tl.reshape(pairs.to(tl.float32), (HEADS, BLOCK_P, 2)))
     else:
-        pair_first = split_first
-        pair_second = split_second
-    if IS_BACKWARD:
-        first = tl.load(row_x + split_first, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(row_x + split_second, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(row_y + pair_first, (first * c + second * d).to(y.dtype.element_ty), mask=is_pair)
-        tl.store(row_y + pair_second, (second * c - first * d).to(y.dtype.element_ty), mask=is_pair)
+        first = tl.load(row_x + pair[None, :], mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(row_x + pair[None, :] + half, mask=is_pair, other=0.0).to(tl.float32)
+    turned_first = (first * c - second * d).to(y.dtype.element_ty)
+    turned_second = (second * c + first * d).to(y.dtype.element_ty)
+    if IS_INTERLEAVED and IS_BACKWARD:
+        column = tl.arange(0, 2 * BLOCK_P)
+        pairs = tl.reshape(tl.join(turned_first, turned_second), (HEADS, 2 * BLOCK_P))
+        tl.store(row_y + column[None, :], pairs, mask=is_head & (column < 2 * half)[None, :])
     else:
-        first = tl.load(row_x + pair_first, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(row_x + pair_second, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(row_y + split_first, (first * c - second * d).to(y.dtype.element_ty), mask=is_pair)
-        tl.store(row_y + split_second, (second * c + first * d).to(y.dtype.element_ty), mask=is_pair)
+        tl.store(row_y + pair[None, :], turned_first, mask=is_pair)
+        tl.store(row_y + pair[None, :] + half, turned_second, mask=is_pair)
     if BLOCK_R > 0:
         rest = half * 2 + tl.arange(0, BLOCK_R)
         is_rest = is_head & (rest < width)[None, :]

@@ -1,5 +1,6 @@
 """Fused router in Triton: scores, group limit, top-k, probabilities, counts and loss sums in one pass over logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +75,7 @@ def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts,
-    factor, eps,
+    logits, bias, ids, probs, scores, tokens_per_expert, sums, num_tokens, num_experts, factor, eps,
     TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
@@ -124,19 +124,22 @@ def _forward_kernel(
     tl.store(probs + choice, weight * factor, mask=is_choice)
     score = raw if IS_SOFTMAX else raw / (tl.sum(raw, 1) + eps)[:, None]
     tl.store(scores + cell, score, mask=is_cell)
-    tl.atomic_add(tokens_per_expert + expert, tl.sum(picked, 0), mask=is_expert, sem="relaxed")
+    tl.atomic_add(tokens_per_expert + expert, tl.sum(picked, 0).to(tl.int64), mask=is_expert, sem="relaxed")
     score = tl.where(is_cell, score, 0.0)
-    tl.store(score_sums + tl.program_id(0) * num_experts + expert, tl.sum(score, 0), mask=is_expert)
-    tl.store(z_sums + tl.program_id(0), tl.sum(tl.where(is_token, lse * lse, 0.0), 0))
+    # A row of sums: scores of each expert, squared log-sum-exps, entropies.
+    sums += tl.program_id(0) * (num_experts + 2)
+    tl.store(sums + expert, tl.sum(score, 0), mask=is_expert)
+    tl.store(sums + num_experts, tl.sum(tl.where(is_token, lse * lse, 0.0), 0))
     entropy = tl.where(score > 0, -score * tl.log(tl.where(score > 0, score, 1.0)), 0.0)
-    tl.store(entropies + tl.program_id(0), tl.sum(tl.sum(entropy, 1), 0))
+    tl.store(sums + num_experts + 1, tl.sum(tl.sum(entropy, 1), 0))
 
 
 @triton.jit
 def _backward_kernel(
     logits, ids, grad_probs, grad_scores, grad_sums, grad_z, grad_logits, num_tokens, num_experts, factor, eps,
     TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
-    BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    HAS_GRAD_PROBS: tl.constexpr, HAS_GRAD_SCORES: tl.constexpr, HAS_GRAD_SUMS: tl.constexpr,
+    HAS_GRAD_Z: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
@@ -146,15 +149,20 @@ def _backward_kernel(
     cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
     raw, lse = _scores_and_lse(z, is_expert, IS_SOFTMAX)
-    grad = tl.load(grad_scores + cell, mask=is_cell, other=0.0)
-    grad += tl.load(grad_sums + expert, mask=is_expert, other=0.0)[None, :]
+    grad = tl.zeros((ROWS, BLOCK_E), tl.float32)
+    if HAS_GRAD_SCORES:
+        grad += tl.load(grad_scores + cell, mask=is_cell, other=0.0)
+    if HAS_GRAD_SUMS:
+        grad += tl.load(grad_sums + expert, mask=is_expert, other=0.0)[None, :]
     # Scatter the gradients of the probabilities to their experts, and mark these experts.
     of_choice = tl.zeros((ROWS, BLOCK_E), tl.float32)
     is_chosen = tl.zeros((ROWS, BLOCK_E), tl.int32)
     for k in tl.static_range(TOP_K):
         place = token.to(tl.int64) * TOP_K + k
         best = tl.load(ids + place, mask=is_token, other=0).to(tl.int32)
-        value = tl.load(grad_probs + place, mask=is_token, other=0.0) * factor
+        value = tl.zeros((ROWS,), tl.float32)
+        if HAS_GRAD_PROBS:
+            value += tl.load(grad_probs + place, mask=is_token, other=0.0) * factor
         is_best = expert[None, :] == best[:, None]
         of_choice = tl.where(is_best, value[:, None], of_choice)
         is_chosen = tl.where(is_best, 1, is_chosen)
@@ -179,8 +187,8 @@ def _backward_kernel(
             of_choice = (of_choice - tl.sum(of_choice * weight, 1)[:, None]) / total[:, None]
         of_raw += tl.where(is_chosen == 1, of_choice, 0.0)
         result = of_raw * raw * (1.0 - raw)
-    softmax = tl.exp(z - lse[:, None])
-    result += tl.load(grad_z) * 2.0 * lse[:, None] * softmax
+    if HAS_GRAD_Z:
+        result += tl.load(grad_z) * 2.0 * lse[:, None] * tl.exp(z - lse[:, None])
     tl.store(grad_logits + cell, result, mask=is_cell)
 
 
@@ -211,14 +219,12 @@ def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptio
     ids_TK = torch.empty(num_tokens, options.top_k, dtype=torch.int64, device=logits_TE.device)
     probs_TK = empty(num_tokens, options.top_k)
     scores_TE = torch.empty_like(logits_TE)
-    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=logits_TE.device)
-    sums_PE = empty(programs, num_experts)
-    z_P = empty(programs)
-    entropy_P = empty(programs)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=logits_TE.device)
+    sums_PX = empty(programs, num_experts + 2)
     if programs:
         _forward_kernel[(programs,)](
-            logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, counts_E, sums_PE, z_P,
-            entropy_P, num_tokens, num_experts, options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
+            logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, counts_E, sums_PX,
+            num_tokens, num_experts, options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
             IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
             NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
             NUM_GROUPS=options.num_groups, TOP_GROUPS=options.top_groups,
@@ -226,27 +232,31 @@ def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptio
             BLOCK_K=triton.next_power_of_2(options.top_k), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     # Programs write partial sums, which are added in a fixed order; integers may be added in any order.
-    return RouterOutput(ids_TK, probs_TK, scores_TE, counts_E.long(), sums_PE.sum(0), z_P.sum(), entropy_P.sum())
+    score_sums_E, z_sum, entropy = sums_PX.sum(0).split((num_experts, 1, 1))
+    return RouterOutput(ids_TK, probs_TK, scores_TE, counts_E, score_sums_E, z_sum.squeeze(0), entropy.squeeze(0))
 
 
-def route_backward(
-    logits_TE: Tensor, ids_TK: Tensor, grads: tuple[Tensor, Tensor, Tensor, Tensor], options: RouterOptions
-) -> Tensor:
+def route_backward(logits_TE: Tensor, ids_TK: Tensor, grads: Sequence[Tensor | None], options: RouterOptions) -> Tensor:
     """Compute the gradient of the logits.
 
     Args:
         logits_TE: as in the forward pass.
         ids_TK: the choices.
-        grads: of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared log-sum-exps.
+        grads: of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared log-sum-exps; None
+            for zero.
         options: as in the forward pass.
     """
     num_tokens, num_experts = logits_TE.shape
     grad_TE = torch.empty_like(logits_TE)
+    names = ("HAS_GRAD_PROBS", "HAS_GRAD_SCORES", "HAS_GRAD_SUMS", "HAS_GRAD_Z")
+    given = {name: grad is not None for name, grad in zip(names, grads, strict=True)}
     if num_tokens:
         _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
-            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts,
+            logits_TE, ids_TK, *(logits_TE if grad is None else grad.contiguous() for grad in grads), grad_TE,
+            num_tokens, num_experts,
             options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
             IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
-            NORMALIZES=options.normalizes_probs, BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
+            NORMALIZES=options.normalizes_probs, **given,
+            BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return grad_TE

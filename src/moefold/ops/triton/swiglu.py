@@ -14,7 +14,7 @@ MAX_BLOCK_COLUMNS = 1024
 
 
 @triton.jit
-def _activation_and_slopes(g, u, alpha, limit, IS_CLAMPED: tl.constexpr):
+def activation_and_slopes(g, u, alpha, limit, IS_CLAMPED: tl.constexpr):
     """Return (hidden value, its derivative in g, its derivative in u)."""
     if IS_CLAMPED:
         clamped = tl.minimum(g, limit)
@@ -44,7 +44,7 @@ def _forward_kernel(
     index = row * num_columns + column
     g_value = tl.load(g + index, mask=is_column, other=0.0).to(tl.float32)
     u_value = tl.load(u + index, mask=is_column, other=0.0).to(tl.float32)
-    value, _, _ = _activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
+    value, _, _ = activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
     if HAS_PROBS:
         value *= tl.load(probs + row).to(tl.float32)
     tl.store(hidden + index, value.to(hidden.dtype.element_ty), mask=is_column)
@@ -67,7 +67,7 @@ def _backward_kernel(
         g_value = tl.load(g + index, mask=is_column, other=0.0).to(tl.float32)
         u_value = tl.load(u + index, mask=is_column, other=0.0).to(tl.float32)
         grad_value = tl.load(grad + index, mask=is_column, other=0.0).to(tl.float32)
-        value, slope_g, slope_u = _activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
+        value, slope_g, slope_u = activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
         dots += tl.where(is_column, grad_value * value, 0.0)
         grad_value *= prob
         tl.store(hidden + index, (value * prob).to(hidden.dtype.element_ty), mask=is_column)

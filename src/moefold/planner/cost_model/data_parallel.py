@@ -177,8 +177,6 @@ class DataParallelCost(NamedTuple):
     gradients_s: float
     """Reduction of all gradients."""
     optimizer_s: float
-    expert_all_gathers_s: float
-    """Part of `all_gathers_s`: the experts."""
 
 
 class DataParallelCostModel:
@@ -243,15 +241,14 @@ class DataParallelCostModel:
         dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
         expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
         value = self.workload.value_bytes
-        expert_all_gathers = all_gather_s(device, expert_group, experts * value)
-        all_gathers = all_gather_s(device, dense_group, dense * value) + expert_all_gathers
+        all_gathers = all_gather_s(device, dense_group, dense * value)
+        all_gathers += all_gather_s(device, expert_group, experts * value)
         dtype_factor = max(1.0, value / GRADIENT_BYTES)
         size = dtype_factor * (self.workload.reduce_bytes if mapping.zero == 3 else GRADIENT_BYTES)
         gradients = all_gather_s(device, dense_group, dense * size) + all_gather_s(device, expert_group, experts * size)
         owned = dense / dense_group.size + experts / expert_group.size
         if mapping.zero == 0:
             all_gathers = 0.0
-            expert_all_gathers = 0.0
             owned = dense + experts
             gradients = all_reduce_s(device, dense_group, dense * dtype_factor * GRADIENT_BYTES)
             gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
@@ -261,7 +258,7 @@ class DataParallelCostModel:
         elif "optimizer" in mapping.offload:
             moment_factor = 0.5 if self.workload.update.has_bf16_moments else 1.0
             optimizer = max(optimizer, owned * moment_factor * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
-        return DataParallelCost(all_gathers, gradients, optimizer, expert_all_gathers)
+        return DataParallelCost(all_gathers, gradients, optimizer)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
@@ -328,21 +325,11 @@ class DataParallelCostModel:
             forwards = all_gathers
             backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
         else:
-            late_gathers = comm.expert_all_gathers_s if self._gathers_experts_late(mapping) else 0.0
-            forwards = late_gathers + _exposed_comm_s(all_gathers - late_gathers, forward_s)
+            forwards = _exposed_comm_s(all_gathers, forward_s)
             backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward_s)
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
-
-    def _gathers_experts_late(self, mapping: ParallelMapping) -> bool:
-        """Return whether the all-gather of a layer's experts starts only after the layer's attention.
-
-        With a pipeline, torch's schedules gather the weights of a stage before it runs.
-        """
-        w = self.workload
-        host_waits = not w.capacity_factor and mapping.ep * mapping.etp > 1
-        return host_waits and mapping.pp == 1 and not w.prefetches_expert_weights
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:

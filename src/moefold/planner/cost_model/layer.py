@@ -35,6 +35,9 @@ FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
 
+MIN_ATTENTION_LENGTH = 256.0
+"""Shorter sequences are as fast for each FLOP as those of this length."""
+
 RING_KERNELS = 9.28
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
 
@@ -236,14 +239,8 @@ class _MixerCost:
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
         chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
-        length = max(min(2 * keys, chunk), 256.0)
         head = (mixer.head_size + mixer.value_head_size) / 2
-        speed = min(1.0, head / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(self.layer_costs.workload.dtype)
-        forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
-        backward_flops_per_s = (
-            speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
-        )
-        return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
+        return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * keys, chunk), head)
 
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
@@ -270,13 +267,30 @@ class _MixerCost:
         )
 
 
+def attention_core_s(device: Device, dtype: str, flops: float, length: float, head_size: float) -> tuple[float, float]:
+    """Return the seconds of fused causal attention, forward and backward.
+
+    Args:
+        device: the device.
+        dtype: compute type.
+        flops: FLOPs of the forward pass, counting the causal half.
+        length: tokens of a sequence, or of the part of it that one kernel computes.
+        head_size: mean of the head sizes of keys and values.
+    """
+    length = max(length, MIN_ATTENTION_LENGTH)
+    speed = min(1.0, head_size / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(dtype)
+    forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
+    backward_flops_per_s = speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
+    return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
+
+
 def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
     """Return the time of a dense MLP with its norm and residual."""
     gemm = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
     gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
-    forward_s, backward_s, weights = _swiglu(gemm, tokens, hidden, width // tp, num_matrices)
+    forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, num_matrices)
     passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
     comm = CostItem("tp_comm", gather, "tp")
     forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
@@ -289,7 +303,7 @@ def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp:
 
 
 @lru_cache(maxsize=16384)
-def _swiglu(
+def swiglu_mlp_s(
     gemm: GemmCost,
     num_tokens: float,
     hidden: int,
@@ -345,7 +359,7 @@ class _MoECost:
         load = costs.workload.effective_imbalance
         routed_tokens = self.routed_tokens * load * self.etp
         local_experts = max(1, layer.num_experts // self.ep)
-        experts, experts_back, weights = _swiglu(
+        experts, experts_back, weights = swiglu_mlp_s(
             gemm,
             routed_tokens,
             self.expert_hidden_size,
@@ -472,7 +486,7 @@ class _MoECost:
         gemm = self.layer_costs.gemm
         hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.layer.shared_width // self.tp)
-        forward_s, backward_s, weights = _swiglu(gemm, self.tokens, hidden, width, self.layer.num_matrices)
+        forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.layer.num_matrices)
         gather = CostItem(
             "tp_comm",
             all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),

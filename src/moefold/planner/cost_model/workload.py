@@ -97,12 +97,6 @@ class TrainingWorkload:
     """True if parameter all-gathers and gradient reductions overlap with compute. One hardware queue for all kernels,
     which
     tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1), serialises them."""
-    prefetches_expert_weights: bool = True
-    """True if the weights of a layer's experts are gathered a layer ahead. moefold leaves that to FSDP2, which starts
-    the
-    all-gather when the host reaches the experts: a host that has waited for the counts of an all-to-all reaches them
-    late,
-    and the all-gather is exposed (torchtitan prefetches explicitly for this reason)."""
     shards_over_dp_only: bool = False
     """ZeRO shards over dp and replicates over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM
     for 465B
@@ -171,7 +165,6 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
         dtype=cfg.run.dtype,
         capacity_factor=cfg.moe.capacity_factor,
         dispatch_precision=cfg.moe.dispatch_precision,
-        prefetches_expert_weights=False,
         update=OptimizerUpdate(
             cfg.train.moment_dtype == "bfloat16",
             optimizer_of(cfg).matrix_groups(cfg.train),

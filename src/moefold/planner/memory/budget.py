@@ -101,7 +101,7 @@ class MemoryModel:
         self.device = device
         self.split = split or make_stage_splitter(model_spec, workload.seq_len)
         self.columns = build_columns(model_spec)
-        self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns)
+        self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
             model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
         )

@@ -25,10 +25,12 @@ from moefold.cost.state_memory import (
 from moefold.cost.unit_memory import (
     ShardSpec,
     StateBytes,
+    caches_quantized_weights,
     cast_copy_bytes,
     compute_dtype_bytes,
     expert_buffer_bytes,
     make_shard_spec,
+    quantized_copy_bytes,
     rope_buffer_bytes,
     unit_weights,
 )
@@ -48,13 +50,23 @@ class StateMemoryTable:
         workload: its dtypes of gradients and moments count, where they are not those of the recipe.
         cfg: the recipe; its mapping does not count.
         columns: columns of the model.
+        on_cpu: True: the kernels are those of a CPU.
     """
 
-    def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, columns: MemoryColumns) -> None:
+    def __init__(
+        self,
+        model_spec: ModelSpec,
+        workload: TrainingWorkload,
+        cfg: Config,
+        columns: MemoryColumns,
+        *,
+        on_cpu: bool = False,
+    ) -> None:
         self.model_spec = model_spec
         self.workload = workload
         self.cfg = cfg
         self.columns = columns
+        self._kernels_cache_weights = not on_cpu and not workload.is_megatron
         self._unit_bytes_cache: dict[tuple[object, ...], StateBytes] = {}
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
@@ -70,9 +82,12 @@ class StateMemoryTable:
         """
         key = self._cache_key(mapping, accumulates_gradients)
         if key not in self._bytes_by_part:
-            self._bytes_by_part[key] = self._build_table(
-                mapping, self.sharding_degrees(mapping), key[0], "optimizer" in mapping.offload
-            )
+            table = self._build_table(mapping, self.sharding_degrees(mapping), key[0], "optimizer" in mapping.offload)
+            if key[1]:
+                for column, name in self.units():
+                    weights = (w.shard(mapping.tp, mapping.ep, mapping.etp) for w in self.weights(name, mapping.tp))
+                    table[STATE_PARTS.index("gathered"), column] += quantized_copy_bytes(weights)
+            self._bytes_by_part[key] = table
         return self._bytes_by_part[key]
 
     def total_bytes(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
@@ -101,11 +116,17 @@ class StateMemoryTable:
             )
         )
 
-    def _cache_key(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[bool, *tuple[object, ...]]:
+    def _cache_key(
+        self, mapping: ParallelMapping, accumulates_gradients: bool
+    ) -> tuple[bool, bool, *tuple[object, ...]]:
+        caches_weights = self._kernels_cache_weights and caches_quantized_weights(
+            self.cfg.train, 2 if accumulates_gradients else 1, mapping.zero
+        )
         accumulates_gradients = accumulates_gradients and mapping.zero < 2 and mapping.world_size > 1
         degrees = self.sharding_degrees(mapping)
         return (
             accumulates_gradients,
+            caches_weights,
             mapping.tp,
             mapping.cp,
             mapping.ep,
@@ -133,17 +154,27 @@ class StateMemoryTable:
             )
             for column, name in self.units()
         }
+        gathers_by_layer = mapping.zero == 3 and mapping.world_size > 1
         table = state_table(
             units,
             self.columns,
             has_second_embedding=self.model_spec.has_second_embedding,
-            gathers_one_layer=mapping.zero == 3 and mapping.world_size > 1,
+            prefetched=self._prefetched_bytes(mapping, degrees) if gathers_by_layer else None,
             rope_bytes=self._rope_bytes(mapping),
         )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
         if is_offloaded and self.workload.is_megatron:
             # Megatron-Core updates on the host, and keeps the master weights there.
             table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
         return table
+
+    def _prefetched_bytes(self, mapping: ParallelMapping, degrees: tuple[int, int]) -> dict[int, int]:
+        shard_spec = self._shard_spec(degrees, accumulates_gradients=False)
+        return {
+            column: shard_spec.prefetched_bytes(
+                weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self.weights(name, mapping.tp)
+            )
+            for column, name in self.units()
+        }
 
     def _unit_bytes(
         self,

@@ -184,6 +184,13 @@ class Dispatcher(ABC, Generic[MetadataT]):
         """Return the experts that change ranks for this micro-batch; None on all ranks if there are none."""
         return None
 
+    def take_receive_load(self) -> Tensor | None:
+        """Return the most rows that a rank was to receive since the last call, over its room for rows; on the device.
+
+        Above 1, rows were not sent, and the results are not those of the model. None: there is always room.
+        """
+        return None
+
     def routing_split_sizes(self, x_TH: Tensor) -> Sequence[SplitSizes]:
         """Return the split sizes of collectives in `dispatch_preprocess`, where they could differ between ranks."""
         return ()

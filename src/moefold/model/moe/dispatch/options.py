@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moefold.comm.groups import MoEGroups
+from moefold.comm.row_exchange import RowExchange
 from moefold.model.moe.dispatch.deepep import Buffer
 from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 
@@ -17,6 +18,8 @@ class DispatcherOptions:
     rebalance_rule: RebalanceRule | None = None
     """When ranks take over routed tokens of others, for a spec with `moves_experts`."""
     buffer: Buffer | None = None
-    """Communication buffers, for a spec with `needs_buffer`."""
+    """Buffers of DeepEP, for its dispatcher."""
+    exchange: RowExchange | None = None
+    """Buffers in symmetric memory, for its dispatcher."""
     fp8_dispatch: bool = False
     """Send routed tokens to the experts in 8 bits."""

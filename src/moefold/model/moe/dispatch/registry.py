@@ -8,6 +8,8 @@ import torch
 
 from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
+from moefold.comm.row_exchange import RowExchange
+from moefold.comm.torch_compat import is_nvshmem_available
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.allgather import AllGatherDispatcher
@@ -17,6 +19,7 @@ from moefold.model.moe.dispatch.deepep import Buffer, DeepEPDispatcher
 from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher, RebalanceRule
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.dispatch.options import DispatcherOptions
+from moefold.model.moe.dispatch.symm_mem import SymmMemDispatcher
 from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of, dispatcher_spec
 from moefold.validate.moe import UNSUPPORTED_REASONS, is_kernel_package_installed
 
@@ -54,11 +57,17 @@ def _build_deepep(options: DispatcherOptions) -> DeepEPDispatcher:
     return DeepEPDispatcher(options.buffer, options.num_experts, fp8_dispatch=options.fp8_dispatch)
 
 
+def _build_symm_mem(options: DispatcherOptions) -> SymmMemDispatcher:
+    assert options.exchange is not None, "symm_mem needs its buffers"
+    return SymmMemDispatcher(options.groups.ep, options.exchange, options.num_experts)
+
+
 BUILDERS: dict[str, DispatcherBuilder] = {
     "alltoall": _build_alltoall,
     "allgather": _build_allgather,
     "leastloaded": _build_least_loaded,
     "deepep": _build_deepep,
+    "symm_mem": _build_symm_mem,
 }
 """How to build each dispatcher of `topology/dispatchers.py` that runs with experts spread over ranks."""
 
@@ -69,6 +78,7 @@ def make_dispatcher(
     num_experts: int,
     rebalance_rule: RebalanceRule | None = None,
     buffer: Buffer | None = None,
+    exchange: RowExchange | None = None,
     *,
     fp8_dispatch: bool = False,
 ) -> Dispatcher[Any]:
@@ -80,6 +90,7 @@ def make_dispatcher(
         num_experts: E, over all ranks; ep divides it.
         rebalance_rule: required by `leastloaded`.
         buffer: required by `deepep`.
+        exchange: required by `symm_mem`.
         fp8_dispatch: send tokens to the experts in FP8; the local dispatcher rounds them likewise.
 
     Raises:
@@ -98,6 +109,7 @@ def make_dispatcher(
             num_experts=num_experts,
             rebalance_rule=rebalance_rule,
             buffer=buffer,
+            exchange=exchange,
             fp8_dispatch=fp8_dispatch,
         )
     )
@@ -150,4 +162,8 @@ def _unsupported_device_reason(spec: DispatcherSpec, device: torch.device) -> st
         return f"{spec.kernel_package} needs CUDA GPUs, and this run is on the CPU"
     if torch.cuda.get_device_capability(device) < HOPPER_CAPABILITY:
         return f"{spec.kernel_package} needs a Hopper or newer GPU, and this is a {torch.cuda.get_device_name(device)}"
-    return "" if is_kernel_package_installed(spec) else f"the package {spec.kernel_package} is not installed"
+    if not is_kernel_package_installed(spec):
+        return f"the package {spec.kernel_package} is not installed"
+    if spec.has_receive_buffer and not is_nvshmem_available():
+        return "torch finds no NVSHMEM"
+    return ""

@@ -1,0 +1,520 @@
+"""Measured stages of benchmarks/gpu_half_hour.py: `python -m benchmarks.gpu_stages STAGE --rows FILE`.
+
+A row is one JSON object a line with a name, a value and a unit; FILE has every row as soon as it is measured. Names do
+not depend on `--tiny`, which only makes the tensors small.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.bench.implementations import LayerSteps
+from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
+from moefold.bench.shape import bench_config, bench_shapes, step_flops
+from moefold.config.schema import Config
+from moefold.ops.autotune import Autotuner, Candidates
+
+LAYERS = (("qwen3-30b-a3b", 4096), ("qwen3-30b-a3b", 16384), ("mixtral-8x22b", 4096), ("mixtral-8x22b", 16384))
+TINY_LAYER = {
+    "hidden_size": 64,
+    "moe_ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "top_k": 2,
+}
+TINY_TOKENS = 64
+MAX_DIFFERENCE = 2e-2
+"""Largest relative difference between two bfloat16 implementations of a product."""
+TOP_KERNELS = 12
+
+
+@dataclass
+class Stage:
+    """Device and sizes of a stage, the file of its rows, and wrong results, which fail the stage at its end."""
+
+    device: torch.device
+    is_tiny: bool
+    rows: Path
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def is_cuda(self) -> bool:
+        """True on a GPU."""
+        return self.device.type == "cuda"
+
+    def add(self, name: str, value: float | str, unit: str = "", **details: object) -> None:
+        """Print a row and append it to the file."""
+        shown = value if isinstance(value, str) else f"{value:.4g}"
+        print(f"{name}: {shown} {unit}", flush=True)
+        with self.rows.open("a") as stream:
+            stream.write(json.dumps({"name": name, "value": value, "unit": unit, **details}) + "\n")
+
+    def size(self, large: int, small: int) -> int:
+        """Return the first size, or with `--tiny` the second."""
+        return small if self.is_tiny else large
+
+    def ms(self, run: Callable[[], object], repeats: int = 10) -> float:
+        """Return the median milliseconds of a run after two others, by CUDA events; on a CPU by the wall clock."""
+        for _ in range(2):
+            run()
+        return statistics.median(self._one_ms(run) for _ in range(repeats if self.is_cuda else 2))
+
+    def _one_ms(self, run: Callable[[], object]) -> float:
+        if not self.is_cuda:
+            started_s = time.perf_counter()
+            run()
+            return (time.perf_counter() - started_s) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def host_ms(self, run: Callable[[], object], repeats: int = 5) -> float:
+        """Return the median milliseconds until a run returns, started with an idle device."""
+        times = []
+        for _ in range(repeats):
+            self.synchronize()
+            started_s = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started_s) * 1e3)
+        self.synchronize()
+        return statistics.median(times)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def peak_gib(self, run: Callable[[], object]) -> float:
+        """Return the peak memory of a run in addition to what was allocated before; 0 on a CPU."""
+        if not self.is_cuda:
+            run()
+            return 0.0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**30
+
+    def free(self) -> None:
+        """Return cached memory to the device."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def recorded_waits() -> Iterator[list[str]]:
+    """Collect the source line of each wait of the host for the GPU inside the block; none without a GPU."""
+    found: list[str] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+        found += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def profile(stage: Stage, run: Callable[[], object]) -> tuple[int, float, list[tuple[str, int, float]]]:
+    """Profile a run: (launches, milliseconds in kernels, the longest kernels as (name, launches, ms)).
+
+    On a CPU operators take the place of kernels.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if stage.is_cuda:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        run()
+        stage.synchronize()
+    totals: dict[str, tuple[int, float]] = {}
+    for event in profiler.events():
+        if stage.is_cuda and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        us = event.device_time_total if stage.is_cuda else event.self_cpu_time_total
+        count, total = totals.get(event.name, (0, 0.0))
+        totals[event.name] = (count + 1, total + us)
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    launches = sum(count for _, (count, _) in ranked)
+    busy_ms = sum(us for _, (_, us) in ranked) / 1e3
+    return launches, busy_ms, [(name[:80], count, round(us / 1e3, 3)) for name, (count, us) in ranked[:TOP_KERNELS]]
+
+
+def layer_config(stage: Stage, preset: str, tokens: int, **train: object) -> Config:
+    """Return the recipe of one MoE layer in bfloat16."""
+    tokens = stage.size(tokens, TINY_TOKENS)
+    cfg = bench_config(bench_shapes()[f"{preset}-layer"], dtype="bfloat16", tokens=tokens, device=stage.device.type)
+    model = replace(cfg.model, **TINY_LAYER) if stage.is_tiny else cfg.model
+    return replace(cfg, model=model, train=replace(cfg.train, **train))
+
+
+def env(stage: Stage) -> None:
+    """Record versions, the device, and the attention kernel that torch selects."""
+    stage.add("python", sys.version.split()[0])
+    stage.add("torch", torch.__version__)
+    for name in ("triton", "pydantic", "transformers", "datasets", "torchtitan", "megatron", "deep_ep", "xdist"):
+        stage.add(name, _version(name))
+    if not stage.is_cuda:
+        return
+    properties = torch.cuda.get_device_properties(stage.device)
+    stage.add("device", properties.name)
+    stage.add("multiprocessors", properties.multi_processor_count)
+    stage.add("free memory", torch.cuda.mem_get_info(stage.device)[0] / 2**30, "GiB")
+    stage.add("cuDNN", str(torch.backends.cudnn.version()))
+    stage.add("NCCL", str(torch.cuda.nccl.version()))
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    if find_spec(name) is None:
+        return "absent"
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "present"
+
+
+def rates(stage: Stage) -> None:
+    """Measure the peak rates of the machine, and short operations that a layer repeats."""
+    device = stage.device
+    n = stage.size(8192, 256)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    stage.add("bfloat16 GEMM", 2 * n**3 / stage.ms(lambda: a @ b) / 1e9, "TFLOP/s")
+    wide = a.float()
+    stage.add("float32 GEMM", 2 * n**3 / stage.ms(lambda: wide @ wide, 3) / 1e9, "TFLOP/s")
+    stage.add("copy", _copy_gbps(stage), "GB/s")
+    tokens, hidden, experts = (stage.size(16384, 64), stage.size(2048, 32), stage.size(128, 8))
+    x_TH = torch.randn(tokens, hidden, device=device)
+    router_EH = torch.randn(experts, hidden, device=device)
+    stage.add("float32 router GEMM, 16,384 x 2,048 x 128", stage.ms(lambda: x_TH @ router_EH.t()), "ms")
+    for dtype in (torch.int64, torch.int16):
+        ids = torch.randint(experts, (tokens * 8,), device=device).to(dtype)
+        us = 1e3 * stage.ms(lambda ids=ids: ids.sort(stable=True))
+        stage.add(f"stable sort of 131,072 {str(dtype).removeprefix('torch.')}", us, "us")
+    rows_RH = torch.randn(tokens * 8, hidden, device=device, dtype=torch.bfloat16)
+    order_R = torch.randperm(tokens * 8, device=device)
+    mask_R = torch.zeros(tokens * 8, 1, dtype=torch.bool, device=device)
+    stage.add("index_select of [131,072, 2,048]", stage.ms(lambda: rows_RH.index_select(0, order_R)), "ms")
+    stage.add("masked_fill_ of [131,072, 2,048]", stage.ms(lambda: rows_RH.masked_fill_(mask_R, 0.0)), "ms")
+    _permutation_rates(stage, rows_RH, experts)
+    one = torch.zeros((), device=device)
+    launches_ms = stage.host_ms(lambda: [one.add_(1) for _ in range(1000)])
+    stage.add("host time of a launch", launches_ms, "us")
+    if stage.is_cuda:
+        _transfer_rates(stage, one)
+
+
+def _copy_gbps(stage: Stage) -> float:
+    source = torch.zeros(stage.size(2**32, 2**20), dtype=torch.uint8, device=stage.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / stage.ms(lambda: target.copy_(source)) / 1e6
+
+
+def _permutation_rates(stage: Stage, rows_RH: Tensor, experts: int) -> None:
+    from moefold.model.moe.permute import order_by_expert, plan_permutation, unpermute
+
+    ids_TK = torch.randint(experts, (len(rows_RH) // 8, 8), device=stage.device)
+    permutation = plan_permutation(ids_TK, experts)
+    stage.add("plan_permutation of 131,072 rows", stage.ms(lambda: plan_permutation(ids_TK, experts)), "ms")
+    combine_ms = stage.ms(lambda: unpermute(rows_RH, permutation, None))
+    stage.add("combine of 131,072 rows by torch operations", combine_ms, "ms")
+    counts_GE = torch.full((8, max(1, experts // 8)), len(rows_RH) // 8 // max(1, experts // 8), device=stage.device)
+    total = int(counts_GE.sum())
+    stage.add("order_by_expert of 131,072 rows", stage.ms(lambda: order_by_expert(counts_GE, total)), "ms")
+
+
+def _transfer_rates(stage: Stage, one: Tensor) -> None:
+    stage.add("number from the device to the host", 1e3 * stage.host_ms(lambda: one.item()), "us")
+    pinned = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(2**28, dtype=torch.uint8, device=stage.device)
+    to_device_ms = stage.ms(lambda: on_device.copy_(pinned, non_blocking=True))
+    to_host_ms = stage.ms(lambda: pinned.copy_(on_device, non_blocking=True))
+    stage.add("pinned memory to device", 2**28 / to_device_ms / 1e6, "GB/s")
+    stage.add("device to pinned memory", 2**28 / to_host_ms / 1e6, "GB/s")
+
+
+class ComparingAutotuner(Autotuner):
+    """Autotuner that times every candidate of every new key and compares its result with that of the first.
+
+    Args:
+        stage: of the measurement.
+        title: beginning of the names of the rows.
+    """
+
+    def __init__(self, stage: Stage, title: str) -> None:
+        super().__init__(is_enabled=True)
+        self._stage = stage
+        self._title = title
+        self._seen: set[object] = set()
+
+    def choose(self, key: Any, candidates: Candidates, device: torch.device) -> str:
+        """Record the candidates of a new key; return the first."""
+        first = next(iter(candidates))
+        if key in self._seen:
+            return first
+        self._seen.add(key)
+        expected = candidates[first]().float()
+        for name, run in candidates.items():
+            difference = float((run().float() - expected).norm() / expected.norm().clamp(min=1e-9))
+            title = f"{self._title}, {key[0]} {len(self._seen)}, {name}"
+            self._stage.add(title, self._stage.ms(run, 5), "ms", key=repr(key), difference=difference)
+            # `not <=`: NaN counts as different.
+            if not difference <= MAX_DIFFERENCE:
+                self._stage.faults.append(f"{title} differs from {first} by {difference:.1e}")
+        return first
+
+
+def products(stage: Stage) -> None:
+    """Time every implementation of every GEMM of a layer, and compare their results."""
+    for preset, tokens in LAYERS:
+        cfg = layer_config(stage, preset, tokens)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            cfg = replace(cfg, run=replace(cfg.run, kernels="triton"))
+        steps = LayerSteps(cfg, "layer", "balanced", stage.device)
+        ops = steps.first_moe_layer.experts.ops
+        if not hasattr(ops, "autotuner"):
+            print(f"{type(ops).__name__} has one implementation; TRITON_INTERPRET=1 interprets the kernels")
+            return
+        tuner = ComparingAutotuner(stage, f"{preset} {tokens}")
+        steps.first_moe_layer.experts.ops = replace(ops, autotuner=tuner)
+        steps.build_moefold()()
+        del steps
+        stage.free()
+
+
+def layer(stage: Stage) -> None:
+    """Measure forward and backward of one MoE layer, ours and that of other implementations."""
+    for preset, tokens in LAYERS:
+        for routing in ("balanced", "natural"):
+            cfg = layer_config(stage, preset, tokens)
+            steps = LayerSteps(cfg, "layer", routing, stage.device)
+            title = f"{preset} {tokens} {routing}"
+            _measure_step(stage, f"{title}, moefold", steps.build_moefold(), step_flops(cfg, "layer"))
+            tuner = getattr(steps.first_moe_layer.experts.ops, "autotuner", None)
+            for key, name in () if tuner is None else tuner.best_by_key.items():
+                print(f"   chose {name} for {key}")
+            if routing == "natural":
+                _measure_others(stage, title, steps)
+            del steps
+            stage.free()
+
+
+def _measure_others(stage: Stage, title: str, steps: LayerSteps) -> None:
+    grouped = "grouped_mm" if stage.is_cuda else "loop"
+    stage.add(f"{title}, plain torch", stage.ms(steps.build_torch_baseline(grouped)), "ms")
+    if find_spec("transformers") is not None:
+        grouped = "grouped_mm" if stage.is_cuda else "eager"
+        stage.add(f"{title}, transformers", stage.ms(steps.build_transformers(grouped)), "ms")
+    for peer in PEERS:
+        try:
+            run = steps.build_peer(peer)
+        except PeerUnavailableError as reason:
+            print(f"   {peer.name}: {reason}")
+            continue
+        stage.add(f"{title}, {peer.name}", stage.ms(run), "ms")
+
+
+def _measure_step(stage: Stage, title: str, run: Callable[[], object], flops: float) -> float:
+    """Add the rows of a step, and return its milliseconds."""
+    for _ in range(3):
+        run()  # compiles and chooses
+    with recorded_waits() as waits:
+        run()
+    peak_gib = stage.peak_gib(run)
+    ms = stage.ms(run)
+    host_ms = stage.host_ms(run)
+    launches, busy_ms, top = profile(stage, run)
+    stage.add(f"{title}", ms, "ms", host_ms=host_ms, busy_ms=busy_ms, top=top)
+    stage.add(f"{title}, rate", flops / ms / 1e9, "TFLOP/s")
+    stage.add(f"{title}, launches", launches)
+    stage.add(f"{title}, host waits", len(waits), lines=waits)
+    stage.add(f"{title}, peak memory", peak_gib, "GiB")
+    for name, count, kernel_ms in top:
+        print(f"   {kernel_ms:9.3f} ms  x{count:<4} {name}")
+    return ms
+
+
+ATTENTION_CASES = (
+    (4096, 32, 4, 128, 128),
+    (16384, 32, 4, 128, 128),
+    (4096, 128, 128, 192, 192),
+    (4096, 128, 128, 192, 128),
+)
+"""Sequence length, heads, query groups, head sizes of q and k, and of v."""
+
+
+def attention(stage: Stage) -> None:
+    """Time the attention core by each backend of torch and by the block kernel of ring attention."""
+    for seq_len, heads, groups, qk_size, v_size in ATTENTION_CASES:
+        title = f"S {seq_len}, {heads}/{groups} heads of {qk_size}/{v_size}"
+        if stage.is_tiny:
+            seq_len, heads, groups = (64, 4, 4 if heads == groups else 2)
+        q, k, v = (
+            torch.randn(seq_len, 1, n, size, device=stage.device).to(torch.bfloat16).requires_grad_()
+            for n, size in ((heads, qk_size), (groups, qk_size), (groups, v_size))
+        )
+        flops = seq_len**2 * heads * (qk_size + v_size)
+        _sdpa_times(stage, title, (q, k, v), flops)
+        if qk_size == v_size:
+            _block_times(stage, title, (q, k, v), flops)
+        del q, k, v
+        stage.free()
+
+
+def _sdpa_times(stage: Stage, title: str, qkv: tuple[Tensor, Tensor, Tensor], flops: float) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def forward() -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    every = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    backends = {"default": every, "cuDNN": every[:1], "flash": every[1:2], "efficient": every[2:3]}
+    for name, backend in backends.items():
+        try:
+            with sdpa_kernel(backend, set_priority=False):
+                grad = torch.randn_like(forward())
+                forward_ms = stage.ms(forward)
+                both_ms = stage.ms(lambda grad=grad: torch.autograd.grad(forward(), qkv, grad))
+        except RuntimeError as error:
+            print(f"{title}, {name}: {str(error).splitlines()[0][:90]}")
+            continue
+        _attention_rows(stage, f"{title}, {name}", flops, forward_ms, both_ms - forward_ms)
+
+
+@torch.no_grad()
+def _block_times(stage: Stage, title: str, qkv: tuple[Tensor, Tensor, Tensor], flops: float) -> None:
+    from moefold.ops.block_attention import attention_block, attention_block_backward
+
+    out, lse = attention_block(*qkv, block_mask="causal")
+    grad = torch.randn_like(out)
+    forward_ms = stage.ms(lambda: attention_block(*qkv, block_mask="causal"))
+    backward_ms = stage.ms(lambda: attention_block_backward(grad, *qkv, out, lse, block_mask="causal"))
+    _attention_rows(stage, f"{title}, ring block", flops, forward_ms, backward_ms)
+
+
+def _attention_rows(stage: Stage, title: str, flops: float, forward_ms: float, backward_ms: float) -> None:
+    stage.add(f"{title}, forward", flops / forward_ms / 1e9, "TFLOP/s", ms=forward_ms)
+    # The difference of two times may be negative for tiny tensors.
+    stage.add(f"{title}, backward", 2.5 * flops / max(backward_ms, 1e-6) / 1e9, "TFLOP/s", ms=backward_ms)
+
+
+STEPS: tuple[tuple[str, str, int, int, int, dict[str, object]], ...] = (
+    ("qwen3-30b-a3b, 2 layers", "qwen3-30b-a3b", 2, 4096, 4, {}),
+    ("qwen3-30b-a3b, 2 layers, loss_chunk 4096", "qwen3-30b-a3b", 2, 4096, 4, {"loss_chunk": 4096}),
+    ("qwen3-30b-a3b, 2 layers, loss_chunk -1", "qwen3-30b-a3b", 2, 4096, 4, {"loss_chunk": -1}),
+    ("qwen3-30b-a3b, 2 layers, recompute", "qwen3-30b-a3b", 2, 4096, 4, {"recompute": ["norms", "expert_activation"]}),
+    ("mixtral-8x22b, 1 layer, 4 samples", "mixtral-8x22b", 1, 4096, 4, {}),
+    ("mixtral-8x22b, 1 layer, 1 sample", "mixtral-8x22b", 1, 4096, 1, {}),
+)
+"""Name, preset, layers, sequence length, samples, and keys of section train."""
+
+
+def step(stage: Stage) -> None:
+    """Measure whole training steps of models with few layers."""
+    from moefold.comm.groups import ParallelGroups
+    from moefold.config.load import config_from_dict
+    from moefold.config.presets import load_preset
+    from moefold.cost.flops import train_flops_per_token
+    from moefold.launch.ranks import init_distributed, single_rank_env
+    from moefold.parallel.batch import Batch
+    from moefold.topology.layout import fold
+
+    with init_distributed(single_rank_env(), stage.device.type) as device:
+        groups = ParallelGroups.create(fold(world_size=1), device)
+        for title, preset, layers, seq_len, samples, train in STEPS:
+            model = dict(load_preset(preset)) | {"num_layers": layers, "mtp_layers": 0}
+            if stage.is_tiny:
+                model |= {**TINY_LAYER, "vocab_size": 256}
+            seq_len = stage.size(seq_len, TINY_TOKENS)
+            sizes = {"seq_len": seq_len, "micro_batch_size": samples, "global_batch_size": samples}
+            run = {"dtype": "bfloat16", "device": device.type}
+            tree = {"run": run, "model": model, "train": sizes | train, "data": {"kind": "synthetic"}}
+            cfg = config_from_dict(tree)
+            training = _training_step(cfg, groups)
+            tokens = torch.randint(cfg.model.vocab_size, (samples, seq_len), device=device)
+            weights = torch.full(tokens.shape, 1.0 / tokens.numel(), device=device)
+            columns = {"labels": tokens.roll(-1, 1), "weights": weights, "sample_ids": torch.arange(samples).to(device)}
+            batch = Batch(tokens, columns)
+            losses = [training.run(batch, number).loss for number in range(1, 6)]
+            flops = train_flops_per_token(cfg.model, seq_len, causal=True).total * tokens.numel()
+            _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
+            stage.add(f"{title}, loss after 5 steps over the first", losses[-1] / losses[0])
+            if not losses[-1] < losses[0]:
+                stage.faults.append(f"{title}: the loss does not fall: {losses}")
+            del training, batch
+            stage.free()
+
+
+def _training_step(cfg: Config, groups: Any) -> Any:
+    """Build the trainer's step with weights that are drawn on the device."""
+    from moefold.bench.layers import draw_weights
+    from moefold.parallel.parallel_model import ParallelModel, make_runner
+    from moefold.parallel.parallelize import build_sharded_stages
+    from moefold.train.train_step import TrainingStep
+
+    sharded = build_sharded_stages(cfg, groups, for_training=True)
+    for module in sharded.stages:
+        draw_weights(module, cfg)
+    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+    model = ParallelModel(sharded.stages, sharded.stage_plan, runner, groups, sharded.positions)
+    return TrainingStep(model, cfg)
+
+
+def fp8(stage: Stage) -> None:
+    """Measure a layer in FP8 and in bfloat16."""
+    for preset, tokens in LAYERS[::2]:
+        for precision in ("dtype", "fp8-blockwise"):
+            cfg = layer_config(stage, preset, tokens, precision=precision)
+            run = LayerSteps(cfg, "layer", "balanced", stage.device).build_moefold()
+            stage.add(f"{preset} {tokens}, {precision}", stage.ms(run, 5), "ms", top=profile(stage, run)[2])
+            del run
+            stage.free()
+
+
+STAGES: dict[str, Callable[[Stage], None]] = {
+    function.__name__: function for function in (env, rates, products, layer, attention, step, fp8)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage; return 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    args.rows.write_text("")
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    stage = Stage(device, args.tiny, args.rows)
+    STAGES[args.stage](stage)
+    for fault in stage.faults:
+        print(f"WRONG: {fault}")
+    return 1 if stage.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Exchange of rows over symmetric memory, with split sizes that stay on the device: the host never waits for them.
+
+Built on `torch.ops.symm_mem.all_to_all_vdev_2d` and its inverse `all_to_all_vdev_2d_offset` (torch 2.11, NVSHMEM).
+Tested against a stand-in for their contract over gloo; it has not been run on a GPU.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import Group
+from moefold.comm.torch_compat import NvshmemOps
+
+ALIGNMENT_BYTES = 16
+"""Rows start at multiples of this, as copies between GPUs are fastest with."""
+
+
+class SymmetricMemoryOps(Protocol):
+    """Allocation of symmetric memory and the two all-to-alls on it, as torch has them.
+
+    A segment is the rows that one rank sends to one expert. Segments are in rank-major order on the side of the tokens
+    (by global expert), and in expert-major order on the side of the experts (by local expert, then by source).
+    """
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a symmetric tensor; collective, with the same size on every rank."""
+        ...
+
+    def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
+        """Send segments to their experts; all tensors are symmetric.
+
+        Args:
+            rows: to send, rank-major, [N, W].
+            out: receives the rows, expert-major, [C, W].
+            splits_E: rows of each segment to send, int64 [E].
+            out_splits_offsets: receives rows and first row of each received segment, int64 [2, E].
+        """
+        ...
+
+    def combine(self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor) -> None:
+        """Send segments back to the ranks of their tokens; the inverse of `dispatch`.
+
+        Args:
+            rows: to send, expert-major, [C, W].
+            out: receives the rows, rank-major, [N, W].
+            splits_offsets: rows and first row of each segment to send, int64 [2, E].
+            out_splits_offsets: receives rows and first row of each received segment, int64 [2, E].
+        """
+        ...
+
+
+class RowExchange:
+    """Buffers in symmetric memory and the exchanges through them, on one stream.
+
+    An exchange reads the send buffers of its peers, and starts with a barrier. A peer may therefore still read a send
+    buffer after this rank's exchange has ended, until the next exchange begins: two send buffers alternate.
+
+    Args:
+        ops: operations on symmetric memory over the ranks of ep.
+        num_experts: E, over all ranks.
+        max_rows: largest number of rows that a rank sends.
+        capacity: largest number of rows that a rank receives.
+        row_bytes: bytes of the widest row.
+    """
+
+    def __init__(self, ops: SymmetricMemoryOps, num_experts: int, max_rows: int, capacity: int, row_bytes: int) -> None:
+        self.capacity = capacity
+        self._ops = ops
+        num_bytes = max(max_rows, capacity) * -(-row_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._send = [ops.empty(num_bytes, torch.uint8) for _ in range(2)]
+        self._receive = ops.empty(num_bytes, torch.uint8)
+        self._splits = [ops.empty(2 * num_experts, torch.int64) for _ in range(2)]
+        self._out_splits = ops.empty(2 * num_experts, torch.int64)
+        self._turn = 0
+
+    def dispatch(self, rows_NW: Tensor, splits_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Send rows to the ranks of their experts.
+
+        Args:
+            rows_NW: rows sorted by expert; those after the last segment are not sent.
+            splits_E: rows of each expert, int64 [E] on the device. No rank may receive more than `capacity`.
+
+        Returns:
+            (received rows sorted by local expert [capacity, W], undefined after the last segment; rows and first row of
+            each received segment, int64 [2, E], as `combine` takes them).
+        """
+        sent, splits = self._fill_send_buffers(rows_NW, splits_E)
+        received = _rows_view(self._receive, self.capacity, rows_NW)
+        segments = self._out_splits.view(2, -1)
+        self._ops.dispatch(sent, received, splits, segments)
+        return received.clone(), segments.clone()
+
+    def combine(self, rows_CW: Tensor, segments: Tensor, num_rows: int) -> Tensor:
+        """Send rows back to where `dispatch` got them from.
+
+        Args:
+            rows_CW: rows in the order of `dispatch`; rows after the last segment are not sent.
+            segments: of `dispatch`.
+            num_rows: N, rows that this rank gave to `dispatch`.
+
+        Returns:
+            The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. The first row is
+            zero if there is none, as it stands in for the rows of dropped tokens, with factor 0.
+        """
+        sent, splits = self._fill_send_buffers(rows_CW, segments)
+        returned = _rows_view(self._receive, num_rows, rows_CW)
+        received = self._out_splits.view(2, -1)
+        self._ops.combine(sent, returned, splits, received)
+        rows_NW = returned.clone()
+        rows_NW[:1].masked_fill_(received[0].sum() == 0, 0.0)
+        return rows_NW
+
+    def _fill_send_buffers(self, rows: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+        self._turn = 1 - self._turn
+        sent = _rows_view(self._send[self._turn], len(rows), rows).copy_(rows)
+        return sent, self._splits[self._turn][: splits.numel()].view_as(splits).copy_(splits)
+
+
+def open_row_exchange(ep: Group, num_experts: int, max_rows: int, capacity: int, row_bytes: int) -> RowExchange:
+    """Allocate symmetric memory over the ranks of ep, on CUDA with NVSHMEM; collective."""
+    return RowExchange(NvshmemOps(ep.handle), num_experts, max_rows, capacity, row_bytes)
+
+
+def _rows_view(buffer: Tensor, num_rows: int, like: Tensor) -> Tensor:
+    """Return the start of a byte buffer as rows of the width and dtype of another tensor."""
+    width = like.shape[1]
+    return buffer[: num_rows * width * like.element_size()].view(like.dtype).view(num_rows, width)

@@ -1,0 +1,122 @@
+"""Element-wise parts of a block, fused by `torch.compile` (`run.compile`): QK norm with RoPE, and SwiGLU.
+
+Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
+overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static;
+each combination of shapes and of gradients compiles once.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function that computes the same."""
+
+
+def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of tensors with Inductor at its first call; a graph break is an error."""
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def inductor_unsupported_reason(device_type: str) -> str:
+    """Return why Inductor cannot compile for a device; "" if it can."""
+    if device_type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (set CXX)"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "the package triton is not installed (pip install -e '.[gpu]')"
+    return ""
+
+
+class CompiledQKNormRope:
+    """`QKNormRopeKernel` that reads and writes queries and keys once.
+
+    Args:
+        compiler: compiles the function.
+    """
+
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._compiled = compiler(_norm_and_rotate)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        angles: tuple[Tensor, Tensor],
+        *,
+        is_interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See `QKNormRopeKernel`."""
+        rotated: tuple[Tensor, Tensor] = self._compiled(query, key, weights, eps, angles, is_interleaved)
+        return rotated
+
+
+def _norm_and_rotate(
+    query: Tensor,
+    key: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    is_interleaved: bool,
+) -> tuple[Tensor, ...]:
+    return tuple(
+        _rotate(_rms_norm(x, weight, eps), *angles, is_interleaved)
+        for x, weight in zip((query, key), weights, strict=True)
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    return (x_fp32 * scale * weight).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    """Compute `Rope.__call__`."""
+    rotated = cos.shape[-1]
+    part = x[..., :rotated]
+    first, second = (part[..., ::2], part[..., 1::2]) if is_interleaved else part.chunk(2, dim=-1)
+    cos, sin = cos[..., : rotated // 2], sin[..., : rotated // 2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
+
+
+class CompiledSwiGLU:
+    """`SwiGLUKernel` of dense layers and shared experts.
+
+    Args:
+        compiler: compiles forward and backward.
+    """
+
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._forward = compiler(_swiglu)
+        self._backward = compiler(_swiglu_backward)
+
+    def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
+        """See `SwiGLUKernel`."""
+        y: Tensor = self._forward(g_MF, u_MF)
+        return y
+
+    def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SwiGLUKernel`."""
+        gradients: tuple[Tensor, Tensor] = self._backward(grad_MF, g_MF, u_MF)
+        return gradients
+
+
+def _swiglu(g_MF: Tensor, u_MF: Tensor) -> Tensor:
+    return F.silu(g_MF) * u_MF
+
+
+def _swiglu_backward(grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(g_MF)
+    silu = g_MF * sigmoid
+    return grad_MF * u_MF * (sigmoid + silu * (1 - sigmoid)), grad_MF * silu

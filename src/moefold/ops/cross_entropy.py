@@ -1,0 +1,98 @@
+"""Row operations of the cross-entropy on logits: softmax statistics, and the gradient of the logits.
+
+`TorchCrossEntropyOps` is the reference; `ops/triton/cross_entropy.py` has the kernels.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MAX_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Logits that the torch operations copy to float32 at a time by device: 16 MiB, which a CPU's allocator reuses without
+page faults, and 256 MiB, which keeps the launches few."""
+
+
+class RowStatistics(NamedTuple):
+    """Softmax statistics of the rows of logits, float32 at least, [C]."""
+
+    top_C: Tensor
+    """Maximum logit."""
+    sum_C: Tensor
+    """Sum of the exponentials of the logits minus the maximum."""
+    target_C: Tensor
+    """Logit of the label; 0 for a label of another rank."""
+
+
+class CrossEntropyOps(Protocol):
+    """Operations on a matrix of logits [C, V/tp]; local, without autograd."""
+
+    def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
+        """Compute the statistics of each row of logits.
+
+        Args:
+            logits_CV: of any floating dtype, contiguous.
+            row_C: vocabulary row of each label on this rank, int64; -1 for a label of another rank.
+        """
+        ...
+
+    def gradient_out(
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+    ) -> None:
+        """Write grad * (exp(logits - normalizer) - one_hot(row)) into `out`, which may be the logits themselves.
+
+        Args:
+            out_CV: of any floating dtype, contiguous; rounded once.
+            logits_CV: as in `statistics`.
+            row_C: as in `statistics`.
+            normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
+            grad_C: gradient of each token's loss, in the dtype of the normalizer.
+        """
+        ...
+
+
+class TorchCrossEntropyOps:
+    """`CrossEntropyOps` of torch operations, for every device and dtype."""
+
+    def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
+        """See `CrossEntropyOps`."""
+        dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+        parts = [
+            exponentiate_(logits.to(dtype, copy=True), row)
+            for logits, row in zip(_row_tiles(logits_CV), row_C.split(_tile_rows(logits_CV)), strict=True)
+        ]
+        return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def gradient_out(
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+    ) -> None:
+        """See `CrossEntropyOps`."""
+        tile_rows = _tile_rows(logits_CV)
+        columns = (x.unsqueeze(1).split(tile_rows) for x in (row_C, normalizer_C, grad_C))
+        for out, logits, row, normalizer, grad in zip(_row_tiles(out_CV), _row_tiles(logits_CV), *columns, strict=True):
+            is_wide = out.dtype == normalizer.dtype
+            scaled = out if is_wide else torch.empty_like(out, dtype=normalizer.dtype)
+            torch.sub(logits, normalizer, out=scaled).exp_().mul_(grad)
+            scaled.scatter_add_(1, row.clamp(min=0), -grad.where(row >= 0, 0.0))
+            if not is_wide:
+                out.copy_(scaled)
+
+
+TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
+
+
+def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
+    """Replace logits, float32 at least, by the exponentials of their distance to the row's maximum."""
+    target_C = logits_CV.gather(1, row_C.clamp(min=0).unsqueeze(1)).squeeze(1).where(row_C >= 0, 0.0)
+    top_C = logits_CV.amax(1)
+    sum_C = logits_CV.sub_(top_C.unsqueeze(1)).exp_().sum(1)
+    return RowStatistics(top_C, sum_C, target_C)
+
+
+def _tile_rows(x_CV: Tensor) -> int:
+    limit = MAX_COPIED_LOGITS.get(x_CV.device.type, MAX_COPIED_LOGITS["cpu"])
+    return max(1, limit // max(1, x_CV.shape[1]))
+
+
+def _row_tiles(x_CV: Tensor) -> tuple[Tensor, ...]:
+    return x_CV.split(_tile_rows(x_CV))

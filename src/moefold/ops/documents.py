@@ -1,0 +1,92 @@
+"""Documents packed into the samples of a micro-batch: their bounds, and the tensors of attention that follow."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DocumentBounds:
+    """Positions at which the documents of a micro-batch begin, known to the host.
+
+    A class, not a tuple: FSDP and pipeline schedules pass it on as it is, without copying it to the device.
+    """
+
+    of_samples: tuple[tuple[int, ...], ...]
+    """For each sample the first position of every document, ascending from 0, and then S."""
+
+    @staticmethod
+    def of_starts(starts_BS: Tensor) -> "DocumentBounds":
+        """Compute the bounds from the position at which the document of each token begins, [B, S].
+
+        The host waits if the tensor is on a GPU.
+        """
+        length = starts_BS.shape[1]
+        is_first_BS = starts_BS.cpu() == torch.arange(length)
+        return DocumentBounds(tuple((*is_first.nonzero().flatten().tolist(), length) for is_first in is_first_BS))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sequences of variable length, one after the other: the documents of all samples, sample by sample."""
+
+    cu_seqlens: Tensor
+    """Cumulative lengths, int32 [sequences + 1], from 0."""
+    max_length: int
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents of the samples of one micro-batch.
+
+    Tensors are built when they are first asked for, and cached: all layers of a stage share them.
+    """
+
+    bounds: DocumentBounds
+    starts_SB: Tensor
+    """Position at which the document of each token begins, int64 [S, B], on the device."""
+    _cache: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @staticmethod
+    def of_starts(starts_SB: Tensor) -> "PackedDocuments":
+        """Build the documents from the start of each token's; the host waits if the tensor is on a GPU."""
+        return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
+
+    def divide(self, first: int, length: int) -> bool:
+        """Return whether a document of any sample begins inside these tokens, after the first of them."""
+        return any(bounds[bisect_right(bounds, first)] < first + length for bounds in self.bounds.of_samples)
+
+    def document_at(self, sample: int, position: int) -> range:
+        """Return the positions of the document of a token."""
+        bounds = self.bounds.of_samples[sample]
+        i = bisect_right(bounds, position)
+        return range(bounds[i - 1], bounds[i])
+
+    def segments(self, first: int, length: int) -> Segments:
+        """Return the parts of the documents inside these tokens; copied to the device without waiting for it."""
+        ends = [
+            sample * length + min(bound, first + length) - first
+            for sample, bounds in enumerate(self.bounds.of_samples)
+            for bound in bounds[bisect_right(bounds, first) : bisect_right(bounds, first + length - 1) + 1]
+        ]
+        limits = [0, *ends]
+        device = self.starts_SB.device
+
+        def copy_to_device() -> Tensor:
+            pinned = torch.tensor(limits, dtype=torch.int32, pin_memory=device.type == "cuda")
+            return pinned.to(device, non_blocking=True)
+
+        return Segments(
+            self.cached(("cu_seqlens", first, length), copy_to_device),
+            max(end - start for start, end in pairwise(limits)),
+        )
+
+    def cached(self, key: object, build: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor of this key, which is built once."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]

@@ -1,0 +1,65 @@
+"""Quantised weights that the micro-batches and recomputations of a step share.
+
+A copy is valid as long as the weight does not change, and nothing on a tensor says so: FSDP refills the storage of a
+gathered weight and preserves its version counter. Hence the caller opens a scope around the forward and backward passes
+of one step, and copies are freed at its end. No optimizer, checkpoint or initialisation writes a weight there, and a
+weight that FSDP frees and gathers again has the values that it had. Outside of a scope nothing is cached.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+_IDENTITY = "_moefold_weight_identity"
+"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""
+
+
+def mark_weight(weight: Tensor, parameter: Tensor) -> None:
+    """Give a parameter an identity, and the same to its cast `weight`, which may be the parameter itself."""
+    if weight_identity(parameter) is None:
+        setattr(parameter.untyped_storage(), _IDENTITY, object())
+    setattr(weight.untyped_storage(), _IDENTITY, weight_identity(parameter))
+
+
+def weight_identity(tensor: Tensor) -> object | None:
+    """Return the identity of the parameter of which a tensor is a view or a cast; None for other tensors."""
+    return getattr(tensor.untyped_storage(), _IDENTITY, None)
+
+
+class WeightCache:
+    """Results of one function of weights, kept for a step.
+
+    Args:
+        is_enabled: False: the function runs each time.
+    """
+
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
+        self._results: dict[Hashable, Any] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Cache inside this context, in which no weight may change; free everything at its end."""
+        assert self._results is None, "the scopes of two steps overlap"
+        self._results = {} if self._is_enabled else None
+        try:
+            yield
+        finally:
+            self._results = None
+
+    def get(self, weight: Tensor, function: Callable[[Tensor], T]) -> T:
+        """Return function(weight), from the cache if this view of the same weight was given before in this step.
+
+        Tensors that are no weights, such as those received from another rank, are never cached.
+        """
+        identity = weight_identity(weight)
+        if self._results is None or identity is None:
+            return function(weight)
+        key = identity, weight.dtype, weight.storage_offset(), weight.shape, weight.stride()
+        if key not in self._results:
+            self._results[key] = function(weight)
+        result: T = self._results[key]
+        return result

@@ -1,0 +1,50 @@
+"""The loss on CUDA, traced without a GPU: each kernel reads the logits once, and no torch operation reads them."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.gpu_static.test_traces import ROOT
+from tests.gpu_static.trace_loss import TOKENS, VOCAB_SIZE
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+NUM_CHUNKS = 10
+"""Chunks of 2**28 logits."""
+
+
+@pytest.fixture(scope="module")
+def traced():
+    # Interpreted kernels are not launched.
+    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu_static.trace_loss"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("case", "launches_of_kernels", "bytes_of_a_logit"),
+    [
+        # A bfloat16 logit is read twice, and its gradient written.
+        ("auto 0", 1, 6),
+        # A float32 logit is read twice, and its gradient written in bfloat16.
+        ("auto -1", NUM_CHUNKS, 10),
+    ],
+)
+def test_kernels_read_the_logits_once_each(traced, case, launches_of_kernels, bytes_of_a_logit):
+    counts = traced[case]
+    names = ["_statistics_kernel"] * launches_of_kernels + ["_gradient_kernel"] * launches_of_kernels
+    assert sorted(counts["kernels"]) == sorted(names)
+    assert counts["waits"] == 0
+    # Beyond these: numbers of a token, and the sum of the weight's gradient.
+    rest = counts["moved_bytes"] - counts["gemm_bytes"] - bytes_of_a_logit * TOKENS * VOCAB_SIZE
+    assert 0 <= rest < 2 * TOKENS * VOCAB_SIZE
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_kernels_move_fewer_bytes_than_torch_operations(traced, chunk):
+    assert traced[f"auto {chunk}"]["moved_bytes"] < 0.5 * traced[f"plain {chunk}"]["moved_bytes"]

@@ -1,0 +1,39 @@
+"""Experts whose counts are on the device do not read rows after the last expert's, which are undefined."""
+
+import pytest
+import torch
+
+from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.reference_experts import reference_experts
+from moefold.ops.autotune import Autotuner
+from moefold.ops.interface import ExpertOptions, ExpertWeights, LazyCounts
+from moefold.ops.triton.experts import TritonExpertOps
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, F = 9, 7
+COUNTS = [3, 0, 5]
+UNDEFINED = 4
+
+
+@pytest.mark.parametrize("saves_fc1", [True, False])
+def test_undefined_rows_change_nothing(saves_fc1):
+    num_rows = sum(COUNTS)
+    shapes = [(num_rows, H), (num_rows,), (len(COUNTS), H, F), (len(COUNTS), H, F), (len(COUNTS), F, H)]
+    x, probs, *weights = (torch.randn(shape).to(DEVICE) for shape in shapes)
+    grad = torch.randn(num_rows, H).to(DEVICE)
+
+    def pad(rows):
+        return torch.cat((rows, rows.new_full((UNDEFINED, *rows.shape[1:]), float("nan"))))
+
+    leaves = [t.requires_grad_() for t in (pad(x), pad(probs), *(w.clone() for w in weights))]
+    options = ExpertOptions(LazyCounts(torch.tensor(COUNTS, device=DEVICE)), saves_fc1=saves_fc1)
+    ops = TritonExpertOps(Autotuner(is_enabled=False))
+    y = fused_experts(leaves[0], ExpertWeights(*leaves[2:]), options, ops, leaves[1])
+    found = [y, *torch.autograd.grad(y, leaves, pad(grad))]
+
+    exact = [t.double().requires_grad_() for t in (x, probs, *weights)]
+    expected_y = reference_experts(exact[0], ExpertWeights(*exact[2:]), ExpertOptions(COUNTS), exact[1])
+    expected = [expected_y, *torch.autograd.grad(expected_y, exact, grad.double())]
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        rows = num_rows if i < 3 else len(theirs)
+        torch.testing.assert_close(mine[:rows], theirs.to(mine.dtype), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,79 @@
+"""Training with compiled parts equals training without, and compiles in the first step only."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.errors import ConfigError
+from moefold.ops.compiled import CompiledSwiGLU
+from moefold.parallel.parallelize import parallelize
+from moefold.parallel.select_ops import select_kernels
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups, gather_full_tensors
+from tests.slow import slow
+from tests.verify.recipes import tiny
+
+MODEL = {"layer_pattern": "DM", "qk_norm": True, "shared_expert_ffn_hidden_size": 16}
+
+
+def _with_compile(cfg: Config, dtype: str = "float64") -> Config:
+    return replace(cfg, run=replace(cfg.run, compile="blocks", dtype=dtype))
+
+
+def _train(cfg: Config) -> tuple[list[tuple[float, float]], float, dict[str, torch.Tensor]]:
+    """Return losses and norms of the steps, the loss of an evaluation, and the weights."""
+    model = parallelize(cfg, create_groups(cfg))
+    assert isinstance(model.stages[0].layers["0"].ffn.kernels.swiglu, CompiledSwiGLU) == (cfg.run.compile == "blocks")
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    sharder = BatchSharder(data.train, cfg, model.groups, model.positions)
+    losses = []
+    stance = "default"
+    for i in range(3):
+        with torch.compiler.set_stance(stance):
+            result = training.run(sharder.batch(i * cfg.train.global_batch_size), i + 1)
+            losses.append((result.loss, result.grad_norm))
+            eval_loss = training.evaluate([sharder.batch(0)])
+        stance = "fail_on_recompile"
+    return losses, eval_loss, gather_full_tensors(model)
+
+
+SUITE = [({"world_size": 2, "zero": 3}, {"recompute": ("layer",)})]
+MORE = [
+    ({}, {}),
+    ({}, {"recompute": ("norms", "core_attention", "dense_mlp", "moe")}),
+    ({"world_size": 2, "zero": 2}, {}),
+    ({"world_size": 2, "tp": 2, "ep": 2}, {}),
+    ({"world_size": 2, "tp": 2, "overlap_tp": True}, {"recompute": ("shared_experts",)}),
+    ({"world_size": 2, "cp": 2}, {"offload": ("dense_mlp",)}),
+    ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("mapping", "train"), SUITE + slow(MORE))
+def test_compiled_training_equals_eager_training(pool, mapping, train):
+    cfg = tiny(model=MODEL, train=train, **mapping)
+    eager, compiled = (pool.run(cfg.parallel.world_size, _train, c) for c in (cfg, _with_compile(cfg)))
+    for (losses, eval_loss, weights), (expected, expected_eval, expected_weights) in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        assert eval_loss == pytest.approx(expected_eval, rel=1e-10)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-8, atol=1e-10)
+
+
+def test_the_log_says_what_is_compiled_and_other_kernels_stay():
+    cfg = tiny(model=MODEL)
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
+    plain, chosen = (select_kernels(c, torch.device("cpu")) for c in (cfg, _with_compile(cfg, "float32")))
+    assert "run.compile='blocks': QK norm with RoPE" in chosen.message
+    assert type(chosen.norm) is type(plain.norm)
+
+
+def test_a_machine_without_compiler_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"run.compile='blocks' cannot run: there is no C\+\+ compiler"):
+        select_kernels(_with_compile(tiny(model=MODEL)), torch.device("cpu"))

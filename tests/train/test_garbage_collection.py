@@ -1,0 +1,121 @@
+"""Garbage is collected at the same steps on all ranks, and a step leaves no tensor to it."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config, RunConfig
+from moefold.data import open_dataset
+from moefold.errors import RunError
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.callbacks.callback import Callback
+from moefold.train.garbage_collection import STEPS_BETWEEN_COLLECTIONS, collect_at_fixed_steps
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import TrainingStep
+from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
+from tests.verify.recipes import tiny
+
+
+class _Node:
+    pass
+
+
+def _cycle() -> weakref.ref[_Node]:
+    node = _Node()
+    node.itself = node
+    return weakref.ref(node)
+
+
+def test_a_cycle_is_collected_at_the_steps_that_are_due():
+    with collect_at_fixed_steps() as collect:
+        found = _cycle()
+        for step in range(1, STEPS_BETWEEN_COLLECTIONS):
+            collect(step)
+            assert found() is not None
+        collect(STEPS_BETWEEN_COLLECTIONS)
+        assert found() is None
+
+
+def _fail(frozen: int) -> None:
+    with collect_at_fixed_steps():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+        raise RunError("a rank is lost")
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_what_was_set_before_is_restored_after_an_error(was_enabled):
+    frozen = gc.get_freeze_count()
+    if not was_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(RunError):
+            _fail(frozen)
+        assert gc.isenabled() == was_enabled
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
+
+
+class _Watch(Callback):
+    def __init__(self) -> None:
+        self.seen = []
+
+    def after_step(self, context, step):
+        self.seen.append(gc.isenabled())
+
+
+def _run(cfg: Config):
+    watch = _Watch()
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    status = Trainer(cfg, groups, callbacks=[watch]).run(StopSignals())
+    return status, watch.seen, gc.isenabled()
+
+
+def test_a_run_collects_only_where_it_is_due(pool, tmp_path):
+    cfg = tiny(world_size=2)
+    cfg = replace(cfg, run=RunConfig(dir=str(tmp_path / "run"), steps=2, device="cpu", dtype="float64"))
+    assert pool.run(2, _run, cfg) == [(0, [False, False], True)] * 2
+
+
+def _tensors_in_cycles(cfg: Config) -> list[str]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    sharder = BatchSharder(data.train, cfg, groups, model.positions)
+    # The first step creates moments and communication buffers.
+    training.run(sharder.batch(0), 1)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    size = cfg.train.global_batch_size
+    training.run(sharder.batch(size), 2)
+    training.evaluate([sharder.batch(size)])
+    gc.collect()
+    return [f"{type(one).__name__} {tuple(one.shape)}" for one in gc.garbage if isinstance(one, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train"),
+    [
+        ({}, {}),
+        ({}, {"recompute": ("layer",)}),
+        ({}, {"recompute": ("norms", "moe")}),
+        ({"ep": 2}, {}),
+        ({"ep": 2, "overlap_experts": True}, {}),
+        ({"zero": 3}, {}),
+        ({"tp": 2}, {}),
+        ({"cp": 2}, {}),
+        ({"pp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_no_tensor_of_a_step_is_in_a_reference_cycle(pool, parallel, train):
+    assert pool.run(2, _tensors_in_cycles, tiny(train=train, world_size=2, **parallel)) == [[], []]

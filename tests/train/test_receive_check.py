@@ -1,0 +1,94 @@
+"""Training with the symmetric-memory dispatcher over a stand-in equals the all-to-all, or stops for lack of room."""
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.comm.row_exchange import RowExchange
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.errors import RunError
+from moefold.model.moe.dispatch import registry
+from moefold.parallel import expert_parallel
+from moefold.parallel.parallelize import parallelize
+from moefold.topology.layout import fold
+from moefold.train.batch import BatchSharder
+from moefold.train.receive_check import check_receive_loads
+from moefold.train.train_step import TrainingStep
+from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
+
+STEPS = 3
+
+
+def _recipe(dispatcher: str, **sections: dict[str, object]) -> Config:
+    parallel = {"world_size": 2, "ep": 2, "dispatcher": dispatcher} | sections.pop("parallel", {})
+    model = {"num_layers": 2, "hidden_size": 64, "num_experts": 4, "top_k": 2, "vocab_size": 64}
+    train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
+    run = {"dtype": "float64", "device": "auto"}
+    return config_from_dict(
+        {"data": {"kind": "synthetic"}, "run": run, "model": model, "parallel": parallel, "train": train, **sections}
+    )
+
+
+def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
+    """Return losses, gradient norms and validation of some steps; the error, and whether it left the weights alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
+        patch.setattr(
+            expert_parallel,
+            "open_row_exchange",
+            lambda ep, *sizes: RowExchange(StandInOps(ep.handle), *sizes),
+        )
+        groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
+        training = TrainingStep(parallelize(cfg, groups), cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
+    sharder = BatchSharder(data, cfg, groups, training.model.positions)
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        before = [parameter.detach().clone() for parameter in training.parameters.values()]
+        try:
+            result = training.run(sharder.batch(step - 1), step)
+        except RunError as error:
+            after = training.parameters.values()
+            return (
+                losses,
+                norms,
+                str(error),
+                all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True)),
+            )
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return [*losses, training.evaluate([sharder.batch(0)])], norms, "", True
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "sections", [{}, {"moe": {"weight_in_expert": True}}, {"train": {"recompute": ["moe"]}}], ids=str
+)
+def test_steps_equal_those_of_the_all_to_all(pool, sections):
+    train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
+    sections = sections | {"train": train | sections.get("train", {})}
+    found, expected = (pool.run(2, _train, _recipe(name, **sections)) for name in ("symm_mem", "alltoall"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-12)
+        assert mine[1] == pytest.approx(theirs[1], rel=1e-10)
+
+
+@pytest.mark.parity
+def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
+    cfg = _recipe("symm_mem", moe={"choice": "skewed", "skew": 0.9}, parallel={"receive_factor": 1.0})
+    for losses, _, error, is_unchanged in pool.run(2, _train, cfg):
+        assert losses == []
+        assert error.startswith("step 1 is void: rank ")
+        assert "parallel.receive_factor=1 has room for 1 times" in error
+        assert is_unchanged
+
+
+def test_the_message_names_a_factor_that_suffices():
+    cfg = _recipe("symm_mem", parallel={"receive_factor": 1.5})
+    check_receive_loads(torch.tensor([0.2, 1.0]), cfg, "step 4")
+    with pytest.raises(
+        RunError, match=r"step 4 is void: rank 1 was to receive 1.83 times .*receive_factor=1.9 or more"
+    ):
+        check_receive_loads(torch.tensor([0.2, 1.22]), cfg, "step 4")
