@@ -64,7 +64,7 @@ FUSED_ATTENTION = {
     "_flash_attention_forward": "flash",
     "_flash_attention_backward": "flash backward",
 }
-GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_weight_grad_kernel")
+GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_fc1_kernel", "_weight_grad_kernel")
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"
