@@ -41,6 +41,8 @@ def trace_layer(
 ) -> Trace:
     """Trace the second forward and backward pass of the layer on rank 0, without gradients from before.
 
+    The launches, unlike the events, are those of both passes: the first fills caches.
+
     Args:
         cfg: a recipe of one layer, as of `layer_config`.
         part: the MoE layer alone, with attention and norms, or with embedding, head and loss too.
@@ -66,7 +68,6 @@ def trace_layer(
                 stage.zero_grad(set_to_none=True)
                 x = torch.empty(shape, dtype=stage.dtype, device=CUDA, requires_grad=True)
                 trace.events.clear()
-                trace.launches.clear()
                 if part == "model":
                     ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
                     y = stage(ids, labels=ids, sample_ids=sample_ids)
