@@ -273,8 +273,16 @@ def _proof_stages(device: str, out: Path, *, is_tiny: bool) -> list[Stage]:
         240,
         tool="compute-sanitizer",
     )
-    first = [measured["env"], measured["rates"], tests]
+    first = [measured["env"], measured["rates"], _probe_stage(device, out), tests]
     return [*first, *(measured[name] for name in MEASURED[2:6]), staged, measured["fp8"], sanitize]
+
+
+def _probe_stage(device: str, out: Path) -> Stage:
+    """Return the stage that writes OUT/device.toml, with which the stage `step` plans what it measures."""
+    report = out / "probe.json"
+    words = ["probe", str(out / "device.toml"), "--device", device, "--dtype", "bfloat16", "--ranks", "1"]
+    words += ["--json", str(report), "--force"]
+    return Stage("probe", [sys.executable, "-m", "moefold", *words], 120, json_file=report)
 
 
 REHEARSED_TESTS = ("tests/ops/test_rope.py",)

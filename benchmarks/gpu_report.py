@@ -72,6 +72,16 @@ Estimates for an H200: the least bytes over 4,000 GB/s, and FLOPs over 790 TFLOP
 On an H100 the operations that move memory take 1.4 times as long, and GEMMs as long. A measurement outside of the
 range has to be explained, the bfloat16 rate of the machine first.
 """
+PLANS_TEXT = """\
+## Plan and measurement
+What the planner predicts for the steps of the stage `step`, with the rates of its device `h200` and with those that
+the stage `probe` measured in the same session. It predicts the same time for every `loss_chunk`. For a run of your own:
+```
+moefold probe this-machine.toml
+moefold simulate --run RUN_DIR --gpu this-machine.toml
+```
+[cost-model.md](cost-model.md#a-plan-checked-against-a-run-on-the-same-machine) has such a comparison on a CPU.
+"""
 
 
 def main() -> int:
@@ -106,8 +116,13 @@ def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
         *_prediction_lines(predictions["rows"], results["stages"]),
         "",
+        PLANS_TEXT,
+        "| step | planned for h200, ms | planned with probe, ms | measured, ms | planned with probe / measured |",
+        "| --- | --- | --- | --- | --- |",
+        *_plan_lines(predictions["plans"], results["stages"]),
+        "",
         "## Other measurements",
-        *_other_lines(predictions["rows"], results["stages"]),
+        *_other_lines(predictions, results["stages"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -135,14 +150,29 @@ def _prediction_lines(rows: list[dict[str, Any]], results: Mapping[str, Any]) ->
         yield f"| {row['stage']} | {row['name']} | {predicted} {row['unit']} | {row['derivation']} | {cell} |"
 
 
+def _plan_lines(plans: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:
+    measured = _measured_rows(results)
+    for plan in plans:
+        planned, found = (measured.get(key) for key in _plan_keys(plan))
+        cells = ["" if row is None else f"{row['value']:.4g}" for row in (planned, found)]
+        ratio = "" if planned is None else f"{planned['planned_over_measured']:.2f}"
+        yield f"| {plan['name']} | {plan['h200_ms']:g} | {' | '.join(cells)} | {ratio} |"
+
+
+def _plan_keys(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the keys of the rows of a step: the planner's time with the probed rates, and the measured one."""
+    return [("step", f"{plan['name']}, planned"), ("step", plan["name"])]
+
+
 def _verdict(value: float, row: Mapping[str, Any]) -> str:
     if value < row["low"]:
         return " (below)"
     return " (above)" if value > row["high"] else ""
 
 
-def _other_lines(rows: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:
-    predicted = {(row["stage"], row["name"]) for row in rows}
+def _other_lines(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
+    predicted = {(row["stage"], row["name"]) for row in predictions["rows"]}
+    predicted |= {key for plan in predictions["plans"] for key in _plan_keys(plan)}
     others = {key: row for key, row in _measured_rows(results).items() if key not in predicted}
     if not others:
         yield "None yet."
@@ -155,13 +185,24 @@ def _other_lines(rows: list[dict[str, Any]], results: Mapping[str, Any]) -> Iter
 
 
 def _measured_rows(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the rows of all stages by stage and name; those of the benches from the reports of `moefold bench`."""
+    """Return the rows of all stages by stage and name; reports of `moefold bench` and `moefold probe` as rows."""
     found = {}
     for stage, entry in results.items():
         for row in entry["rows"]:
-            for measured in _bench_rows(row) if "kind" in row else (row,):
+            for measured in _report_rows(row):
                 found[(stage, measured["name"])] = measured
     return found
+
+
+def _report_rows(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "kind" in row:
+        yield from _bench_rows(row)
+    elif "predictions" in row:
+        for one in row["predictions"]:
+            yield {"name": one["name"], "value": one["measured_s"] * 1e3, "unit": "ms"}
+            yield {"name": f"{one['name']}, fitted", "value": one["predicted_s"] * 1e3, "unit": "ms"}
+    else:
+        yield row
 
 
 def _bench_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

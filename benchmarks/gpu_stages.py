@@ -28,6 +28,7 @@ from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
 from moefold.bench.shape import bench_config, bench_shapes, step_flops
 from moefold.comm.torch_compat import tree_leaves
 from moefold.config.schema import Config
+from moefold.cost.hardware import Device, load_device
 from moefold.ops.autotune import Autotuner, Candidates, TuningKey
 
 LAYERS = (("qwen3-30b-a3b", 4096), ("qwen3-30b-a3b", 16384), ("mixtral-8x22b", 4096), ("mixtral-8x22b", 16384))
@@ -428,7 +429,9 @@ def _attention_rows(stage: Stage, title: str, flops: float, forward_ms: float, b
     stage.add(f"{title}, backward", 2.5 * flops / max(backward_ms, 1e-6) / 1e9, "TFLOP/s", ms=backward_ms)
 
 
-STEPS: tuple[tuple[str, str, int, int, int, dict[str, object]], ...] = (
+StepCase = tuple[str, str, int, int, int, dict[str, object]]
+"""Name, preset, layers, sequence length, samples, and keys of section train."""
+STEPS: tuple[StepCase, ...] = (
     ("qwen3-30b-a3b, 2 layers", "qwen3-30b-a3b", 2, 4096, 4, {}),
     ("qwen3-30b-a3b, 2 layers, loss_chunk 4096", "qwen3-30b-a3b", 2, 4096, 4, {"loss_chunk": 4096}),
     ("qwen3-30b-a3b, 2 layers, loss_chunk -1", "qwen3-30b-a3b", 2, 4096, 4, {"loss_chunk": -1}),
@@ -436,30 +439,58 @@ STEPS: tuple[tuple[str, str, int, int, int, dict[str, object]], ...] = (
     ("mixtral-8x22b, 1 layer, 4 samples", "mixtral-8x22b", 1, 4096, 4, {}),
     ("mixtral-8x22b, 1 layer, 1 sample", "mixtral-8x22b", 1, 4096, 1, {}),
 )
-"""Name, preset, layers, sequence length, samples, and keys of section train."""
+
+
+def step_config(stage: Stage, case: StepCase) -> Config:
+    """Return the recipe of a step in bfloat16."""
+    from moefold.config.load import config_from_dict
+    from moefold.config.presets import load_preset
+
+    _, preset, layers, seq_len, samples, train = case
+    model = dict(load_preset(preset)) | {"num_layers": layers, "mtp_layers": 0}
+    if stage.is_tiny:
+        model |= {**TINY_LAYER, "vocab_size": 256}
+    sizes = {"seq_len": stage.size(seq_len, TINY_TOKENS), "micro_batch_size": samples, "global_batch_size": samples}
+    run = {"dtype": "bfloat16", "device": stage.device.type}
+    return config_from_dict({"run": run, "model": model, "train": sizes | train, "data": {"kind": "synthetic"}})
+
+
+def planned_step_s(cfg: Config, device: Device) -> float:
+    """Return the seconds of a step that `moefold plan` predicts for the device, with balanced experts."""
+    from moefold.planner.cost_model.gemm import resolve_precision
+    from moefold.planner.cost_model.step import CostModel
+    from moefold.planner.cost_model.workload import workload_from_config
+    from moefold.planner.mapping import mapping_from_config
+    from moefold.planner.model_spec import model_spec_from_config
+
+    cfg, precision = resolve_precision(cfg, None, device)
+    cost_model = CostModel(model_spec_from_config(cfg.model), device, workload_from_config(cfg, precision))
+    return cost_model.step_time(mapping_from_config(cfg)).total_s
+
+
+def _probed_device(stage: Stage) -> Device | None:
+    """Return the device that the stage `probe` measured, from its file next to the rows; None without it."""
+    path = stage.rows.parent / "device.toml"
+    if path.exists():
+        return load_device(str(path))
+    print(f"{path} is missing, so steps are not planned; the stage probe writes it")
+    return None
 
 
 def step(stage: Stage) -> None:
     """Measure whole training steps of models with few layers."""
     from moefold.comm.groups import ParallelGroups
-    from moefold.config.load import config_from_dict
-    from moefold.config.presets import load_preset
     from moefold.cost.flops import train_flops_per_token
     from moefold.launch.ranks import init_distributed, single_rank_env
     from moefold.parallel.batch import Batch
     from moefold.topology.layout import fold
 
+    planner_device = _probed_device(stage)
     with init_distributed(single_rank_env(), stage.device.type) as device:
         groups = ParallelGroups.create(fold(world_size=1), device)
-        for title, preset, layers, seq_len, samples, train in STEPS:
-            model = dict(load_preset(preset)) | {"num_layers": layers, "mtp_layers": 0}
-            if stage.is_tiny:
-                model |= {**TINY_LAYER, "vocab_size": 256}
-            seq_len = stage.size(seq_len, TINY_TOKENS)
-            sizes = {"seq_len": seq_len, "micro_batch_size": samples, "global_batch_size": samples}
-            run = {"dtype": "bfloat16", "device": device.type}
-            tree = {"run": run, "model": model, "train": sizes | train, "data": {"kind": "synthetic"}}
-            cfg = config_from_dict(tree)
+        for case in STEPS:
+            cfg = step_config(stage, case)
+            title, samples, seq_len = (case[0], cfg.train.micro_batch_size, cfg.train.seq_len)
             training = _training_step(cfg, groups)
             tokens = torch.randint(cfg.model.vocab_size, (samples, seq_len), device=device)
             weights = torch.full(tokens.shape, 1.0 / tokens.numel(), device=device)
@@ -467,7 +498,10 @@ def step(stage: Stage) -> None:
             batch = Batch(tokens, columns)
             losses = [training.run(batch, number).loss for number in range(1, 6)]
             flops = train_flops_per_token(cfg.model, seq_len, causal=True).total * tokens.numel()
-            _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
+            ms = _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
+            if planner_device is not None:
+                planned_ms = planned_step_s(cfg, planner_device) * 1e3
+                stage.add(f"{title}, planned", planned_ms, "ms", planned_over_measured=planned_ms / ms)
             stage.add(f"{title}, loss after 5 steps over the first", losses[-1] / losses[0])
             if not losses[-1] < losses[0]:
                 stage.faults.append(f"{title}: the loss does not fall: {losses}")

@@ -1,16 +1,21 @@
 """docs/gpu.md is the output of its script, and results fill its cells."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import gpu_stages
 from benchmarks.gpu_half_hour import suite_stages
 from benchmarks.gpu_report import EMPTY, PAGE, PREDICTIONS, render
+from moefold.cost.hardware import load_device
+from moefold.planner.device_fit import device_toml
 
 STORED = json.loads(PREDICTIONS.read_text())
 ROW = {"stage": "rates", "name": "copy", "unit": "GB/s", "low": 10, "high": 20, "derivation": "a guess"}
-PREDICTED = {"stages": [{"name": "rates", "seconds": 9, "proves": "rates"}], "rows": [ROW]}
+PLAN = {"name": "a step", "h200_ms": 12.5}
+PREDICTED = {"stages": [{"name": "rates", "seconds": 9, "proves": "rates"}], "rows": [ROW], "plans": [PLAN]}
 
 
 def _results(*rows, stage="rates"):
@@ -58,6 +63,42 @@ def test_reports_of_the_bench_are_rows_of_the_page():
     page = render(PREDICTED, _results(report, stage="bench-x"))
     assert "| bench-x | moefold | 12.5 ms |" in page
     assert "| bench-x | part: router | 1 ms |" in page
+
+
+def test_a_step_is_next_to_its_plan():
+    assert "| a step | 12.5 |  |  |  |" in render(PREDICTED, EMPTY)
+    planned = {"name": "a step, planned", "value": 8.0, "unit": "ms", "planned_over_measured": 0.8}
+    page = render(PREDICTED, _results({"name": "a step", "value": 10.0, "unit": "ms"}, planned, stage="step"))
+    assert "| a step | 12.5 | 8 | 10 | 0.80 |" in page
+    assert page.endswith("None yet.\n")
+
+
+def test_the_report_of_the_probe_is_rows_of_the_page():
+    one = {"name": "GEMM bfloat16", "measured_s": 2e-3, "predicted_s": 1e-3}
+    page = render(PREDICTED, _results({"predictions": [one]}, stage="probe"))
+    assert "| probe | GEMM bfloat16 | 2 ms |" in page
+    assert "| probe | GEMM bfloat16, fitted | 1 ms |" in page
+
+
+def test_the_stored_plans_are_those_of_the_planner(tmp_path):
+    stage = gpu_stages.Stage(torch.device("cuda", 0), is_tiny=False, rows=tmp_path / "rows.jsonl")
+    device = load_device("h200")
+    planned = {
+        case[0]: round(gpu_stages.planned_step_s(gpu_stages.step_config(stage, case), device) * 1e3, 1)
+        for case in gpu_stages.STEPS
+    }
+    assert {plan["name"]: plan["h200_ms"] for plan in STORED["plans"]} == planned
+
+
+def test_the_step_is_planned_with_the_probed_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_stages, "STEPS", gpu_stages.STEPS[:1])
+    device = replace(load_device("cpu"), name="mine")
+    (tmp_path / "device.toml").write_text(device_toml(device, []))
+    path = tmp_path / "rows.jsonl"
+    gpu_stages.main(["step", "--rows", str(path), "--device", "cpu", "--tiny"])
+    rows = {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
+    step, planned = rows["qwen3-30b-a3b, 2 layers"], rows["qwen3-30b-a3b, 2 layers, planned"]
+    assert planned["planned_over_measured"] == pytest.approx(planned["value"] / step["value"])
 
 
 def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):

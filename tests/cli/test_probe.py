@@ -27,7 +27,9 @@ def test_the_file_is_a_device_of_the_planner(tmp_path, capfd):
     assert "GEMM float32 64 x 16 x 64" in out
     assert f"use it as --gpu {path}" in out
     assert load_device(str(path)).name == "mine"
-    assert json.loads(report.read_text())["fitted"]["name"] == "mine"
+    stored = json.loads(report.read_text())
+    assert stored["fitted"]["name"] == "mine"
+    assert all(one["name"] in out and one["measured_s"] > 0 for one in stored["predictions"])
     assert main(["simulate", "recipes/quickstart.toml", "--gpu", str(path)]) == 0
     assert main(words) == 2
     assert "exists" in capfd.readouterr().err
@@ -40,7 +42,7 @@ def test_the_file_is_a_device_of_the_planner(tmp_path, capfd):
         (["x.txt"], "FILE x.txt must end in .toml"),
         (["x.toml", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["x.toml", "--rounds", "-1"], "--rounds -1 must be at least 1"),
-        (["x.toml", "--base", "h999"], "--gpu 'h999' is unknown"),
+        (["x.toml", "--base", "h999"], "--base 'h999' is unknown"),
         (["/nonexistent/x.toml"], "FILE /nonexistent/x.toml cannot be written: No such file"),
     ],
 )

@@ -48,8 +48,9 @@ def run(argv: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
-    if args.base is not None:
-        load_device(args.base)
+    with reworded_errors((r"--gpu", "--base")):
+        if args.base is not None:
+            load_device(args.base)
     rank_env = read_rank_env()
     if rank_env is not None and args.ranks not in (None, rank_env.world_size):
         raise ConfigError(f"--ranks {args.ranks}: the launcher started {rank_env.world_size} ranks; leave --ranks out")
@@ -106,8 +107,8 @@ def _write(
     device = fit_device(base, measured, args.file.stem)
     kept = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"
     comments = [
-        f"Measured by moefold {__version__} probe on {rank_env.world_size} ranks, {rank_env.local_world_size} a "
-        f"machine, in {measured.dtype}.",
+        f"Measured by moefold {__version__} probe in {measured.dtype}; ranks: {rank_env.world_size}, "
+        f"{rank_env.local_world_size} a machine.",
         f"{machine}.",
         f"Not measured, but those of {base.name}: {kept}.",
     ]
@@ -115,7 +116,12 @@ def _write(
     try:
         args.file.write_text(device_toml(device, comments), encoding="utf-8")
         if args.json is not None:
-            report = {"machine": machine, "measured": asdict(measured), "fitted": asdict(device)}
+            report = {
+                "machine": machine,
+                "measured": asdict(measured),
+                "fitted": asdict(device),
+                "predictions": [asdict(one) for one in found],
+            }
             args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None

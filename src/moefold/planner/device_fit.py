@@ -3,6 +3,7 @@
 `bench/device_probe.py` measures. What was not measured keeps the number of the base device.
 """
 
+import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -186,7 +187,7 @@ def device_toml(device: Device, comments: Sequence[str]) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     return str(value) if isinstance(value, int) else FLOATS_OF_TOML.format(value)
 
 
