@@ -64,6 +64,7 @@ PACKAGES_TEXT = (
     "and `typing-extensions`. `transformers` and `torchtitan` take part in the comparisons where they are installed."
 )
 NOT_RUN = "**Nothing of moefold has run on a GPU yet.** All numbers of this page are predictions."
+REHEARSED = "A rehearsal on {device} with {sizes} sizes: no number of this page is a measurement of a GPU."
 RUN = "Measured on {device}, torch {torch}, Python {python}."
 PREDICTIONS_TEXT = """\
 ## Predictions and measurements
@@ -94,7 +95,7 @@ def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     names = ", ".join(f"`{name}`" for name in PACKAGES.values())
     packages = textwrap.fill(PACKAGES_TEXT.format(names=names), COLUMNS, break_on_hyphens=False)
     lines = [
-        HOW_TO_RUN.format(status=RUN.format(**machine) if machine else NOT_RUN, packages=packages),
+        HOW_TO_RUN.format(status=_status(machine), packages=packages),
         "## Stages",
         "| stage | proves or measures | predicted s | status | measured s |",
         "| --- | --- | --- | --- | --- |",
@@ -109,6 +110,13 @@ def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         *_other_lines(predictions["rows"], results["stages"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _status(machine: Mapping[str, str]) -> str:
+    if not machine:
+        return NOT_RUN
+    is_rehearsal = machine["device"] == "cpu" or machine["sizes"] == "tiny"
+    return (REHEARSED if is_rehearsal else RUN).format(**machine)
 
 
 def _stage_lines(stages: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:

@@ -59,10 +59,12 @@ WIDTHS = {768: "weight gradient, 768 wide", 6144: "weight gradient, 6144 wide"}
 FUSED_ATTENTION = {
     "sdpa": "attention",
     "sdpa backward": "attention backward",
+    "_scaled_dot_product_cudnn_attention": "attention",
+    "_scaled_dot_product_cudnn_attention_backward": "attention backward",
     "_flash_attention_forward": "flash",
     "_flash_attention_backward": "flash backward",
 }
-GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_weight_grad_kernel")
+GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_fc1_kernel", "_weight_grad_kernel")
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"

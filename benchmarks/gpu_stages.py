@@ -6,6 +6,7 @@ not depend on `--tiny`, which only makes the tensors small.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -25,8 +26,9 @@ from torch.nn import functional as F
 from moefold.bench.implementations import LayerSteps
 from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
 from moefold.bench.shape import bench_config, bench_shapes, step_flops
+from moefold.comm.torch_compat import tree_leaves
 from moefold.config.schema import Config
-from moefold.ops.autotune import Autotuner, Candidates
+from moefold.ops.autotune import Autotuner, Candidates, TuningKey
 
 LAYERS = (("qwen3-30b-a3b", 4096), ("qwen3-30b-a3b", 16384), ("mixtral-8x22b", 4096), ("mixtral-8x22b", 16384))
 TINY_LAYER = {
@@ -268,21 +270,30 @@ class ComparingAutotuner(Autotuner):
         self._title = title
         self._seen: set[object] = set()
 
-    def choose(self, key: Any, candidates: Candidates, device: torch.device) -> str:
+    def choose(self, key: TuningKey, candidates: Candidates, device: torch.device) -> str:
         """Record the candidates of a new key; return the first."""
         first = next(iter(candidates))
         if key in self._seen:
             return first
         self._seen.add(key)
-        expected = candidates[first]().float()
+        expected = candidates[first]()
         for name, run in candidates.items():
-            difference = float((run().float() - expected).norm() / expected.norm().clamp(min=1e-9))
-            title = f"{self._title}, {key[0]} {len(self._seen)}, {name}"
+            difference = _relative_difference(run(), expected)
+            title = f"{self._title}, {key.op} {len(self._seen)}, {name}"
             self._stage.add(title, self._stage.ms(run, 5), "ms", key=repr(key), difference=difference)
             # `not <=`: NaN counts as different.
             if not difference <= MAX_DIFFERENCE:
                 self._stage.faults.append(f"{title} differs from {first} by {difference:.1e}")
         return first
+
+
+def _relative_difference(found: object, expected: object) -> float:
+    """Return the norm of the difference over that of the expected tensors, over all tensors of two results."""
+    pairs = [
+        (a.float(), b.float()) for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True) if b is not None
+    ]
+    difference = math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in pairs))
+    return difference / max(math.sqrt(sum(float(b.norm()) ** 2 for _, b in pairs)), 1e-9)
 
 
 def products(stage: Stage) -> None:
@@ -311,9 +322,6 @@ def layer(stage: Stage) -> None:
             steps = LayerSteps(cfg, "layer", routing, stage.device)
             title = f"{preset} {tokens} {routing}"
             _measure_step(stage, f"{title}, moefold", steps.build_moefold(), step_flops(cfg, "layer"))
-            tuner = getattr(steps.first_moe_layer.experts.ops, "autotuner", None)
-            for key, name in () if tuner is None else tuner.best_by_key.items():
-                print(f"   chose {name} for {key}")
             if routing == "natural":
                 _measure_others(stage, title, steps)
             del steps

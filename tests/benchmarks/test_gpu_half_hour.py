@@ -103,6 +103,17 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path, capsys, monkeypatch, word
     assert message in line
 
 
+def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
+    """The stages run in the root of the repository."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(gpu_half_hour, "run_stages", lambda stages, results, budget_s: seen.extend(stages) or DONE)
+    assert gpu_half_hour.main(["bench", "--device", "cpu", "--tiny", "--out", "here"]) == DONE
+    (stage,) = seen
+    assert stage.json_file.parent == tmp_path / "here"
+    assert str(stage.json_file) in stage.command
+
+
 def test_missing_packages_are_named(capsys, monkeypatch):
     monkeypatch.setattr(gpu_half_hour, "PACKAGES", {"torch": "torch", "no_such_module": "no-such-package"})
     assert gpu_half_hour.main(["--device", "cpu"]) == UNUSABLE

@@ -14,7 +14,7 @@ PREDICTED = {"stages": [{"name": "rates", "seconds": 9, "proves": "rates"}], "ro
 
 
 def _results(*rows, stage="rates"):
-    machine = {"device": "an abacus", "torch": "2.11.0", "python": "3.12"}
+    machine = {"device": "an abacus", "torch": "2.11.0", "python": "3.12", "sizes": "full"}
     entry = {"status": "passed", "seconds": 3.5, "rows": list(rows)}
     return {"machine": machine, "stages": {stage: entry}}
 
@@ -41,6 +41,15 @@ def test_results_fill_the_cells(value, cell):
     assert f"| rates | copy | 10 to 20 GB/s | a guess | {cell} |" in page
     assert "| rates | triton | 3.6.0  |" in page
     assert page.count("| copy |") == 1
+
+
+@pytest.mark.parametrize("change", [{"device": "cpu"}, {"sizes": "tiny"}])
+def test_a_rehearsal_is_no_measurement(change):
+    results = _results()
+    results["machine"] |= change
+    page = render(PREDICTED, results)
+    assert "A rehearsal on" in page
+    assert "Measured on" not in page
 
 
 def test_reports_of_the_bench_are_rows_of_the_page():

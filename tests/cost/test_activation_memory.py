@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
+from moefold.comm.row_exchange import RowExchange
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
@@ -18,6 +21,7 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
+from moefold.model.moe.dispatch import registry
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
@@ -27,10 +31,12 @@ from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.torch_experts import GroupedMMExpertOps
+from moefold.parallel import expert_parallel
 from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
+from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
 from tests.slow import slow
 
 MODEL = {
@@ -441,3 +447,33 @@ def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kerne
     expected = formula.expert_tokens * formula.token_bytes + (formula.fc1_outputs() + formula.expert_outputs()).total()
     assert sum(found.values()) == expected + own_probs
     assert formula.applies_probs == (weight_in_expert or kernels == "auto")
+
+
+def _measured_in_symmetric_memory(cfg: Config) -> MeasuredMemory:
+    """Measure with the operators on symmetric memory replaced by their stand-in, whose own tensors are not counted."""
+
+    class Uncounted(StandInOps):
+        def dispatch(self, *tensors: Tensor) -> None:
+            with _disable_current_modes():
+                super().dispatch(*tensors)
+
+        def combine(self, *tensors: Tensor) -> None:
+            with _disable_current_modes():
+                super().combine(*tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
+        patch.setattr(
+            expert_parallel, "open_row_exchange", lambda ep, *sizes: RowExchange(Uncounted(ep.handle), *sizes)
+        )
+        return measured(cfg)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
+    plain = _config("bfloat16", {"layer_pattern": "M"}, world_size=2, ep=2)
+    parallel = replace(plain.parallel, receive_factor=factor, dispatcher="symm_mem")
+    cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
+    check_config(cfg)
+    _assert_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))

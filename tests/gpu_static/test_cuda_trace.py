@@ -96,6 +96,15 @@ def test_flops_of_the_flash_kernel(is_causal, window, keys):
     assert event.flops == 2 * 2 * (2 * 4 * 64 * keys) * 16
 
 
+@pytest.mark.parametrize(("is_causal", "keys"), [(False, 64), (True, 32)])
+def test_flops_of_cudnn_attention(is_causal, keys):
+    with trace_cuda(Trace()) as trace:
+        q, k, v = (on_device(2, 4, 64, 16, dtype=torch.bfloat16) for _ in range(3))
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)
+    (event,) = [event for event in trace.of("op") if event.flops]
+    assert event.flops == 2 * 2 * (2 * 4 * 64 * keys) * 16
+
+
 def test_bytes_sent_exclude_this_rank():
     x = torch.empty(8, 4)
     out = torch.empty(32, 4)

@@ -86,8 +86,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
     assert inductor_unsupported_reason("cpu") == "there is no C++ compiler 'no-such-compiler' (set CXX)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_inductor_computes_the_same(dtype):
     _assert_rotates_like_the_modules(CompiledQKNormRope(), _rope(4, True, False, dtype), dtype)
     inputs = tuple(_leaf(3, 6, dtype=dtype) for _ in range(2))

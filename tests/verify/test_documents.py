@@ -1,17 +1,23 @@
 """Documents packed into one sample are as if each were alone, on one rank and under every axis."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.data import open_dataset
 from moefold.data.sample import Sample
 from moefold.data.sampler import IndexRanges, Split
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.ops.documents import DocumentBounds
+from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 LENGTHS = ((5, 1, 7, 3), (2, 14), (16,))
@@ -105,3 +111,44 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(pool, dp):
     # A share of the sequence gets its share of the weights.
     part = pool.run(dp, _weights, cfg, [0, 5, 6])[0][1]
     assert np.array_equal(part, ranks[0][1][:, [0, 5, 6]])
+
+
+def _loss_of_known_bounds(cfg: Config) -> float:
+    """This rank's loss of a step in which every stage must get the bounds of the micro-batch that it gets."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    starts = batch.columns["document_starts"].chunk(cfg.num_micro_batches)
+    assert batch.document_bounds == tuple(DocumentBounds.of_starts(x) for x in starts)
+    assert any(len(bounds) > 2 for micro_batch in batch.document_bounds for bounds in micro_batch.of_samples)
+    block_args = Transformer._block_args
+
+    def checked_block_args(stage, columns, bounds):
+        assert bounds == DocumentBounds.of_starts(columns["document_starts"])
+        return block_args(stage, columns, bounds)
+
+    with mock.patch.object(Transformer, "_block_args", checked_block_args):
+        return float(model.forward_backward(batch)[0])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 2},
+        {"world_size": 2, "pp": 2},
+        {"world_size": 2, "ep": 2, "overlap_experts": True},
+        {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
+    ],
+    ids=str,
+)
+def test_each_micro_batch_knows_its_bounds(pool, mapping):
+    settings = {
+        "model": {"vocab_size": 8},
+        "data": {"document_end": 2},
+        "train": {"micro_batch_size": 2, "global_batch_size": 16},
+    }
+    (expected,) = pool.run(1, _loss_of_known_bounds, tiny(**settings))
+    found = pool.run(mapping["world_size"], _loss_of_known_bounds, tiny(**settings, **mapping))
+    assert sum(found) == pytest.approx(expected, rel=1e-12)

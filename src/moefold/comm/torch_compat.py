@@ -64,7 +64,7 @@ def operator_name(op: Any) -> str:
 
 
 def operator_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator by the names of its schema."""
+    """Return the arguments of a call of an operator by the names of its schema, without defaults."""
     names = [argument.name for argument in op._schema.arguments]
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 

@@ -17,6 +17,9 @@ GROUPED_TRANSIENT_WIDTHS = 4
 """Inner widths of each routed token in the backward pass of grouped experts: the hidden values, recomputed from the
 saved projections, and the gradients of hidden values, gate and up."""
 
+NUM_SYMMETRIC_BUFFERS = 3
+"""Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers share them."""
+
 
 class ExpertMemory:
     """The routed experts of one MoE layer, for one micro-batch.
@@ -38,6 +41,7 @@ class ExpertMemory:
         self._item_bytes = compute_dtype_bytes(cfg)
         self._high_precision_bytes = max(4, self._item_bytes)
         self._gathers_tokens = dispatcher_of(cfg).gathers_tokens
+        self._has_receive_buffer = dispatcher_of(cfg).has_receive_buffer and p.ep > 1
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
 
     @cached_property
@@ -47,6 +51,9 @@ class ExpertMemory:
         moe = self._cfg.moe
         p = self._cfg.parallel
         routed = self._tokens * model.top_k
+        if self._has_receive_buffer:
+            # Allocated on every rank, however many arrive.
+            return ceil(routed * p.receive_factor)
         balanced = routed * p.etp
         if moe.capacity_factor <= 0:
             return min(round(balanced * self._imbalance), balanced * p.ep)
@@ -165,9 +172,13 @@ class ExpertMemory:
     def dispatch_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the dispatch's send and receive buffers.
 
-        With etp there are two more: the send buffer of its all-gather, and the tokens received over ep.
+        With etp there are two more: the send buffer of its all-gather, and the tokens received over ep. In symmetric
+        memory there are three of the size of the receive buffer, and the received tokens are copied from it.
         """
         p = self._cfg.parallel
+        if self._has_receive_buffer:
+            copies = self.routed_tokens + (1 + NUM_SYMMETRIC_BUFFERS) * self.expert_tokens
+            return BytesByPart({"dispatch buffers": copies * self.token_bytes})
         if self._gathers_tokens:
             return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * self.token_bytes})
         over_etp = (self.expert_tokens + (self.expert_tokens // p.etp if p.ep > 1 else 0)) if p.etp > 1 else 0
@@ -178,6 +189,9 @@ class ExpertMemory:
     def combine_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the combine's send and receive buffers, and of outputs saved without an all-to-all."""
         p = self._cfg.parallel
+        if self._has_receive_buffer:
+            copies = self.routed_tokens + (1 + NUM_SYMMETRIC_BUFFERS) * self.expert_tokens
+            return BytesByPart({"dispatch buffers": copies * self.token_bytes})
         if self._gathers_tokens:
             sums = self._tokens * (p.ep * p.etp + 1) * self.token_bytes
             return self.expert_outputs() + BytesByPart({"dispatch buffers": sums})

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.ops.interface import Permutation
+from moefold.ops.quantization.formats import pack, unpack
 
 
 class PermuteOps(Protocol):
@@ -33,6 +34,14 @@ class PermuteOps(Protocol):
         self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the rows and of the probabilities of `combine`: ([R, H], [T, K])."""
+        ...
+
+    def pack(self, x_RH: Tensor) -> Tensor:
+        """Quantise rows to the FP8 wire format, see `moefold.ops.quantization.formats.pack`."""
+        ...
+
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Dequantise packed rows, [R, width]."""
         ...
 
 
@@ -65,6 +74,14 @@ class TorchPermuteOps:
         grad_TK = values_per_choice(dot_R, permutation)
         probs_R = probs_per_row(probs_TK, permutation)
         return grad_RH.mul_(probs_R.unsqueeze(1)).to(y_RH.dtype), grad_TK
+
+    def pack(self, x_RH: Tensor) -> Tensor:
+        """See `PermuteOps`."""
+        return pack(x_RH)
+
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """See `PermuteOps`."""
+        return unpack(packed, width, dtype)
 
 
 TORCH_PERMUTE_OPS = TorchPermuteOps()

@@ -31,14 +31,17 @@ from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks,
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.param_spec import expert_dp_dim
+from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RoutingDecision
 from moefold.model.transformer import TORCH_DTYPES, MTPBlock, Transformer
 
-# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, so it must find tensors
-# in the router's return value. torch 2.13 searches every dataclass for them, 2.11 only registered ones.
+# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
+# gradients of its inputs are computed, so it must find tensors in what the router returns and what the experts take.
+# torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts would stay gathered.
 register_dataclass(RoutingDecision)
+register_dataclass(ExpertInput)
 
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:

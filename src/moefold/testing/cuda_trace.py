@@ -44,6 +44,8 @@ FREE_OPS = {
     "alias", "lift_fresh", "record_stream", "set_", "resize_", "_reshape_alias",
 }  # fmt: skip
 """Operators that launch nothing, besides views."""
+FUSED_ATTENTION_OPS = ("_flash_attention", "_scaled_dot_product_cudnn_attention")
+"""Operators of fused attention, forward and backward, by the beginning of their names."""
 GATHERING_OPS = {"index_select", "index", "gather", "embedding"}
 """Operators that read as many elements of their first argument as the index selects, at most."""
 
@@ -291,7 +293,8 @@ class _Operators(TorchDispatchMode):
         moved = _bytes(*on_device)
         if name in GATHERING_OPS:
             moved -= max(0, _bytes(inputs[0]) - _bytes(*outputs))
-        cost = _flash_cost(func, args, kwargs or {}) if "_flash_attention" in name else gemm_cost(name, inputs, outputs)
+        is_attention = name.startswith(FUSED_ATTENTION_OPS)
+        cost = _attention_cost(func, args, kwargs or {}) if is_attention else gemm_cost(name, inputs, outputs)
         self.trace.add("op", name, moved_bytes=moved, **cost._asdict())
         return out
 
@@ -338,14 +341,18 @@ def attention_flops(q_pairs: float, qk_dim: int, v_dim: int, *, is_backward: boo
     return 2.0 * q_pairs * (3 * qk_dim + 2 * v_dim if is_backward else qk_dim + v_dim)
 
 
-def _flash_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GemmCost:
-    """Return the cost of torch's flash operators: [B, S, heads, D], or [all tokens, heads, D] of many sequences."""
+def _attention_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GemmCost:
+    """Return the cost of torch's fused attention.
+
+    The flash operators take [B, S, heads, D], or [all tokens, heads, D] of many sequences; cuDNN's [B, heads, S, D].
+    """
     given = operator_arguments(func, args, kwargs)
     q, k, v = given["query"], given["key"], given["value"]
-    queries, keys = (given["max_q"], given["max_k"]) if q.dim() == 3 else (q.shape[1], k.shape[1])
+    sequence_dim = 1 if "flash" in operator_name(func) else 2
+    queries, keys = (given["max_q"], given["max_k"]) if q.dim() == 3 else (q.shape[sequence_dim], k.shape[sequence_dim])
     left = given.get("window_size_left")
     window = 0 if left is None or left < 0 else left + 1
-    is_masked = bool(given["is_causal"]) or window > 0
+    is_masked = bool(given.get("is_causal")) or window > 0
     mean_keys = keys_per_token(window, keys, causal=True) if is_masked else keys
     pairs = q.numel() / q.shape[-1] * min(mean_keys, keys)
     flops = attention_flops(pairs, q.shape[-1], v.shape[-1], is_backward="grad_out" in given)

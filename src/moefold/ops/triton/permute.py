@@ -8,6 +8,7 @@ from torch import Tensor
 from moefold.ops.interface import Permutation, unit_stride
 from moefold.ops.permute import TORCH_PERMUTE_OPS
 from moefold.ops.triton.grouped_gemm import combine_rows
+from moefold.ops.triton.wire_format import pack_rows, unpack_rows
 
 
 @triton.jit
@@ -74,3 +75,11 @@ class TritonPermuteOps:
             HAS_PADDING=non_padding_R is not None, BLOCK_R=block_r, BLOCK_N=block_n,
         )  # fmt: skip
         return grad_RH, grad_TK
+
+    def pack(self, x_RH: Tensor) -> Tensor:
+        """See `PermuteOps`."""
+        return pack_rows(x_RH)
+
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """See `PermuteOps`."""
+        return unpack_rows(packed, width, dtype)

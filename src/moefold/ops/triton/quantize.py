@@ -29,7 +29,7 @@ class QuantizedTensor:
 
 
 @triton.jit
-def _scale_of(amax, zero, max_value, min_amax):
+def scale_of(amax, zero, max_value, min_amax):
     """Return the scale of blocks: their amax becomes the largest value of the format.
 
     `zero` is the sum of 0 times the values: NaN in blocks with an infinity or a NaN, which the amax may ignore.
@@ -38,7 +38,7 @@ def _scale_of(amax, zero, max_value, min_amax):
 
 
 @triton.jit
-def _round_to_e4m3(value, scale, max_value):
+def round_to_e4m3(value, scale, max_value):
     """Divide by the scale and round to the nearest e4m3 value, ties to even, but stay in float32: the cast is exact.
 
     Adding 1.5 * 2**20 times the power of two below the value puts the last bit of the sum at the third mantissa bit;
@@ -65,8 +65,8 @@ def _quantize_rows_kernel(
     value = tl.load(
         x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
     ).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(value), 1), tl.sum(value * 0.0, 1), max_value, min_amax)
-    value = _round_to_e4m3(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)), max_value)
+    scale = scale_of(tl.max(tl.abs(value), 1), tl.sum(value * 0.0, 1), max_value, min_amax)
+    value = round_to_e4m3(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)), max_value)
     cell = row.to(tl.int64)[:, None] * padded_width + column[None, :]
     tl.store(values + cell, value.to(values.dtype.element_ty), mask=is_row[:, None])
     tl.store(scales + tl.program_id(1).to(tl.int64) * num_rows + row, scale, mask=is_row)
@@ -94,8 +94,8 @@ def _quantize_columns_kernel(
         value = tl.load(
             x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
         ).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(value), 0), tl.sum(value * 0.0, 0), max_value, min_amax)
-        rounded = _round_to_e4m3(value, tl.broadcast_to(scale[None, :], (BLOCK, BLOCK)), max_value)
+        scale = scale_of(tl.max(tl.abs(value), 0), tl.sum(value * 0.0, 0), max_value, min_amax)
+        rounded = round_to_e4m3(value, tl.broadcast_to(scale[None, :], (BLOCK, BLOCK)), max_value)
         to_row = block * BLOCK + tl.arange(0, BLOCK)
         cell = column.to(tl.int64)[None, :] * padded_rows + to_row[:, None]
         tl.store(values + cell, rounded.to(values.dtype.element_ty), mask=is_column[None, :])
@@ -127,8 +127,8 @@ def _quantize_weights_kernel(
         other=0.0,
     ).to(tl.float32)
     amax = tl.max(tl.max(tl.abs(value), 1), 0)
-    scale = _scale_of(amax, tl.sum(tl.sum(value * 0.0, 1), 0), max_value, min_amax)
-    value = _round_to_e4m3(value, tl.zeros_like(value) + scale, max_value)
+    scale = scale_of(amax, tl.sum(tl.sum(value * 0.0, 1), 0), max_value, min_amax)
+    value = round_to_e4m3(value, tl.zeros_like(value) + scale, max_value)
     cell = (expert * width + n)[None, :] * padded_depth + k[:, None]
     tl.store(values + cell, value.to(values.dtype.element_ty), mask=is_n[None, :])
     tl.store(scales + (expert * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0), scale)

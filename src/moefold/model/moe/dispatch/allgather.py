@@ -92,7 +92,8 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         self, rows: Tensor, metadata: AllGatherMetadata, compute: Callable[[], Tensor] | None = None
     ) -> Resumable[tuple[Tensor, Tensor | None]]:
         """Gather the tokens of all ranks, yielding during the all-gather."""
-        async_result = async_all_gather(rows, self._experts, fp8_wire_format(rows) if self._fp8_dispatch else IDENTITY)
+        wire_format = fp8_wire_format(rows, self.permute_ops) if self._fp8_dispatch else IDENTITY
+        async_result = async_all_gather(rows, self._experts, wire_format)
         computed = None if compute is None else compute()
         return (yield from async_result.wait_resumable()), computed
 

@@ -148,7 +148,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         async_result = async_all_to_all(rows, self._ep, metadata.input_splits, metadata.output_splits, wire_format)
         computed = None if compute is None else compute()
         received = yield from async_result.wait_resumable()
-        wire_format = fp8_wire_format(received) if self._fp8_dispatch else IDENTITY
+        wire_format = fp8_wire_format(received, self.permute_ops) if self._fp8_dispatch else IDENTITY
         gathered = yield from async_all_gather_uneven(
             received, self._etp, metadata.etp_splits, wire_format
         ).wait_resumable()

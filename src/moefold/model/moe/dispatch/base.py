@@ -11,7 +11,6 @@ from moefold.comm.async_collectives import WireFormat
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 from moefold.ops.interface import ExpertOps, LazyCounts, Permutation, PermuteMap
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
-from moefold.ops.quantization.formats import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -273,17 +272,17 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return self.combine_postprocess(run_to_end(self.combine_async(rows, metadata)), metadata)
 
 
-def fp8_wire_format(rows: Tensor) -> WireFormat:
+def fp8_wire_format(rows: Tensor, ops: PermuteOps) -> WireFormat:
     """Return the FP8 wire format of tokens; tokens quantised before change by at most the last bit."""
     width = rows.shape[1]
     dtype = rows.dtype
-    return WireFormat(pack, lambda packed: unpack(packed, width, dtype))
+    return WireFormat(ops.pack, lambda packed: ops.unpack(packed, width, dtype))
 
 
 def fp8_permuted_wire_format(x_TH: Tensor, permutation: Permutation, ops: PermuteOps) -> WireFormat:
     """Return the FP8 wire format that permutes after quantising: one row for each chosen expert of a token."""
     return WireFormat(
-        lambda x: ops.permute(pack(x), permutation),
-        fp8_wire_format(x_TH).unpack,
+        lambda x: ops.permute(ops.pack(x), permutation),
+        fp8_wire_format(x_TH, ops).unpack,
         lambda grad_RH: ops.combine(grad_RH, permutation, None),
     )
