@@ -94,10 +94,12 @@ def trace_layer(
         # Values on the meta device pass no self-test.
         with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
             kernels = select_kernels(cfg, CUDA)
-        if cfg.train.precision != "dtype":
-            apply_kernels(stage, kernels)
-        stage.train()
         block: Any = stage.layers["0"]
+        if cfg.moe.dispatch_precision != "dtype":
+            block.ffn.dispatcher = expert_parallel.build_dispatcher(cfg.parallel.dispatcher, cfg, groups)
+        # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
+        apply_kernels(stage, kernels)
+        stage.train()
         sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
         shape = (tokens, 1, cfg.model.hidden_size)
         with kernels.weight_cache.step():
