@@ -119,3 +119,19 @@ def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):
     assert predicted - known == set()
     assert len(predicted) == len(STORED["rows"])
     assert all(row["low"] <= row["high"] for row in STORED["rows"])
+
+
+def test_predicted_layers_agree_with_the_estimate_of_the_kernels():
+    """The tables of benchmarks/gpu_roofline.py in docs/kernels.md, for the same layers."""
+    estimates = {}
+    for line in (PAGE.parent / "kernels.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[3].endswith("%"):
+            preset, _, tokens = cells[0].partition(", ")
+            estimates[f"{preset} {tokens.replace(',', '')} balanced, moefold"] = (float(cells[2]), cells[3])
+    rows = [row for row in STORED["rows"] if row["stage"] == "layer" and row["unit"] == "ms"]
+    assert len(rows) == len(gpu_stages.LAYERS)
+    for row in rows:
+        estimate_ms, share = estimates[row["name"]]
+        assert row["low"] <= estimate_ms <= row["high"], row["name"]
+        assert f"{share.replace('%', ' %')} by benchmarks/gpu_roofline.py" in row["derivation"]

@@ -116,3 +116,10 @@ def test_the_file_is_read_back_as_the_same_device(tmp_path):
     assert read.links[0].latency_s == pytest.approx(found.links[0].latency_s, rel=1e-5)
     assert read.peak_flops == pytest.approx(found.peak_flops, rel=1e-5)
     assert read.half_depth == pytest.approx(found.half_depth, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "größe"])
+def test_every_name_of_a_file_can_be_read_back(tmp_path, name):
+    path = tmp_path / "device.toml"
+    path.write_text(device_toml(replace(load_device("cpu"), name=name), []), encoding="utf-8")
+    assert load_device(str(path)).name == name

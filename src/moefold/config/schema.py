@@ -284,8 +284,8 @@ class TrainConfig:
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
     loss_chunk: int = 0
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
-    micro-batch, without recomputation. -1: as many as give 2**24 logits, at least 256; without recomputation if that is
-    all tokens."""
+    micro-batch, without recomputation. -1: as many as give 2**24 logits on a CPU and 2**28 on a GPU, at least 256;
+    without recomputation if that is all tokens."""
     mtp_loss: float = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     eval_every: int = 0
