@@ -76,6 +76,17 @@ def test_layers_share_one_compilation():
     assert len(graphs) == 2
 
 
+def test_models_of_one_process_do_not_share_the_limit_of_shapes():
+    # Two more than torch.compile takes of one function.
+    for rows in range(1, 11):
+        g, u = torch.randn(2, rows, 4)
+        kernel = CompiledSwiGLU(
+            lambda function: torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+        )
+        torch.testing.assert_close(kernel.swiglu(g, u), F.silu(g) * u)
+        assert kernel.swiglu_backward(u, g, u)[0].shape == (rows, 4)
+
+
 def _angles() -> tuple[Tensor, Tensor]:
     rope = _rope(8, False, False, torch.float64)
     return rope.cos, rope.sin

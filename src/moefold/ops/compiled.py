@@ -2,12 +2,13 @@
 
 Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
 overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static;
-each combination of shapes and of gradients compiles once.
+each combination of shapes and of gradients compiles once a model.
 """
 
 import os
 import shutil
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors with Inductor at its first call; a graph break is an error."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
     return compiled
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function: torch.compile takes no more than 8 shapes of one code object, whichever model calls it."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def inductor_unsupported_reason(device_type: str) -> str:
@@ -44,7 +51,7 @@ class CompiledQKNormRope:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._compiled = compiler(_norm_and_rotate)
+        self._compiled = compiler(_with_own_code(_norm_and_rotate))
 
     def __call__(
         self,
@@ -98,8 +105,8 @@ class CompiledSwiGLU:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._forward = compiler(_swiglu)
-        self._backward = compiler(_swiglu_backward)
+        self._forward = compiler(_with_own_code(_swiglu))
+        self._backward = compiler(_with_own_code(_swiglu_backward))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
         """See `SwiGLUKernel`."""

@@ -120,6 +120,13 @@ def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
+def reshard_parameters(stages: Sequence[nn.Module]) -> None:
+    """Free what passes without gradients gathered, or the next pass would not see a change of the weights; local."""
+    for stage in stages:
+        for module in _fsdp_modules(stage):
+            module.reshard()
+
+
 def master_weight_dtype(cfg: Config) -> torch.dtype:
     """Return the type of master weights, gradients and moments: float32, or float64 if the run computes in float64."""
     return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]

@@ -19,7 +19,7 @@ from moefold.optim.adamw import named_moments, set_learning_rate
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.registry import make_optimizer
 from moefold.parallel.batch import Batch
-from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
+from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
@@ -296,6 +296,7 @@ class TrainingStep:
                 if any(raised):
                     break
                 losses.append(self._sum_terms(self.model.runner.evaluate(batch)))
+        reshard_parameters(self.model.stages)
         self.model.train(True)
         if any(raised):
             return None, raised

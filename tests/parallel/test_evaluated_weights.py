@@ -1,0 +1,46 @@
+"""A change of the weights after an evaluation, as by a callback, is seen by the next pass: nothing stays gathered."""
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from tests.verify.recipes import tiny
+
+
+def _losses(cfg: Config, evaluates_first: bool):
+    """The losses of an evaluation and of a step after a change of the weights."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    if evaluates_first:
+        training.evaluate([batch])
+    for parameter in training.parameters.values():
+        local_tensor(parameter.data).mul_(1.5)
+    return training.evaluate([batch]), training.run(batch, 1).loss
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 1},
+        {"zero": 0},
+        {"zero": 1, "ep": 2},
+        {"zero": 3},
+        {"zero": 1, "ep": 2, "overlap_experts": True},
+        {"world_size": 4, "pp": 2, "zero": 2},
+    ],
+    ids=str,
+)
+def test_a_change_after_an_evaluation_is_seen(pool, mapping):
+    cfg = tiny(**{"world_size": 2} | mapping)
+    changed, expected = (pool.run(cfg.parallel.world_size, _losses, cfg, first) for first in (True, False))
+    assert changed == expected
