@@ -6,7 +6,6 @@ but for the order of its sums. Rounding is to nearest; there is no stochastic ro
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moefold.ops.grouped_experts import GroupedExpertOps, gemm_per_expert, weight_gradient_per_expert
