@@ -42,6 +42,7 @@ CASES = (
     *({"preset": "qwen3-30b-a3b", "tokens": 4097} | variant for variant in VARIANTS[:2]),
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"capacity_factor": 1.0}},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": PADDED, "parallel": EP8, "train": FP8},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"dispatch_precision": "fp8-blockwise"}, "parallel": EP8},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "run": {"dtype": "float32", "kernels": "triton"}},
 )
 """Models of one layer, with embedding, head and loss."""

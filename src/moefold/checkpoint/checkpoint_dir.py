@@ -299,7 +299,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
-    if not all(type(degree) in (int, str, bool) for degree in meta.parallel.values()):
+    if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
     numbers |= {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}

@@ -1,21 +1,57 @@
 """Traces of one MoE layer, of its block or of a model of one block, forward and backward, under any mapping."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from moefold.comm.groups import fake_rank
+from moefold.comm.groups import Group, fake_rank
+from moefold.comm.row_exchange import RowExchange
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.parallel import select_ops
+from moefold.model.moe.dispatch import registry
+from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
 
 LayerPart = Literal["layer", "block", "model"]
+
+
+class _MetaSymmetricMemory:
+    """`comm.row_exchange.SymmetricMemoryOps` that only records what is sent."""
+
+    def __init__(self, ep: Group, trace: Trace) -> None:
+        self._others = (ep.size - 1) / ep.size
+        self._trace = trace
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype, device=CUDA)
+
+    def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
+        self._trace.add("collective", "all_to_all_vdev_2d", moved_bytes=rows.nbytes * self._others)
+
+    def combine(self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor) -> None:
+        self._trace.add("collective", "all_to_all_vdev_2d_offset", moved_bytes=out.nbytes * self._others)
+
+
+@contextmanager
+def _symmetric_memory(trace: Trace) -> Iterator[None]:
+    """Replace NVSHMEM, which no meta tensor has."""
+
+    def open_exchange(ep: Group, *sizes: int) -> RowExchange:
+        return RowExchange(_MetaSymmetricMemory(ep, trace), *sizes)
+
+    with (
+        mock.patch.object(registry, "_unsupported_device_reason", return_value=""),
+        mock.patch.object(expert_parallel, "open_row_exchange", open_exchange),
+    ):
+        yield
 
 
 def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config:
@@ -53,14 +89,17 @@ def trace_layer(
     trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates)
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
-        (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
+        with _symmetric_memory(trace):
+            (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
         # Values on the meta device pass no self-test.
         with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
             kernels = select_kernels(cfg, CUDA)
-        if cfg.train.precision != "dtype":
-            apply_kernels(stage, kernels)
-        stage.train()
         block: Any = stage.layers["0"]
+        if cfg.moe.dispatch_precision != "dtype":
+            block.ffn.dispatcher = expert_parallel.build_dispatcher(cfg.parallel.dispatcher, cfg, groups)
+        # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
+        apply_kernels(stage, kernels)
+        stage.train()
         sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
         shape = (tokens, 1, cfg.model.hidden_size)
         with kernels.weight_cache.step():

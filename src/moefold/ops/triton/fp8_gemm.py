@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
-from moefold.ops.interface import GatheredRows, PermuteMap, unit_stride
+from moefold.ops.interface import GatheredRows, unit_stride
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile
@@ -186,17 +186,6 @@ class Fp8ExpertOps(TritonExpertOps):
         y_RN = rows.values.new_empty(rows.num_rows, w_EKN.shape[2])
         scaled_grouped_gemm(x, self.quantized_weights(w_EKN), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
-
-    def grouped_gemm_combine(
-        self,
-        rows: GatheredRows,
-        w_EKN: Tensor,
-        offsets_E: Tensor,
-        permute_map: PermuteMap,
-        second: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """See base class."""
-        return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class; the gate and up projections share the quantised rows."""
