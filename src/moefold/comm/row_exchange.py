@@ -53,8 +53,9 @@ class SymmetricMemoryOps(Protocol):
 class RowExchange:
     """Buffers in symmetric memory and the exchanges through them, on one stream.
 
-    An exchange reads the send buffers of its peers, and starts with a barrier. A peer may therefore still read a send
-    buffer after this rank's exchange has ended, until the next exchange begins: two send buffers alternate.
+    Each rank of an exchange writes the sizes of its segments to its peers, waits for a barrier, and reads the rows from
+    the send buffers of its peers. Until the barrier of the next exchange, a peer may therefore still read a send buffer
+    of this exchange, and may already write the sizes of the next one: two of both buffers alternate.
 
     Args:
         ops: operations on symmetric memory over the ranks of ep.
@@ -71,7 +72,7 @@ class RowExchange:
         self._send = [ops.empty(num_bytes, torch.uint8) for _ in range(2)]
         self._receive = ops.empty(num_bytes, torch.uint8)
         self._splits = [ops.empty(2 * num_experts, torch.int64) for _ in range(2)]
-        self._out_splits = ops.empty(2 * num_experts, torch.int64)
+        self._out_splits = [ops.empty(2 * num_experts, torch.int64) for _ in range(2)]
         self._turn = 0
 
     def dispatch(self, rows_NW: Tensor, splits_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ class RowExchange:
         """
         sent, splits = self._fill_send_buffers(rows_NW, splits_E)
         received = _rows_view(self._receive, self.capacity, rows_NW)
-        segments = self._out_splits.view(2, -1)
+        segments = self._out_splits[self._turn].view(2, -1)
         self._ops.dispatch(sent, received, splits, segments)
         return received.clone(), segments.clone()
 
@@ -105,7 +106,7 @@ class RowExchange:
         """
         sent, splits = self._fill_send_buffers(rows_CW, segments)
         returned = _rows_view(self._receive, num_rows, rows_CW)
-        received = self._out_splits.view(2, -1)
+        received = self._out_splits[self._turn].view(2, -1)
         self._ops.combine(sent, returned, splits, received)
         rows_NW = returned.clone()
         rows_NW[:1].masked_fill_(received[0].sum() == 0, 0.0)

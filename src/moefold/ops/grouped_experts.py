@@ -3,7 +3,7 @@
 `GroupedExpertOps` computes them in PyTorch operations, expert by expert; kernels override them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -129,20 +129,15 @@ class GroupedExpertOps:
         Args:
             rows: [R, K].
             w_EKN: any strides.
-            offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is R.
+            offsets_E: end offset of each expert's rows, int32 [E] on the device; rows after the last are undefined.
             second: another pair of sorted rows and matrices, whose product is added.
         """
-        counts = counts_from_offsets(offsets_E)
-        y = torch.cat([x @ w for x, w in zip(rows.materialized.split(counts), w_EKN, strict=True)])
-        if second is None:
-            return y
-        return y.add_(torch.cat([x @ w for x, w in zip(second[0].split(counts), second[1], strict=True)]))
+        y_RN = gemm_per_expert(torch.matmul, rows, w_EKN, offsets_E)
+        return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
-        counts = counts_from_offsets(offsets_E)
-        pairs = zip(rows.materialized.split(counts), grad.materialized.split(counts), strict=True)
-        return torch.stack([x.t() @ g for x, g in pairs])
+        return weight_gradient_per_expert(torch.matmul, rows, grad, offsets_E)
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
         """Compute the activation times the probabilities of the rows, [R, F]; overwrites nothing."""
@@ -164,10 +159,26 @@ class GroupedExpertOps:
         return sum_rows_per_token(rows_RH, permute_map.row_TK, permute_map.kept_TK)
 
 
-def counts_from_offsets(offsets_E: Tensor) -> list[int]:
-    """Return the rows of each expert; synchronises with the device."""
-    stops = offsets_E.tolist()
-    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+def gemm_per_expert(
+    gemm: Callable[[Tensor, Tensor], Tensor], rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """Compute gemm(rows, matrix) of each expert, [R, N], 0 after the last row; synchronises with the device."""
+    *parts, rest = _split_by_expert(rows, offsets_E)
+    products = [gemm(x, w) for x, w in zip(parts, w_EKN, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), w_EKN.shape[2])])
+
+
+def weight_gradient_per_expert(
+    gemm: Callable[[Tensor, Tensor], Tensor], rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor
+) -> Tensor:
+    """Compute gemm(rows.T, grad) of each expert, [E, K, N]; synchronises with the device."""
+    pairs = zip(_split_by_expert(rows, offsets_E)[:-1], _split_by_expert(grad, offsets_E)[:-1], strict=True)
+    return torch.stack([gemm(x.t(), g) for x, g in pairs])
+
+
+def _split_by_expert(rows: GatheredRows, offsets_E: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each expert, and then those after the last one's."""
+    return rows.materialized.tensor_split(offsets_E.tolist())
 
 
 def _offsets(tokens_per_expert: Sequence[int], device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from moefold.ops.triton.permute import TritonPermuteOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, K, E = 13, 3, 5
-KINDS = ["all", "dropped", "truncated", "none", "padded"]
+KINDS = ["all", "dropped", "truncated", "trailing", "none", "padded"]
 
 
 def _permutation(kind):
@@ -17,17 +17,25 @@ def _permutation(kind):
     ids = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])
     kept = torch.rand(T, K, generator=generator) < 0.6
     ids, kept = ids.to(DEVICE), kept.to(DEVICE)
-    if kind == "truncated":
-        return truncate_permutation(plan_permutation(ids, E, kept, num_rows=T * K), int(kept.sum()))
+    if kind in ("truncated", "trailing"):
+        permutation = plan_permutation(ids, E, kept, num_rows=T * K)
+        return permutation if kind == "trailing" else truncate_permutation(permutation, int(kept.sum()))
     kept = {"all": None, "none": torch.zeros_like(kept)}.get(kind, kept)
     return plan_permutation(ids, E, kept, T if kind == "padded" else None)
 
 
-def _journey(x, probs, scale, permutation, grad, ops):
-    """Sum of the scaled rows of each token and its gradients; padding rows are NaN where they must not be read."""
-    rows = permute(x, permutation, ops) * scale[: len(permutation.token_R)]
+def _is_defined(permutation):
+    """Which rows have a kept token."""
     if permutation.non_padding_R is not None:
-        rows = torch.where(permutation.non_padding_R.unsqueeze(1), rows, torch.nan)
+        return permutation.non_padding_R
+    num_kept = len(permutation.token_R) if permutation.kept_TK is None else int(permutation.kept_TK.sum())
+    return torch.arange(len(permutation.token_R), device=DEVICE) < num_kept
+
+
+def _journey(x, probs, scale, permutation, grad, ops):
+    """Sum of the scaled rows of each token and its gradients; rows without a kept token are NaN: not to be read."""
+    rows = permute(x, permutation, ops) * scale[: len(permutation.token_R)]
+    rows = torch.where(_is_defined(permutation).unsqueeze(1), rows, torch.nan)
     out = unpermute(rows, permutation, probs, ops)
     inputs = (x, scale) if probs is None else (x, scale, probs)
     return out, *torch.autograd.grad(out, inputs, grad)
@@ -48,8 +56,7 @@ def test_kernels_equal_torch_in_float64(dtype, tolerance, kind, width, is_weight
         leaves = [wide(tensor.detach().clone()).requires_grad_() for tensor in (x, probs, scale)]
         weights = leaves[1] if is_weighted else None
         found.append(_journey(leaves[0], weights, leaves[2], permutation, wide(grad), ops))
-    if permutation.non_padding_R is not None:
-        assert not any(tensor.isnan().any() for tensor in found[0])
+    assert not any(tensor.isnan().any() for tensor in found[0])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=4 * tolerance)
 

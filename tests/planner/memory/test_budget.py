@@ -200,9 +200,10 @@ def test_quantized_weights_are_counted_where_micro_batches_share_them(parallel, 
     )
     check_config(fp8)
     check_formula(fp8)
-    extra = compute_rank_memory(fp8)[0].total - compute_rank_memory(plain)[0].total
+    quantized, unquantized = (compute_rank_memory(config)[0].states for config in (fp8, plain))
     is_counted = micro_batches > 1 and parallel.get("zero", 1) < 3
-    assert (extra > 0) == is_counted
+    assert (quantized.gathered > unquantized.gathered) == is_counted
+    assert replace(quantized, gathered=unquantized.gathered) == unquantized
     on_cpu = [compute_rank_memory(config, kernels=CPU_KERNELS)[0].states for config in (fp8, plain)]
     assert on_cpu[0] == on_cpu[1]
 

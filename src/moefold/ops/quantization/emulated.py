@@ -6,10 +6,9 @@ but for the order of its sums. Rounding is to nearest; there is no stochastic ro
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from moefold.ops.grouped_experts import GroupedExpertOps, counts_from_offsets
+from moefold.ops.grouped_experts import GroupedExpertOps, gemm_per_expert, weight_gradient_per_expert
 from moefold.ops.interface import GatheredRows
 from moefold.ops.quantization.formats import QuantFormat, fake_quantize
 
@@ -57,14 +56,18 @@ class EmulatedExpertOps(GroupedExpertOps):
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """See base class."""
-        counts = counts_from_offsets(offsets_E)
         weight_rows = self._linear.quant_format.weight_block_rows
-        parts = zip(rows.materialized.split(counts), w_EKN, strict=True)
-        y_RN = torch.cat([self._linear.quantized_matmul(x, w.t(), weight_rows) for x, w in parts])
+
+        def gemm(x_MK: Tensor, w_KN: Tensor) -> Tensor:
+            return self._linear.quantized_matmul(x_MK, w_KN.t(), weight_rows)
+
+        y_RN = gemm_per_expert(gemm, rows, w_EKN, offsets_E)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
-        counts = counts_from_offsets(offsets_E)
-        pairs = zip(rows.materialized.split(counts), grad.materialized.split(counts), strict=True)
-        return torch.stack([self._linear.quantized_matmul(x.t(), g.t(), 1) for x, g in pairs])
+
+        def gemm(x_KM: Tensor, grad_MN: Tensor) -> Tensor:
+            return self._linear.quantized_matmul(x_KM, grad_MN.t(), 1)
+
+        return weight_gradient_per_expert(gemm, rows, grad, offsets_E)

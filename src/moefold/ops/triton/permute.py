@@ -61,9 +61,7 @@ class TritonPermuteOps:
         y = unit_stride(y_RH)
         num_rows, width = y.shape
         grad_RH = torch.empty((num_rows, width), dtype=y.dtype, device=y.device)
-        # A dropped token has no row that would write its gradient.
-        allocate = torch.empty if permutation.kept_TK is None else torch.zeros
-        grad_TK = allocate(probs_TK.shape, dtype=probs_TK.dtype, device=probs_TK.device)
+        grad_TK = torch.empty(probs_TK.shape, dtype=probs_TK.dtype, device=probs_TK.device)
         if num_rows == 0 or width == 0:
             return grad_RH, grad_TK.zero_()
         block_r, block_n = (4, 512) if y.is_cuda else (4, 32)
@@ -74,7 +72,8 @@ class TritonPermuteOps:
             probs_TK.contiguous(), grad_RH, grad_TK, num_rows, width, grad.stride(0), y.stride(0),
             HAS_PADDING=non_padding_R is not None, BLOCK_R=block_r, BLOCK_N=block_n,
         )  # fmt: skip
-        return grad_RH, grad_TK
+        # A dropped token has no row that would write its gradient, or one after the last expert's, which is undefined.
+        return grad_RH, grad_TK if permutation.kept_TK is None else grad_TK.masked_fill_(~permutation.kept_TK, 0.0)
 
     def pack(self, x_RH: Tensor) -> Tensor:
         """See `PermuteOps`."""

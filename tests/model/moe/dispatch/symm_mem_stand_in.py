@@ -3,6 +3,10 @@
 It knows nothing of the dispatcher. What it writes follows the description of `all_to_all_vdev_2d` in torch: the source
 is rank-major, the destination expert-major, and the offsets of the received segments are written beside their sizes.
 Everything else in a destination is NaN, so that a row that was not received is noticed when it is read.
+
+On GPUs, peers write the sizes and offsets of their segments before the barrier of an exchange, and read rows after it.
+So a peer may still read the rows of one exchange, and write the sizes of the next one, while this rank is between both:
+neither buffer may serve two exchanges in succession.
 """
 
 from itertools import accumulate
@@ -19,6 +23,7 @@ class StandInOps:
         self._group = group
         self._size = dist.get_world_size(group)
         self._symmetric: list[int] = []
+        self._last_accessed_by_peers: set[int] = set()
         self.calls: list[str] = []
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -78,6 +83,10 @@ class StandInOps:
             assert tensor.storage_offset() == 0
             assert tensor.is_contiguous()
         assert tensors[2].dtype == tensors[3].dtype == torch.int64
+        rows, _, _, out_splits_offsets = tensors
+        accessed = {tensor.untyped_storage().data_ptr() for tensor in (rows, out_splits_offsets)}
+        assert not accessed & self._last_accessed_by_peers, "peers may still access a buffer of the last exchange"
+        self._last_accessed_by_peers = accessed
 
 
 def _with_offsets(sizes: Tensor) -> Tensor:
