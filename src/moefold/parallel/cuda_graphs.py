@@ -21,6 +21,7 @@ from moefold.model.attention import SelfAttention
 from moefold.model.local_param import local_param
 from moefold.model.module_wrapper import Function, wrap_method
 from moefold.model.transformer import Transformer
+from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import Rope
 
 NUM_WARMUP_RUNS = 2
@@ -103,12 +104,12 @@ class GraphedModule:
         self._idle: list[_MicroBatchGraphs] = []
         self._is_capturing = False
 
-    def __call__(self, x: Tensor, rope: Rope, document_starts: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute attention, as `SelfAttention.forward`."""
         if self._is_capturing or not torch.is_grad_enabled():
-            y: Tensor = self._forward(x, rope, document_starts)
+            y: Tensor = self._forward(x, rope, documents)
             return y
-        assert document_starts is None, "validate_cuda_graphs refuses documents"
+        assert documents is None, "validate_cuda_graphs refuses documents"
         assert self._rope is None or self._rope is rope, "the positions of a rank do not change"
         self._rope = rope
         weights = [local_param(parameter) for parameter in self._module.parameters()]
