@@ -64,6 +64,7 @@ CASES = [
     ("model.rope_high_freq_factor=2", [], ["model.rope_scaling=llama3"]),
     ("moe.drop_policy=position", [], ["moe.capacity_factor=1.0"]),
     ("moe.drop_scope=sub_sequence", [], ["moe.capacity_factor=1.0"]),
+    ("parallel.receive_factor=3.0", [], ["parallel.dispatcher=symm_mem", "parallel.ep=2", "parallel.world_size=2"]),
     ("moe.llep_threshold=1.5", [], ["parallel.dispatcher=leastloaded"]),
     ("moe.llep_capacity=1.2", [], ["parallel.dispatcher=leastloaded"]),
     ("moe.llep_min_tokens=16", ["parallel.dispatcher=allgather"], ["parallel.dispatcher=leastloaded"]),

@@ -23,7 +23,7 @@ from moefold.validate.memory import OFFLOAD_PARTS
 from tests.planner.recipes import RECIPES, on_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
-DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep")
+DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem")
 UNCOUNTED = {"recompute": ("norms",), "offload": (), "moments": "none"}
 FREE = {"zero": 2, **UNCOUNTED}
 """What the tuples of brute force have in common, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
