@@ -18,6 +18,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 LAYERS = 4
@@ -97,6 +98,7 @@ MAPPINGS = {
     "zero 3, prediction of more tokens": ({"world_size": 2, "zero": 3}, {"model": {"mtp_layers": 1}}),
     "zero 3, recomputed": ({"world_size": 2, "zero": 3}, {"train": {"recompute": ("layer",)}}),
 }
+FAST = ("zero 1", "zero 3, experts", "zero 3, pipeline", "zero 3, recomputed")
 
 
 def _recipe(name: str) -> Config:
@@ -105,7 +107,7 @@ def _recipe(name: str) -> Config:
     return replace(cfg, run=replace(cfg.run, dtype=other.get("dtype", "float64")))
 
 
-@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in MAPPINGS if name not in FAST)])
 def test_a_step_has_the_same_bits_and_at_most_one_block_more(pool, name):
     cfg = _recipe(name)
     world_size = cfg.parallel.world_size

@@ -14,6 +14,7 @@ from moefold.ops.quantization.formats import QUANT_FORMATS, fake_quantize
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel import select_ops
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.slow import slow
 from tests.verify.feature_cases import LOAN
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.same_bits import assert_equal_bits
@@ -105,13 +106,14 @@ CASES = {
     "one rank": CacheCase({"world_size": 1}, SHARED),
     "overlap": CacheCase({"ep": 2, "zero": 1, "overlap_experts": True}, SHARED),
 }
+FAST = ("zero 1", "zero 2, recomputation", "zero 3", "overlap")
 
 
 def _records(runs: list[tuple[DistributedRecord, int]], others: list[tuple[DistributedRecord, int]]):
     return zip((record for record, _ in runs), (record for record, _ in others), strict=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in CASES if name not in FAST)])
 def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(pool, name):
     """Compare gradients, two updates and an evaluation with the run without a cache."""
     cfg = CASES[name].config()

@@ -364,21 +364,21 @@ def _memory_strategies() -> list[Case]:
 
 
 CASES = [
-    *cases("documents", DOCUMENTS_MAPPED[:5], [*DOCUMENTS_MAPPED[5:], *DOCUMENTS_FOLDED]),
+    *cases("documents", DOCUMENTS_MAPPED[:3], [*DOCUMENTS_MAPPED[3:], *DOCUMENTS_FOLDED]),
     *cases("documents of model kinds", DOCUMENT_KINDS[::4], [DOCUMENT_KINDS[i] for i in (1, 2, 3, 5, 6, 7)]),
-    *cases("gpt-oss", GPT_OSS_AXES[:5], [*GPT_OSS_AXES[5:], *GPT_OSS_FOLDED]),
+    *cases("gpt-oss", GPT_OSS_AXES[:3], [*GPT_OSS_AXES[3:], *GPT_OSS_FOLDED]),
     *cases("gpt-oss with documents", GPT_OSS_DOCUMENTS[:2], GPT_OSS_DOCUMENTS[2:]),
     *cases("gpt-oss with least-loaded dispatch", GPT_OSS_LOANS[:1], GPT_OSS_LOANS[1:]),
     *cases("gpt-oss with dropping", GPT_OSS_DROPS),
-    *cases("deepseek-v3", _with(V3, LATENT_AXES[:5]), _with(V3, (*LATENT_AXES[5:], *LATENT_FOLDED))),
+    *cases("deepseek-v3", _with(V3, LATENT_AXES[:3]), _with(V3, (*LATENT_AXES[3:], *LATENT_FOLDED))),
     *cases("deepseek-v2", _with(V2, LATENT_AXES[:1]), _with(V2, (*LATENT_AXES[1:], *LATENT_FOLDED))),
     *cases("norm over all heads", TP4, _with(OLMOE, (*LATENT_AXES, *LATENT_FOLDED))),
     *cases("multi-token prediction", MTP, MTP_WIDE),
     *cases("loss in chunks", LOSS_CHUNK[:2], LOSS_CHUNK[2:]),
     *cases("muon", MUON_MAPPED[:3], MUON_MAPPED[3:], steps=3),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
-    *cases("rows in 8 bits", FP8_ROWS[:5], FP8_ROWS[5:]),
-    *cases("tensor-parallel overlap", OVERLAP_TP[:6], OVERLAP_TP[6:]),
+    *cases("rows in 8 bits", FP8_ROWS[:3], FP8_ROWS[3:]),
+    *cases("tensor-parallel overlap", OVERLAP_TP[:4], OVERLAP_TP[4:]),
     *cases("recomputation with a split backward", RECOMPUTE_SPLIT[:1], RECOMPUTE_SPLIT[1:]),
     *_memory_strategies(),
 ]
