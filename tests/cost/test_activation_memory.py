@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.comm.row_exchange import RowExchange
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
@@ -21,7 +20,6 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
-from moefold.model.moe.dispatch import registry
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
@@ -31,12 +29,11 @@ from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.torch_experts import GroupedMMExpertOps
-from moefold.parallel import expert_parallel
 from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
-from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
+from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
 from tests.slow import slow
 
 MODEL = {
@@ -461,11 +458,7 @@ def _measured_in_symmetric_memory(cfg: Config) -> MeasuredMemory:
             with _disable_current_modes():
                 super().combine(*tensors)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
-        patch.setattr(
-            expert_parallel, "open_row_exchange", lambda ep, *sizes: RowExchange(Uncounted(ep.handle), *sizes)
-        )
+    with symmetric_memory(Uncounted):
         return measured(cfg)
 
 

@@ -4,19 +4,16 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.row_exchange import RowExchange
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.errors import RunError
-from moefold.model.moe.dispatch import registry
-from moefold.parallel import expert_parallel
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from moefold.train.receive_check import check_receive_loads
 from moefold.train.train_step import TrainingStep
-from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
+from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 
 STEPS = 3
 
@@ -33,13 +30,7 @@ def _recipe(dispatcher: str, **sections: dict[str, object]) -> Config:
 
 def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
     """Return losses, gradient norms and validation of some steps; the error, and whether it left the weights alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
-        patch.setattr(
-            expert_parallel,
-            "open_row_exchange",
-            lambda ep, *sizes: RowExchange(StandInOps(ep.handle), *sizes),
-        )
+    with symmetric_memory():
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.bench.timing import synchronized
 from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config
@@ -277,17 +278,16 @@ class DeviceProbe:
         return float(times.max() if is_collective else times.median())
 
     def _elapsed_s(self, operation: Callable[[], object], repetitions: int) -> float:
-        self._all(0.0)
-        self._synchronize()
-        started_s = time.perf_counter()
-        for _ in range(repetitions):
-            operation()
-        self._synchronize()
-        return time.perf_counter() - started_s
+        def repeated() -> None:
+            for _ in range(repetitions):
+                operation()
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        run = synchronized(repeated, self._device)
+        # A barrier, which also waits for this device.
+        self._all(0.0)
+        started_s = time.perf_counter()
+        run()
+        return time.perf_counter() - started_s
 
     def _median(self, value: float) -> float:
         return float(self._all(value).median())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
@@ -17,7 +16,7 @@ from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.host.output_file import reject_existing
-from moefold.inference.source import read_json_object
+from moefold.inference.source import parse_run_config, read_json_object
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
@@ -96,10 +95,7 @@ def _run_config(run_dir: Path) -> Config:
     tree = read_json_object(path)
     if not tree:
         raise ConfigError(f"--run {run_dir} holds no run: {path} is missing; name the run.dir of a training run")
-    try:
-        return config_from_dict(tree)
-    except ConfigError as error:
-        raise ConfigError(f"{path} is damaged, or of another version of moefold: {error}") from error
+    return parse_run_config(tree, path)
 
 
 def _measured_steps(run_dir: Path) -> list[float]:

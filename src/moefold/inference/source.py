@@ -99,7 +99,7 @@ def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
-    cfg = _parse_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
+    cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = _find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     # Old checkpoints do not record a dtype.
@@ -197,13 +197,18 @@ def _find_run_config(path: Path, model: ModelConfig) -> Config | None:
     for folder in (path.parent.parent, path.parent):
         tree = read_json_object(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
-            cfg = _parse_config(tree, folder / CONFIG_FILE)
+            cfg = parse_run_config(tree, folder / CONFIG_FILE)
             if not model_differences(model_sizes(model), cfg.model):
                 return cfg
     return None
 
 
-def _parse_config(tree: Mapping[str, Any], file: Path) -> Config:
+def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
+    """Parse the settings of a run that were read from a file.
+
+    Raises:
+        ConfigError: they are no settings of this version.
+    """
     try:
         cfg = config_from_dict(tree)
         check_model(cfg.model)

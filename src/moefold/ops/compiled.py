@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from moefold.ops.rope import rotate_pairs
+from moefold.ops.swiglu import swiglu
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function that computes the same."""
@@ -77,7 +79,7 @@ def _norm_and_rotate(
     is_interleaved: bool,
 ) -> tuple[Tensor, ...]:
     return tuple(
-        _rotate(_rms_norm(x, weight, eps), *angles, is_interleaved)
+        rotate_pairs(_rms_norm(x, weight, eps), *angles, is_interleaved=is_interleaved)
         for x, weight in zip((query, key), weights, strict=True)
     )
 
@@ -86,15 +88,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     return (x_fp32 * scale * weight).to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-    """Compute `Rope.__call__`."""
-    rotated = cos.shape[-1]
-    part = x[..., :rotated]
-    first, second = (part[..., ::2], part[..., 1::2]) if is_interleaved else part.chunk(2, dim=-1)
-    cos, sin = cos[..., : rotated // 2], sin[..., : rotated // 2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
 
 
 class CompiledSwiGLU:
@@ -120,7 +113,7 @@ class CompiledSwiGLU:
 
 
 def _swiglu(g_MF: Tensor, u_MF: Tensor) -> Tensor:
-    return F.silu(g_MF) * u_MF
+    return swiglu(g_MF, u_MF, kernel=None)
 
 
 def _swiglu_backward(grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moefold.comm.host_copy import copy_to_device
+
 
 @dataclass(frozen=True)
 class DocumentBounds:
@@ -74,14 +76,11 @@ class PackedDocuments:
             for bound in bounds[bisect_right(bounds, first) : bisect_right(bounds, first + length - 1) + 1]
         ]
         limits = [0, *ends]
-        device = self.starts_SB.device
-
-        def copy_to_device() -> Tensor:
-            pinned = torch.tensor(limits, dtype=torch.int32, pin_memory=device.type == "cuda")
-            return pinned.to(device, non_blocking=True)
-
         return Segments(
-            self.cached(("cu_seqlens", first, length), copy_to_device),
+            self.cached(
+                ("cu_seqlens", first, length),
+                lambda: copy_to_device(torch.tensor(limits, dtype=torch.int32), self.starts_SB.device),
+            ),
             max(end - start for start, end in pairwise(limits)),
         )
 

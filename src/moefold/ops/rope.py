@@ -20,6 +20,17 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Compute `Rope.__call__` by PyTorch operations."""
+    rotated = cos.shape[-1]
+    half = rotated // 2
+    part = x[..., :rotated]
+    first, second = (part[..., ::2], part[..., 1::2]) if is_interleaved else part.chunk(2, dim=-1)
+    cos = cos[..., :half]
+    sin = sin[..., :half]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
+
+
 class _RotateHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,10 +88,4 @@ class Rope:
             return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
         if x.device.type == "cpu" and not self.is_interleaved:
             return rotate_halves(x, self.cos, self.sin)
-        rotated = self.cos.shape[-1]
-        part = x[..., :rotated]
-        if self.is_interleaved:
-            part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
-        first, second = part.chunk(2, dim=-1)
-        y = part * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-        return y if rotated == x.shape[-1] else torch.cat((y, x[..., rotated:]), dim=-1)
+        return rotate_pairs(x, self.cos, self.sin, is_interleaved=self.is_interleaved)

@@ -83,24 +83,33 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
         # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
-    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.experts import TritonExpertOps
+
+    expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
+    kernels = _triton_kernels(cfg)
+    block_attention, attention_message = _block_attention(cfg, device)
+    return replace(
+        kernels,
+        expert_ops=expert_ops,
+        block_attention=block_attention,
+        swiglu=expert_ops,
+        message=f"run.kernels={cfg.run.kernels!r}: triton{kernels.message}{attention_message}",
+    )
+
+
+def _triton_kernels(cfg: Config) -> SelectedKernels:
+    """Return the Triton kernels that are the same for every precision of the GEMMs; the message is the router's."""
+    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
-    expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
     routing, message = _router_kernel(cfg)
-    block_attention, attention_message = _block_attention(cfg, device)
-    message += attention_message
     return SelectedKernels(
-        expert_ops=expert_ops,
         permute_ops=TritonPermuteOps(),
         router=routing,
-        block_attention=block_attention,
-        swiglu=expert_ops,
         rope=apply_rope,
         cross_entropy_ops=TritonCrossEntropyOps(),
-        message=f"run.kernels={cfg.run.kernels!r}: triton{message}",
+        message=message,
     )
 
 
@@ -196,27 +205,21 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
     reason = fp8_unsupported_reason(cfg.run, device)
     if not reason:
-        from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
         from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
-        from moefold.ops.triton.permute import TritonPermuteOps
-        from moefold.ops.triton.rope import apply_rope
 
         weight_cache = WeightCache(
             is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
         )
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
-        routing, message = _router_kernel(cfg)
+        kernels = _triton_kernels(cfg)
         linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
-        message = f"train.precision={name!r}: on the tensor cores{message}{dense_message}; {estimate_fp8(cfg).message}"
-        return SelectedKernels(
+        choices = f"train.precision={name!r}: on the tensor cores{kernels.message}{dense_message}"
+        return replace(
+            kernels,
             expert_ops=expert_ops,
-            permute_ops=TritonPermuteOps(),
             linear_backend=linear_backend,
-            router=routing,
             swiglu=expert_ops,
-            rope=apply_rope,
-            cross_entropy_ops=TritonCrossEntropyOps(),
-            message=message,
+            message=f"{choices}; {estimate_fp8(cfg).message}",
             weight_cache=weight_cache,
         )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)

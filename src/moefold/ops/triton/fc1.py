@@ -13,12 +13,12 @@ from torch import Tensor
 from moefold.ops.interface import ExpertWeights
 from moefold.ops.triton.grouped_gemm import (
     GROUP_SIZE_M,
-    INTERPRETER_TILE_CONFIG,
     TileConfig,
     dot_precision,
     gather_row,
     max_programs,
     swizzled_tile,
+    tile_configs,
     upcasts,
 )
 from moefold.ops.triton.swiglu import activation_and_slopes
@@ -115,9 +115,7 @@ def _fc1_kernel(
 
 def fc1_tile_configs(x: Tensor) -> tuple[TileConfig, ...]:
     """Return the tile configs worth measuring, the best guess first."""
-    if not x.is_cuda:
-        return (INTERPRETER_TILE_CONFIG,)
-    return TILE_CONFIGS_32_BIT if x.element_size() > 2 else TILE_CONFIGS_16_BIT
+    return tile_configs(x, TILE_CONFIGS_16_BIT, TILE_CONFIGS_32_BIT)
 
 
 def fc1(

@@ -193,11 +193,15 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def tile_configs(x: Tensor) -> tuple[TileConfig, ...]:
-    """Return the tile configs worth measuring, the best guess first."""
+def tile_configs(
+    x: Tensor,
+    for_16_bit: tuple[TileConfig, ...] = TILE_CONFIGS_16_BIT,
+    for_32_bit: tuple[TileConfig, ...] = TILE_CONFIGS_32_BIT,
+) -> tuple[TileConfig, ...]:
+    """Return the tile configs worth measuring for the dtype of x, the best guess first."""
     if not x.is_cuda:
         return (INTERPRETER_TILE_CONFIG,)
-    return TILE_CONFIGS_32_BIT if x.element_size() > 2 else TILE_CONFIGS_16_BIT
+    return for_32_bit if x.element_size() > 2 else for_16_bit
 
 
 def grouped_gemm(

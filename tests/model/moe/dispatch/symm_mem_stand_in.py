@@ -9,11 +9,18 @@ So a peer may still read the rows of one exchange, and write the sizes of the ne
 neither buffer may serve two exchanges in succession.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moefold.comm.row_exchange import RowExchange
+from moefold.model.moe.dispatch import registry
+from moefold.parallel import expert_parallel
 
 
 class StandInOps:
@@ -92,3 +99,12 @@ class StandInOps:
 def _with_offsets(sizes: Tensor) -> Tensor:
     ends = list(accumulate(sizes.tolist()))
     return torch.stack((sizes, torch.tensor([0, *ends[:-1]])))
+
+
+@contextmanager
+def symmetric_memory(ops: type[StandInOps] = StandInOps) -> Iterator[None]:
+    """Let `parallelize` open its exchange over the stand-in, on any device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
+        patch.setattr(expert_parallel, "open_row_exchange", lambda ep, *sizes: RowExchange(ops(ep.handle), *sizes))
+        yield
