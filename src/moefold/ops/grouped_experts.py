@@ -51,10 +51,12 @@ class GroupedExpertOps:
         offsets_E = _offsets(options.tokens_per_expert, x.device)
         hidden, fc1_outputs = self.fc1_activation(_gather(x, options), weights, offsets_E, options, probs_R)
         saved = (offsets_E, *fc1_outputs)
-        y_RH = self.grouped_gemm(GatheredRows(hidden), weights.down_EFH, offsets_E)
-        if weights.down_bias_EH is not None:
-            bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
-            y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
+        hidden_rows = GatheredRows(hidden)
+        if weights.down_bias_EH is None:
+            return self.grouped_gemm_combine(hidden_rows, weights.down_EFH, offsets_E, options.permute_map), saved
+        y_RH = self.grouped_gemm(hidden_rows, weights.down_EFH, offsets_E)
+        bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
+        y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
         return y_RH if options.permute_map is None else self.combine(y_RH, options.permute_map), saved
 
     def backward(
@@ -79,9 +81,7 @@ class GroupedExpertOps:
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
         gate_t = weights.gate_EHF.transpose(1, 2)
         up_term = (grad_u, weights.up_EHF.transpose(1, 2))
-        grad_x = self.grouped_gemm(GatheredRows(grad_g), gate_t, offsets_E, up_term)
-        if options.permute_map is not None:
-            grad_x = self.combine(grad_x, options.permute_map)
+        grad_x = self.grouped_gemm_combine(GatheredRows(grad_g), gate_t, offsets_E, options.permute_map, up_term)
 
         # Delayed weight gradients gather their rows again, so that no gathered copy is kept until then.
         wgrad_x, wgrad_grad = (replace(r) if options.delays_wgrad else r for r in (x_rows, grad_rows))
@@ -134,6 +134,18 @@ class GroupedExpertOps:
         """
         y_RN = gemm_per_expert(torch.matmul, rows, w_EKN, offsets_E)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
+
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap | None,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute `grouped_gemm` and sum the rows of each token, [T, N]; without a map return the rows, [R, N]."""
+        y_RN = self.grouped_gemm(rows, w_EKN, offsets_E, second)
+        return y_RN if permute_map is None else self.combine(y_RN, permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""

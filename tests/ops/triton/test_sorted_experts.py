@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.model.moe.fused_experts import fused_experts
-from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
+from moefold.model.moe.permute import order_by_expert, permute, permute_probs, plan_permutation, unpermute
 from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -15,6 +15,7 @@ from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, La
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.ops.triton.experts import TritonExpertOps
+from moefold.ops.triton.grouped_gemm import tile_configs
 from moefold.parallel.select_ops import select_kernels
 from moefold.verify.distributed_run import run_distributed
 from tests.slow import slow
@@ -37,6 +38,10 @@ class _Pool:
     def put(self, weights, compute):
         for weight, grad in zip(weights, compute(), strict=True):
             weight.grad = grad
+
+
+def _random(dtype, *shape):
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype)
 
 
 def _leaves(dtype, has_bias):
@@ -114,6 +119,52 @@ def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_o
     with _CopiedRows(H) as copies:
         y.sum().backward()
     assert copies.found == backward
+
+
+class _Chosen(Autotuner):
+    """Takes the candidate of a name wherever it is offered, and records the names."""
+
+    def __init__(self, name):
+        super().__init__(is_enabled=True)
+        self.name, self.offered = name, set()
+
+    def choose(self, key, candidates, device):
+        if key.op == "product and combine":
+            self.offered |= set(candidates)
+        return self.name if self.name in candidates else next(iter(candidates))
+
+
+@pytest.mark.parametrize("candidate", ["summed by gemm", "summed by combine", "scattered"])
+@pytest.mark.parametrize("kind", ["all", "dropped", "slots", "ordered"])
+def test_every_candidate_of_product_and_combine_equals_the_reference(candidate, kind):
+    dtype = torch.float32
+    if kind == "ordered":
+        counts_GE = torch.tensor([[3, 0, 2, 1], [0, 4, 1, 0]], device=DEVICE)
+        order, inverse = order_by_expert(counts_GE, 11)
+        permute_map, counts = PermuteMap.from_order(order, inverse), counts_GE.sum(0).tolist()
+    else:
+        permutation = _permutation(kind)
+        permute_map, counts = PermuteMap.from_permutation(permutation), permutation.tokens_per_expert_E.tolist()
+    assert permute_map.is_bijective == (kind == "ordered")
+    num_rows = len(permute_map.source_R)
+    first, second = ((_random(dtype, num_rows, F), _random(dtype, E, F, H)) for _ in range(2))
+    offsets = torch.tensor(counts).cumsum(0).to(DEVICE, torch.int32)
+    name = candidate if candidate != "scattered" else f"scattered {tile_configs(first[0])[0].block_m}x"
+    for pair in (None, second):
+        tuner = _Chosen("")
+        ops = TritonExpertOps(tuner)
+        ops.grouped_gemm_combine(GatheredRows(first[0]), first[1], offsets, permute_map, pair)
+        offered = [offer for offer in tuner.offered if offer.startswith(name)]
+        must_be_offered = {"summed by gemm": True, "summed by combine": pair is not None, "scattered": kind == "ordered"}
+        assert bool(offered) == must_be_offered[candidate]
+        for offer in offered:
+            ops = TritonExpertOps(_Chosen(offer))
+            y = ops.grouped_gemm_combine(GatheredRows(first[0]), first[1], offsets, permute_map, pair)
+            wide = [None if p is None else tuple(t.double() for t in p) for p in (first, pair)]
+            expected = GroupedExpertOps().grouped_gemm_combine(
+                GatheredRows(wide[0][0]), wide[0][1], offsets, permute_map, wide[1]
+            )
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_candidates_are_timed_with_their_gather_unless_rows_are_gathered_already():

@@ -174,6 +174,10 @@ class Fp8ExpertOps(TritonExpertOps):
         """Return none: the kernel of both projections does not quantise."""
         return ()
 
+    def scatter_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return none: the kernel that writes rows to their places does not quantise."""
+        return ()
+
     def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:
         """Quantise matrices, or return what was cached in this step."""
         return self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self.block_size))
