@@ -1,6 +1,6 @@
 """Traces of one MoE layer, of its block or of a model of one block, forward and backward, under any mapping."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from moefold.model.moe.dispatch import registry
 from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
-from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
+from moefold.testing.cuda_trace import CUDA, H200, Device, Event, Trace, trace_cuda
 
 LayerPart = Literal["layer", "block", "model"]
 
@@ -73,7 +73,12 @@ def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config
 
 
 def trace_layer(
-    cfg: Config, part: LayerPart = "layer", device: Device = H200, *, runs_all_candidates: bool = False
+    cfg: Config,
+    part: LayerPart = "layer",
+    device: Device = H200,
+    *,
+    runs_all_candidates: bool = False,
+    event_seconds: Callable[[Event], float] | None = None,
 ) -> Trace:
     """Trace the second forward and backward pass of the layer on rank 0, without gradients from before.
 
@@ -84,9 +89,10 @@ def trace_layer(
         part: the MoE layer alone, with attention and norms, or with embedding, head and loss too.
         device: properties of the GPU.
         runs_all_candidates: run every candidate of the autotuner.
+        event_seconds: estimated time of an event, by which the autotuner chooses; None: it takes the first candidate.
     """
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
-    trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates)
+    trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds)
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         with _symmetric_memory(trace):

@@ -78,6 +78,7 @@ class Event:
         width: columns of the result of a matrix product, the smaller side of a weight gradient; 0 for others.
         is_weight_gradient: True for a grouped product over the rows of each expert.
         is_float32: True for a matrix product of float32 operands.
+        epilogue_bytes: of `moved_bytes`, those that a matrix product writes beyond a value for each accumulator.
     """
 
     kind: str
@@ -89,6 +90,7 @@ class Event:
     width: int = 0
     is_weight_gradient: bool = False
     is_float32: bool = False
+    epilogue_bytes: float = 0.0
 
 
 class GemmCost(NamedTuple):
@@ -99,6 +101,7 @@ class GemmCost(NamedTuple):
     width: int = 0
     is_weight_gradient: bool = False
     is_float32: bool = False
+    epilogue_bytes: float = 0.0
 
 
 @dataclass
@@ -123,10 +126,12 @@ class Trace:
     Attributes:
         num_rows: routed tokens of this rank, whose routing is balanced; the host reads them as a scalar.
         runs_all_candidates: run every candidate of the autotuner, as its measurements do.
+        event_seconds: the autotuner takes the candidate whose events have the smallest sum; None: the first one.
     """
 
     num_rows: int = 0
     runs_all_candidates: bool = False
+    event_seconds: Callable[[Event], float] | None = None
     events: list[Event] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
 
@@ -138,6 +143,15 @@ class Trace:
         """Return what the host reads from x: routed tokens, spread evenly over the last dimension."""
         share = self.num_rows // x.shape[-1] if x.dim() else self.num_rows
         return torch.full(x.shape, share if not x.is_floating_point() else 0, dtype=x.dtype, device="cpu")
+
+    def seconds_of(self, candidate: Callable[[], object]) -> float:
+        """Return the sum of `event_seconds` over the events of a candidate, which are not recorded."""
+        assert self.event_seconds is not None, "nothing to estimate with"
+        num_events = len(self.events)
+        candidate()
+        seconds = sum(self.event_seconds(event) for event in self.events[num_events:])
+        del self.events[num_events:]
+        return seconds
 
     def add(self, kind: str, name: str, **counts: Any) -> None:
         """Record an event at the current line of moefold."""
@@ -426,14 +440,16 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
         trace.launches.append(launch)
         trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())
 
-    def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
+    def choose(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
         first, *others = candidates
+        if trace.event_seconds is not None:
+            return min(candidates, key=lambda name: trace.seconds_of(candidates[name]))
         if trace.runs_all_candidates:
             for name in others:
                 candidates[name]()
         return first
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "choose", first_is_fastest):
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "choose", choose):
         yield
 
 
@@ -477,7 +493,10 @@ def _fc1_cost(launch: Launch) -> GemmCost:
     width = launch.argument("width")
     depth = launch.argument("depth")
     is_float32 = launch.argument("x").dtype == torch.float32
-    return GemmCost(2 * 2.0 * len(written) * width * depth, depth, width, is_float32=is_float32)
+    writes_both = launch.options["WRITES_FC1"] and launch.options["WRITES_HIDDEN"]
+    epilogue_bytes = _bytes(launch.argument("hidden_out")) if writes_both else 0
+    flops = 2 * 2.0 * len(written) * width * depth
+    return GemmCost(flops, depth, width, is_float32=is_float32, epilogue_bytes=epilogue_bytes)
 
 
 def _weight_gradient_cost(launch: Launch) -> GemmCost:
