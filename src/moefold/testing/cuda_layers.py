@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import Group, fake_rank
-from moefold.comm.row_exchange import RowExchange
+from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -23,15 +23,12 @@ from moefold.testing.cuda_trace import CUDA, H200, Device, Event, Trace, trace_c
 LayerPart = Literal["layer", "block", "model"]
 
 
-class _MetaSymmetricMemory:
-    """`comm.row_exchange.SymmetricMemoryOps` that only records what is sent."""
+class _RecordedExchange(MetaSymmetricMemory):
+    """Symmetric memory on the meta device, whose exchanges are recorded."""
 
     def __init__(self, ep: Group, trace: Trace) -> None:
         self._others = (ep.size - 1) / ep.size
         self._trace = trace
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype, device=CUDA)
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
         self._trace.add("collective", "all_to_all_vdev_2d", moved_bytes=rows.nbytes * self._others)
@@ -45,7 +42,7 @@ def _symmetric_memory(trace: Trace) -> Iterator[None]:
     """Replace NVSHMEM, which no meta tensor has."""
 
     def open_exchange(ep: Group, *sizes: int) -> RowExchange:
-        return RowExchange(_MetaSymmetricMemory(ep, trace), *sizes)
+        return RowExchange(_RecordedExchange(ep, trace), *sizes)
 
     with (
         mock.patch.object(registry, "_unsupported_device_reason", return_value=""),
@@ -92,7 +89,9 @@ def trace_layer(
         event_seconds: estimated time of an event, by which the autotuner chooses; None: it takes the first candidate.
     """
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
-    trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds)
+    trace = Trace(
+        num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds
+    )
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         with _symmetric_memory(trace):

@@ -155,7 +155,11 @@ def test_every_candidate_of_product_and_combine_equals_the_reference(candidate, 
         ops = TritonExpertOps(tuner)
         ops.grouped_gemm_combine(GatheredRows(first[0]), first[1], offsets, permute_map, pair)
         offered = [offer for offer in tuner.offered if offer.startswith(name)]
-        must_be_offered = {"summed by gemm": True, "summed by combine": pair is not None, "scattered": kind == "ordered"}
+        must_be_offered = {
+            "summed by gemm": True,
+            "summed by combine": pair is not None,
+            "scattered": kind == "ordered",
+        }
         assert bool(offered) == must_be_offered[candidate]
         for offer in offered:
             ops = TritonExpertOps(_Chosen(offer))

@@ -158,7 +158,8 @@ class ActivationMemoryTable:
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
-        is_allgather = dispatcher_spec(mapping.dispatcher).gathers_tokens
+        dispatcher = dispatcher_spec(mapping.dispatcher)
+        is_allgather = dispatcher.gathers_tokens
         # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
         ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
@@ -167,6 +168,7 @@ class ActivationMemoryTable:
             ep,
             min(self.workload.effective_imbalance, mapping.ep),
             is_allgather,
+            dispatcher.has_receive_buffer,
             mapping.overlap,
         )
 
@@ -327,7 +329,8 @@ def _activation_memory(
     cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
 ) -> ActivationMemory:
     # Other dispatchers save as many tokens as all-to-all.
-    like = ALL_GATHER if dispatcher_spec(mapping.dispatcher).gathers_tokens else ALL_TO_ALL
+    spec = dispatcher_spec(mapping.dispatcher)
+    like = ALL_GATHER if spec.gathers_tokens else spec if spec.has_receive_buffer else ALL_TO_ALL
     parallel = replace(
         cfg.parallel,
         world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,
