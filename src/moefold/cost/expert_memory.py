@@ -54,6 +54,9 @@ class ExpertMemory:
         balanced = routed * p.etp
         if moe.capacity_factor <= 0:
             return min(round(balanced * self._imbalance), balanced * p.ep)
+        if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
+            # Rows of dropped tokens stay, as the host does not wait for the counts.
+            return routed
         capacity = ceil(routed / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 

@@ -96,7 +96,12 @@ class GroupedExpertOps:
                 return [*gradients, None, None, None]
             grad_y = wgrad_grad.materialized[:, options.bias_slice]
             grad_y = grad_y if probs_R is None else scale_rows(grad_y, probs_R)
-            return [*gradients, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
+            has_undefined_rows = _may_have_undefined_rows(options)
+            sums = (
+                _sum_per_expert(rows, offsets_E, has_undefined_rows=has_undefined_rows)
+                for rows in (grad_g, grad_u, grad_y)
+            )
+            return [*gradients, *sums]
 
         return ExpertGradients(grad_x, grad_probs_R, weight_gradients)
 
@@ -206,14 +211,31 @@ def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
 
 
 def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Gather the value of each row's expert, [R, N]."""
+    """Gather the value of each row's expert, [R, N]; of any expert for rows after the last one's."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
-    return values_EN.index_select(0, torch.searchsorted(offsets_E, row_R, right=True))
+    expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=len(values_EN) - 1)
+    return values_EN.index_select(0, expert_R)
 
 
-def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic."""
+def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows: bool) -> Tensor:
+    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic.
+
+    Args:
+        values_RN: the rows.
+        offsets_E: end offset of each expert's rows.
+        has_undefined_rows: rows after the last expert's may be undefined.
+    """
     row_R = torch.arange(len(values_RN), device=offsets_E.device)
     starts_E = torch.cat((offsets_E.new_zeros(1), offsets_E[:-1]))
     one_hot_ER = (row_R >= starts_E.unsqueeze(1)) & (row_R < offsets_E.unsqueeze(1))
+    if has_undefined_rows:
+        values_RN = values_RN.masked_fill((row_R >= offsets_E[-1]).unsqueeze(1), 0.0)
     return one_hot_ER.to(values_RN.dtype) @ values_RN
+
+
+def _may_have_undefined_rows(options: ExpertOptions) -> bool:
+    """Return whether rows of no expert may follow: those of dropped tokens, or room for rows that did not arrive."""
+    permute_map = options.permute_map
+    if permute_map is None:
+        return isinstance(options.tokens_per_expert, LazyCounts)
+    return permute_map.kept_TK is not None and not permute_map.has_padding

@@ -7,7 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.model.moe.fused_experts import fused_experts
-from moefold.model.moe.permute import order_by_expert, permute, permute_probs, plan_permutation, unpermute
+from moefold.model.moe.permute import (
+    order_by_expert,
+    permute,
+    permute_probs,
+    plan_permutation,
+    truncate_permutation,
+    unpermute,
+)
 from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -53,11 +60,11 @@ def _leaves(dtype, has_bias):
 def _permutation(kind):
     ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)]).to(DEVICE)  # the last expert has no rows
     kept = None if kind == "all" else (torch.rand(T, K) > 0.3).to(DEVICE)
-    return plan_permutation(ids, E, kept, T if kind == "slots" else None)
+    return plan_permutation(ids, E, kept, T if kind == "slots" else None, T * K if kind == "trailing" else None)
 
 
 @pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES)
-@pytest.mark.parametrize("kind", ["all", "dropped", "slots"])
+@pytest.mark.parametrize("kind", ["all", "dropped", "trailing", "slots"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("postpones", [False, True])
 def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bias, postpones):
@@ -74,6 +81,8 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     y.backward(grad)
     actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
 
+    if kind == "trailing":
+        permutation = truncate_permutation(permutation, int(counts.sum()))
     leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
     rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
     expected = unpermute(
