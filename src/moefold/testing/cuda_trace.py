@@ -49,6 +49,9 @@ FUSED_ATTENTION_OPS = ("_flash_attention", "_scaled_dot_product_cudnn_attention"
 GATHERING_OPS = {"index_select", "index", "gather", "embedding"}
 """Operators that read as many elements of their first argument as the index selects, at most."""
 
+SCATTERING_OPS = {"scatter_add_", "scatter_"}
+"""Operators that read and write as many elements of their first argument as the index has."""
+
 
 class Device(NamedTuple):
     """The properties of a GPU that the code asks for."""
@@ -298,7 +301,9 @@ class _Operators(TorchDispatchMode):
             return out
         if func.is_view or name in FREE_OPS:
             return out
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # An output tensor is written, not read.
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        inputs = [leaf for leaf in tree_leaves((args, read)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         on_device = [x for x in (*inputs, *outputs) if x.is_meta]
         if not on_device:
@@ -307,6 +312,8 @@ class _Operators(TorchDispatchMode):
         moved = _bytes(*on_device)
         if name in GATHERING_OPS:
             moved -= max(0, _bytes(inputs[0]) - _bytes(*outputs))
+        if name in SCATTERING_OPS:
+            moved -= max(0, 2 * (_bytes(inputs[0]) - inputs[1].numel() * inputs[0].element_size()))
         is_attention = name.startswith(FUSED_ATTENTION_OPS)
         cost = _attention_cost(func, args, kwargs or {}) if is_attention else gemm_cost(name, inputs, outputs)
         self.trace.add("op", name, moved_bytes=moved, **cost._asdict())
