@@ -204,8 +204,9 @@ class ActivationMemoryTable:
         return self._recompute_tables[key]
 
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
-        """Replace the head columns for these tokens: chunks of the loss have a fixed size."""
-        if self.cfg.train.loss_chunk == 0 or self.model_spec.config is None:
+        """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
+        has_fixed_sizes = self.cfg.train.loss_chunk != 0 or self.kernel_profile.tiled_loss
+        if not has_fixed_sizes or self.model_spec.config is None:
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
         for name, parts in end_columns(formula).items():
