@@ -6,10 +6,10 @@
     python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels.md
 
 Forward and backward pass. Each traced operator or kernel takes its FLOPs or its bytes at an assumed rate, whichever is
-longer, and at least the time of an empty kernel; what the epilogue of a GEMM writes beyond a value for each accumulator
-comes on top. Then collectives and host waits, nothing of which overlaps. Where the autotuner has several candidates, the
-one with the smallest estimate is taken. The rates are assumptions, each with its source in `RATES`: an estimate says
-where time goes, not what a GPU will measure.
+longer, and at least the time of an empty kernel; what the epilogue of a GEMM writes beyond a value for each
+accumulator comes on top. Then collectives and host waits, nothing of which overlaps. Where the autotuner has several
+candidates, the one with the smallest estimate is taken. The rates are assumptions, each with its source in `RATES`: an
+estimate says where time goes, not what a GPU will measure.
 """
 
 import argparse

@@ -248,7 +248,8 @@ def grouped_gemm(
     # Each expert may have one partial tile.
     max_tiles = (triton.cdiv(num_rows, config.block_m) + num_experts) * triton.cdiv(width, config.block_n)
     _grouped_gemm_kernel[(min(max_tiles, max_programs(x, config.num_warps)),)](
-        x, w_EKN, y, offsets_E, offsets_E if source_R is None else source_R, offsets_E if target_R is None else target_R,
+        x, w_EKN, y, offsets_E,
+        offsets_E if source_R is None else source_R, offsets_E if target_R is None else target_R,
         x_second, w_second, num_experts, width, depth,
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
         GATHERS=source_R is not None, SCATTERS=target_R is not None, HAS_SECOND=second is not None,
