@@ -71,7 +71,6 @@ GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_fc1_kernel", "_weight_
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"
-EP8 = {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}
 SHORTEST_LISTED = 0.003
 """Share of a layer's time from which `operations_table` lists an operation."""
 
@@ -88,15 +87,20 @@ class Layer:
     tokens: int
     ep: int = 1
     goal: float | None = None
+    dispatcher: str = "alltoall"
 
     @property
     def name(self) -> str:
-        """Model, tokens of a rank and expert parallelism."""
-        return f"{self.preset}, {self.tokens:,}" + (f", EP {self.ep}" if self.ep > 1 else "")
+        """Model, tokens of a rank, expert parallelism and its dispatcher unless it is the all-to-all."""
+        parts = [self.preset, f"{self.tokens:,}"]
+        if self.ep > 1:
+            parts.append(f"EP {self.ep}")
+        return ", ".join(parts) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
 
     def config(self) -> Config:
         """Build the recipe."""
-        return layer_config(self.preset, self.tokens, parallel=EP8 if self.ep == 8 else {})
+        parallel = {"world_size": self.ep, "ep": self.ep, "dispatcher": self.dispatcher} if self.ep > 1 else {}
+        return layer_config(self.preset, self.tokens, parallel=parallel)
 
 
 LAYERS = (
@@ -106,7 +110,10 @@ LAYERS = (
     Layer("qwen3-30b-a3b", 16384, goal=0.57),
     Layer("qwen3-30b-a3b", 4096, ep=8),
     Layer("qwen3-30b-a3b", 16384, ep=8, goal=0.33),
+    Layer("qwen3-30b-a3b", 4096, ep=8, dispatcher="dedup_alltoall"),
+    Layer("qwen3-30b-a3b", 16384, ep=8, goal=0.33, dispatcher="dedup_alltoall"),
     Layer("mixtral-8x22b", 16384, ep=8),
+    Layer("mixtral-8x22b", 16384, ep=8, dispatcher="dedup_alltoall"),
 )
 
 

@@ -40,6 +40,11 @@ class GroupedExpertOps:
         """True: hidden values are not quantised."""
         return True
 
+    @property
+    def wgrad_reads_gathered_rows(self) -> bool:
+        """True: `weight_gradient` reads `GatheredRows.materialized`."""
+        return True
+
     def weight_dtype(self, x: Tensor) -> torch.dtype:
         """See `ExpertOps`."""
         return x.dtype
@@ -73,6 +78,9 @@ class GroupedExpertOps:
         x_rows = _gather(x, options)
         g, u = fc1_outputs if options.saves_fc1 else self.fc1(x_rows, weights, offsets_E)
         grad_rows = _gather(grad.contiguous(), options)
+        if self.wgrad_reads_gathered_rows and not options.delays_wgrad:
+            # The next GEMM must not seem slower for the copy that the weight gradient needs anyway.
+            _ = grad_rows.materialized
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
         if grad_probs_R is not None and weights.down_bias_EH is not None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import comb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +31,7 @@ from moefold.comm.torch_compat import (
 )
 from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
+from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
 
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
@@ -128,11 +130,13 @@ class Trace:
 
     Attributes:
         num_rows: routed tokens of this rank, whose routing is balanced; the host reads them as a scalar.
+        top_k: experts of a token.
         runs_all_candidates: run every candidate of the autotuner, as its measurements do.
         event_seconds: the autotuner takes the candidate whose events have the smallest sum; None: the first one.
     """
 
     num_rows: int = 0
+    top_k: int = 1
     runs_all_candidates: bool = False
     event_seconds: Callable[[Event], float] | None = None
     events: list[Event] = field(default_factory=list)
@@ -462,8 +466,9 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
-    """Answer the all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
+    """Answer an all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
     host_sizes = AllToAllDispatcher._host_sizes
+    host_sizes_without_duplicates = DedupAllToAllDispatcher._host_sizes
 
     def balanced_sizes(dispatcher: AllToAllDispatcher, counts: Tensor) -> Tensor:
         if not counts.is_meta:
@@ -472,8 +477,27 @@ def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
         num_experts = counts.shape[2] * counts.shape[3]
         return host_sizes(dispatcher, torch.full(counts.shape, trace.num_rows // num_experts))
 
-    with mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes):
+    def balanced_sizes_without_duplicates(dispatcher: DedupAllToAllDispatcher, counts: Tensor) -> Tensor:
+        if not counts.is_meta:
+            return host_sizes_without_duplicates(dispatcher, counts)
+        trace.add("wait", "split sizes", moved_bytes=_bytes(counts))
+        size = len(counts)
+        share = share_of_ranks_reached(trace.top_k, dispatcher.num_experts, size)
+        tokens = round(trace.num_rows / trace.top_k * share)
+        balanced = torch.tensor([tokens, trace.num_rows // size]).expand(size, size, 2)
+        return host_sizes_without_duplicates(dispatcher, balanced)
+
+    with (
+        mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes),
+        mock.patch.object(DedupAllToAllDispatcher, "_host_sizes", balanced_sizes_without_duplicates),
+    ):
         yield
+
+
+def share_of_ranks_reached(top_k: int, num_experts: int, ep: int) -> float:
+    """Return the mean share of ep ranks that hold any of the experts of a token, whose choices are uniform."""
+    others = num_experts - num_experts // ep
+    return 1.0 - comb(others, top_k) / comb(num_experts, top_k)
 
 
 def launch_bytes(launch: Launch) -> int:

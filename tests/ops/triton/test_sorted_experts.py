@@ -130,6 +130,27 @@ def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_o
     assert copies.found == backward
 
 
+@pytest.mark.parametrize(("delays", "is_gathered"), [(False, True), (True, False)])
+def test_a_gather_that_the_weight_gradient_needs_is_no_cost_of_another_gemm(delays, is_gathered):
+    needs_gather = {}
+
+    class Watched(Autotuner):
+        def choose(self, key, candidates, device):
+            needs_gather.setdefault((key.op, key.shape[0]), key.shape[1])
+            return next(iter(candidates))
+
+    permutation, (x, probs, *tensors) = _permutation("all"), _leaves(torch.float32, has_bias=False)
+    counts = LazyCounts(permutation.tokens_per_expert_E)
+    options = ExpertOptions(counts, permute_map=PermuteMap.from_permutation(permutation))
+    ops = TritonExpertOps(Watched(is_enabled=True))
+    store = _Pool() if delays else None
+    y = fused_experts(x, ExpertWeights(*tensors), options, ops, permute_probs(probs, permutation), store)
+    needs_gather.clear()
+    y.sum().backward()
+    # The gradient of the hidden values is the first product of rows of width H.
+    assert needs_gather["product", H] == (not is_gathered,)
+
+
 class _Chosen(Autotuner):
     """Takes the candidate of a name wherever it is offered, and records the names."""
 

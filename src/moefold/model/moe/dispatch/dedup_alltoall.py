@@ -62,6 +62,7 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
 
     def __init__(self, ep: Group, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._ep = ep
+        self.num_experts = num_experts
         self._num_local = num_experts // ep.size
         self._fp8_dispatch = fp8_dispatch
 
