@@ -125,11 +125,12 @@ class WorkerPool:
             daemon=True,
         )
         with _single_omp_thread():
-            # The fork server ignores SIGINT only once it has imported torch.
+            # The fork server ignores SIGINT only once it has imported torch, and a rank whose start is interrupted
+            # before its arguments are written prints a traceback.
             with block_signals([signal.SIGINT], starts_python=True):
                 if isinstance(self._context, ForkServerContext):
                     forkserver.ensure_running()
-            process.start()
+                process.start()
         child_end.close()
         return process, parent_end
 
