@@ -48,7 +48,10 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     data = cfg.data
     seq_len = cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
-    parts = [f"{data.kind} {paths}".strip()]
+    name = data.task if data.kind == "task" else paths
+    parts = [f"{data.kind} {name}".strip()]
+    if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+        return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
         parts.append(

@@ -295,7 +295,11 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if rank_env is not None and rank_env.local_rank != 0:
         return
     check_replay_content(cfg)
-    if cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
+    if cfg.is_rl:
+        from moefold.rl.preflight import check_rollout_data
+
+        check_rollout_data(cfg)
+    elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))

@@ -157,7 +157,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
 
 def _has_documents(cfg: Config) -> bool:
     """Return whether attention is masked at document boundaries."""
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in ("sft", "task")
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:

@@ -129,6 +129,7 @@ class Checkpointing(Callback):
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
+        run.data.restart()
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(run.cfg, meta, run.data.fingerprints):

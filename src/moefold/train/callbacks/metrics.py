@@ -28,7 +28,7 @@ class MetricsLogging(Callback):
 
     def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
         result = step.result
-        tokens_per_s = run.cfg.tokens_per_step / step.step_time_s
+        tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
         return StepMetrics(
             step=step.number,
@@ -54,6 +54,7 @@ class MetricsLogging(Callback):
             offload=result.offload,
             memory_by_part=result.memory_by_part,
             rank_times=RankTimeMetrics.from_ranks(result.rank_times),
+            rl=step.rl,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 

@@ -1,0 +1,289 @@
+"""Batches of reinforcement learning: sample rollouts of prompts, score them, and pack them into training samples.
+
+`RolloutLoader` takes the place of the data loader. All ranks sample their share of the groups; then every rank has all
+rollouts, and computes the same advantages and the same packing, so the global batch does not depend on the mapping.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.schema import Config
+from moefold.data.prompts import Prompt, PromptSource, open_prompts
+from moefold.data.sample import Sample, stack_samples
+from moefold.data.sampler import Sampler
+from moefold.data.tokenizer import load_tokenizer
+from moefold.inference.engine.requests import Completion, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.parallel.batch import Batch
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.rl.reward import FailedReward, Reward
+from moefold.rl.rollout import (
+    Group,
+    Rollout,
+    adjust_rewards,
+    empty_sample,
+    pack_rollouts,
+    weigh_rollouts,
+)
+from moefold.rl.statistics import RoundStatistics
+from moefold.train.batch import BatchSharder
+from moefold.train.data_loader import DataLoader
+from moefold.train.rollout_sampler import RolloutSampler
+
+
+class PromptSampler(Sampler):
+    """Numbers of the prompts of a run; the trainer counts prompts as samples."""
+
+    has_annotations = True
+
+    def __init__(self, prompts: PromptSource | None, seq_len: int) -> None:
+        self.prompts = prompts
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        """Return the number of different prompts."""
+        return 0 if self.prompts is None else len(self.prompts)
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Raise NotImplementedError: samples are packed rollouts, which a prompt alone does not determine."""
+        raise NotImplementedError("prompts are no samples")
+
+    def origin(self, index: int) -> str:
+        """Return the location of a prompt."""
+        return "" if self.prompts is None else self.prompts.prompt(index).location
+
+
+@dataclass(frozen=True)
+class FailedRewardEvent:
+    """A group without rewards, as its reward function failed."""
+
+    setting: ClassVar[str] = "reward.on_error"
+    failed: FailedReward
+
+    def describe(self) -> str:
+        """Return a log message."""
+        return f"{self.failed.describe()}; its group is left out"
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the record for faults.jsonl."""
+        return {
+            "kind": "reward",
+            "action": "drop",
+            "what": self.failed.reason,
+            "prompt": self.failed.prompt.text,
+            "origin": self.failed.prompt.location,
+        }
+
+
+class RolloutLoader(DataLoader):
+    """Samples, scores and packs the rollouts of each step; the data loader of reinforcement learning."""
+
+    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel) -> None:
+        """Fingerprint the prompt files; collective."""
+        super().__init__(cfg, groups, model.positions)
+        self._model = model
+        self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+        end_id = self._tokenizer.separator_id
+        assert end_id is not None, "checked before the run"
+        self._end_id = end_id
+        self._sampler = RolloutSampler(model, SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed))
+        self._greedy = RolloutSampler(model, SamplingParams(temperature=0.0))
+        self._shard = groups.attn.dp_cp
+        self._is_scoring = groups.attn.tp.rank == 0 and groups.pp.rank == 0
+        self._reward = Reward(cfg)
+        self._pending: list[Sequence[Group]] = []
+        self._samples: Sequence[int] = ()
+        self.round: Sequence[Group] = ()
+        """Groups of the last step's batch."""
+        self._statistics: RoundStatistics | None = None
+
+    def open(self, meta: CheckpointMeta | None) -> None:
+        """Open the prompts of a run, continuing those of a checkpoint if its prompts are the same.
+
+        Raises:
+            ConfigError: as `open_prompts`.
+        """
+        cfg = self._cfg
+        if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
+            self.message = f"the prompts restart at the first: {change}"
+        elif meta is not None:
+            self._initial_fingerprints = meta.data_files
+        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed)
+        self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
+        self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
+        self._prompts = prompts
+        self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
+
+    def restart(self) -> None:
+        """Forget rollouts that are not trained on yet: the run goes on from a checkpoint."""
+        self._pending = []
+
+    @property
+    def is_round_complete(self) -> bool:
+        """Return whether all sampled rollouts were trained on; a run is saved and stopped only then."""
+        return not self._pending
+
+    def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
+        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; collective.
+
+        Args:
+            first: first prompt of the run that is not used yet.
+            skipped_ranges: prompts to skip.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        if not self._pending:
+            started_s = time.perf_counter()
+            groups = self._next_round(first, skipped_ranges)
+            per_step = len(groups) // self._cfg.rl.updates
+            self._pending = [groups[i : i + per_step] for i in range(0, len(groups), per_step)]
+            self._statistics = self._statistics and replace(self._statistics, total_s=time.perf_counter() - started_s)
+        self.round = self._pending.pop(0)
+        return self._to_batch(self.round), self._samples
+
+    def step_metrics(self) -> dict[str, Any] | None:
+        """Return the metrics of the rollouts of the last batch."""
+        assert self._statistics is not None
+        return self._statistics.metrics(self.round)
+
+    def evaluate_reward(self) -> float:
+        """Return the mean reward of greedy completions of held-out prompts; collective.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        count = self._cfg.train.eval_samples
+        assert self._prompts.validation is not None, "checked before the run"
+        indices = range(min(count, len(self._prompts.validation)))
+        groups, _ = self._roll_out(self._prompts.validation, indices, 1, self._greedy)
+        scores = np.concatenate([group.scores for group in groups])
+        return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+
+    def close(self) -> None:
+        """End the worker processes of the reward function."""
+        self._reward.close()
+
+    def _next_round(self, first: int, skipped_ranges: Sequence[range]) -> list[Group]:
+        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace equal ones."""
+        rl = self._cfg.rl
+        count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
+        statistics = RoundStatistics()
+        kept: list[Group] = []
+        equal: list[Group] = []
+        samples: list[int] = []
+        for _ in range(rl.most_rounds if rl.mixed_only else 1):
+            indices = self.train_sampler.next_sample_indices(first, count - len(kept), skipped_ranges)
+            first = indices[-1] + 1
+            samples += indices
+            groups, seconds = self._roll_out(self._prompts.train, indices, rl.group_size, self._sampler)
+            statistics = statistics.add(groups, *seconds)
+            for group in groups:
+                (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
+            if len(kept) == count:
+                break
+        self._samples = samples
+        self._statistics = statistics
+        return kept + equal[: count - len(kept)]
+
+    def _roll_out(
+        self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampler: RolloutSampler
+    ) -> tuple[list[Group], tuple[float, float]]:
+        """Sample and score completions of some prompts; collective.
+
+        Returns:
+            The groups of all ranks in order; and the seconds of sampling and of scoring on this rank.
+        """
+        cfg = self._cfg
+        recorder = self._groups.recorder
+        started_s = time.perf_counter()
+        recorder.set_phase("sampling rollouts")
+        # Every rank samples whole groups, so that the samples of a prompt share its cache.
+        mine = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
+        own_prompts = [prompts.prompt(index) for index in mine]
+        requests = [
+            Request(
+                prompt=prompt.ids,
+                prompt_number=index,
+                sample_number=number,
+                max_tokens=cfg.rollout.max_tokens,
+                eos_ids=frozenset((self._end_id,)),
+            )
+            for index, prompt in zip(mine, own_prompts, strict=True)
+            for number in range(group_size)
+        ]
+        rollouts = [
+            _to_rollout(request, completion)
+            for request, completion in zip(requests, sampler.generate(requests), strict=True)
+        ]
+        sampled_s = time.perf_counter()
+        recorder.set_phase("computing rewards")
+        own = None
+        if self._is_scoring:
+            own = self._score(own_prompts, rollouts, group_size), self._reward.failures
+            self._reward.failures = []
+        groups: list[Group] = []
+        by_shard: dict[int, Any] = {}
+        for shard, found in current_world().all_gather_object((self._shard.rank, own)):
+            if found is not None:
+                by_shard[shard] = found
+        for shard in sorted(by_shard):
+            of_rank, failures = by_shard[shard]
+            groups += of_rank
+            self.events += [FailedRewardEvent(failed) for failed in failures]
+        return groups, (sampled_s - started_s, time.perf_counter() - sampled_s)
+
+    def _score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int) -> list[Group]:
+        cfg = self._cfg
+        of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
+        texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
+        ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
+        scores = self._reward.score(prompts, texts, ids)
+        return [
+            Group(prompt, group, score, adjust_rewards(score, group, cfg.rl, cfg.rollout.max_tokens))
+            for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
+        ]
+
+    def completion_text(self, rollout: Rollout) -> str:
+        """Return the text of a rollout, without the end-of-text token."""
+        is_ended = len(rollout.tokens) > 0 and rollout.tokens[-1] == self._end_id
+        return self._tokenizer.decode(rollout.tokens[: len(rollout.tokens) - is_ended])
+
+    def _to_batch(self, groups: Sequence[Group]) -> Batch:
+        """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping."""
+        cfg = self._cfg
+        seq_len = cfg.train.seq_len
+        rollouts = weigh_rollouts(groups, cfg.rl, cfg.rollout.max_tokens)
+        samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=self._end_id)
+        ranks = self._groups.attn.dp
+        micro_batch_size = cfg.train.micro_batch_size
+        # A pipeline schedule has a fixed number of micro-batches.
+        count = cfg.num_micro_batches if cfg.parallel.pp > 1 else -(-len(samples) // (micro_batch_size * ranks.size))
+        per_rank = count * micro_batch_size
+        samples += [empty_sample(seq_len, self._end_id)] * (per_rank * ranks.size - len(samples))
+        first = ranks.rank * per_rank
+        own = stack_samples(samples[first : first + per_rank], seq_len)
+        assert own.weights is not None
+        weights = own.weights * own.token_columns["advantages"]
+        batch = self.train_sharder.build_batch(own, weights[:, None], first)
+        for layer in self._model.moe_layers().values():
+            layer.set_micro_batches(count * ranks.size, count)
+        return replace(batch, num_micro_batches=count)
+
+
+def _to_rollout(request: Request, completion: Completion) -> Rollout:
+    return Rollout(
+        prompt_number=request.prompt_number,
+        sample_number=request.sample_number,
+        prompt_ids=np.array(request.prompt, dtype=np.int64),
+        tokens=np.array(completion.tokens, dtype=np.int64),
+        log_probs=np.array(completion.log_probs, dtype=np.float32),
+        finish_reason=completion.finish_reason,
+    )
