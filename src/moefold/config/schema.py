@@ -299,9 +299,9 @@ class TrainConfig:
 class DataConfig:
     """Source of the training tokens."""
 
-    kind: Literal[
-        "python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "program", "task", "prompts"
-    ] = "python-docs"
+    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "program", "task", "prompts"] = (
+        "python-docs"
+    )
     """python-docs: documentation texts of this Python. text: files or folders. tokens: memory-mapped ids. synthetic:
     generated. huggingface: any source of the package `datasets`. sft: conversations for supervised fine-tuning
     ([data.md](data.md)). program: samples that a Python program passes to `train_model` ([api.md](api.md)). task:

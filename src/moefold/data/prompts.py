@@ -160,7 +160,9 @@ def read_prompts(data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
                 text = column_text(record.fields, PROMPT_COLUMN, record.location)
             prompts.append(_make_prompt(record, source, text, tokenizer))
     if not prompts:
-        raise ConfigError(f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}")
+        raise ConfigError(
+            f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
+        )
     first = prompts[0]
     for prompt in prompts:
         if prompt.columns.keys() != first.columns.keys():
@@ -192,5 +194,3 @@ def _check_messages(messages: list[Any], location: str) -> None:
             raise ConfigError(f'{location}: message {number} of the prompt needs a text "role" and "content"; fix it')
     if not messages:
         raise ConfigError(f"{location}: the prompt has no message; a model continues at least one")
-
-

@@ -18,6 +18,7 @@ from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_mem
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.rl import RL_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -120,6 +121,20 @@ RANGES = (
         "metrics",
         "wandb_tags",
     ),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "rollouts_every"),
+    RangeRule(*_at_least(1), "data", "task_size"),
+    RangeRule(
+        "must be at least 2, or 0 (no reinforcement learning)", lambda size: size >= 2 or size == 0, "rl", "group_size"
+    ),
+    RangeRule(*_at_least(1), "rl", "updates most_rounds"),
+    RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "rl", "clip_low"),
+    RangeRule(*POSITIVE, "rl", "clip_high"),
+    RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule(*_at_least(1), "rollout", "max_tokens"),
+    RangeRule(*POSITIVE, "rollout", "temperature"),
+    RangeRule(*POSITIVE, "reward", "timeout_s"),
+    RangeRule(*_at_least(1), "reward", "workers"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 
@@ -144,6 +159,7 @@ RULES = (
     *DATA_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
+    *RL_RULES,
 )
 
 

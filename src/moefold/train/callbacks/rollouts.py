@@ -72,7 +72,9 @@ class RolloutLogging(Callback):
         self._silent_steps = 0 if step.rl["mixed_groups"] else self._silent_steps + 1
         if self._silent_steps == SILENT_STEPS:
             reward = step.rl["reward"]
-            cause = "the prompts are solved" if reward is not None and reward >= 1 else "no rollout is better than others"
+            cause = (
+                "the prompts are solved" if reward is not None and reward >= 1 else "no rollout is better than others"
+            )
             run.log.message(
                 f"step {step.number}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
                 f"learnt: {cause} (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a "
