@@ -61,6 +61,8 @@ class EngineSettings:
     """Most tokens of one forward pass, of prompts and of samples together; at least `slots`."""
     cache_gib: float = 1.0
     """GiB for the cached keys and values (or latents) of this rank's layers."""
+    cache: Literal["latents", "heads"] = "latents"
+    """What latent attention caches: latents, or heads, which take more memory and are computed as in training."""
     share_prompts: bool = True
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
 
