@@ -16,6 +16,7 @@ REFUSED = {
     **recipe_refusals.TRAINING,
     **recipe_refusals.DATA,
     **recipe_refusals.MEMORY,
+    **recipe_refusals.REINFORCEMENT,
 }
 
 

@@ -1,4 +1,4 @@
-"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]. Part of the schema, see `config/schema.py`."""
+"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]; see `config/schema.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +32,8 @@ class RLConfig:
     kl: float = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"
-    """Estimator of the KL divergence (J. Schulman, 2020). k3: exp(d) - d - 1. k2: d**2 / 2; d = log(reference/policy)."""
+    """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
+    d**2 / 2."""
     reference: str = "start"
     """Weights of the reference model. start: the initial weights of the run. Else a checkpoint, a run or a Hugging Face
     folder, as for checkpoint.init_from."""
@@ -59,6 +60,15 @@ class RolloutConfig:
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in the loss."""
+    slots: int = 256
+    """Maximum number of rollouts that a rank decodes at once."""
+    pass_tokens: int = 2048
+    """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together; at least slots."""
+    cache_gib: float = 1.0
+    """GiB of cached keys and values of a rank. Rollouts that do not fit wait, or are computed again."""
+    cache: Literal["latents", "heads"] = "latents"
+    """What latent attention (model.attention="mla") caches. latents: small. heads: keys and values of all heads,
+    computed as in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

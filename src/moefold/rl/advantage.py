@@ -57,7 +57,7 @@ def is_mixed(rewards: Rewards) -> NDArray[np.bool_]:
 
 
 def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> NDArray[np.float64]:
-    """Return DAPO's soft overlong punishment of each rollout: 0 up to `start` tokens, -1 at max_tokens (arXiv:2503.14476).
+    """Return DAPO's soft overlong punishment: 0 up to `start` tokens, -1 at max_tokens (arXiv:2503.14476 sec. 3.4).
 
     Args:
         lengths: tokens of each rollout.

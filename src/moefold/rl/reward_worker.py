@@ -22,14 +22,14 @@ def main(path: str, name: str) -> None:
 
     try:
         function = _load(path, name)
-    except Exception as error:  # The user's module may raise anything.
+    except Exception as error:  # noqa: BLE001 - the user's module may raise anything
         reply({"error": f"cannot be imported: {type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         return
     reply({"ready": True})
     for line in sys.stdin:
         try:
             reply({"rewards": _call(function, json.loads(line))})
-        except Exception as error:  # The user's function may raise anything.
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything
             reply({"error": f"raised {type(error).__name__}: {error}", "traceback": traceback.format_exc()})
 
 

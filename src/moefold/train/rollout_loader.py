@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
 from moefold.comm.groups import ParallelGroups, current_world
@@ -19,7 +18,8 @@ from moefold.data.prompts import Prompt, PromptSource, open_prompts
 from moefold.data.sample import Sample, stack_samples
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import load_tokenizer
-from moefold.inference.engine.requests import Completion, Request
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
@@ -35,7 +35,9 @@ from moefold.rl.rollout import (
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
-from moefold.train.rollout_sampler import RolloutSampler
+
+GREEDY = SamplingParams(temperature=0.0)
+"""Sampling on held-out prompts."""
 
 
 class PromptSampler(Sampler):
@@ -93,8 +95,8 @@ class RolloutLoader(DataLoader):
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         self._end_id = end_id
-        self._sampler = RolloutSampler(model, SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed))
-        self._greedy = RolloutSampler(model, SamplingParams(temperature=0.0))
+        self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
+        self._engine = RolloutEngine(model, engine_settings(cfg), self._sampling)
         self._shard = groups.attn.dp_cp
         self._is_scoring = groups.attn.tp.rank == 0 and groups.pp.rank == 0
         self._reward = Reward(cfg)
@@ -163,7 +165,7 @@ class RolloutLoader(DataLoader):
         count = self._cfg.train.eval_samples
         assert self._prompts.validation is not None, "checked before the run"
         indices = range(min(count, len(self._prompts.validation)))
-        groups, _ = self._roll_out(self._prompts.validation, indices, 1, self._greedy)
+        groups, _ = self._roll_out(self._prompts.validation, indices, 1, GREEDY)
         scores = np.concatenate([group.scores for group in groups])
         return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
 
@@ -183,7 +185,7 @@ class RolloutLoader(DataLoader):
             indices = self.train_sampler.next_sample_indices(first, count - len(kept), skipped_ranges)
             first = indices[-1] + 1
             samples += indices
-            groups, seconds = self._roll_out(self._prompts.train, indices, rl.group_size, self._sampler)
+            groups, seconds = self._roll_out(self._prompts.train, indices, rl.group_size, self._sampling)
             statistics = statistics.add(groups, *seconds)
             for group in groups:
                 (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
@@ -194,7 +196,7 @@ class RolloutLoader(DataLoader):
         return kept + equal[: count - len(kept)]
 
     def _roll_out(
-        self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampler: RolloutSampler
+        self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
     ) -> tuple[list[Group], tuple[float, float]]:
         """Sample and score completions of some prompts; collective.
 
@@ -215,13 +217,14 @@ class RolloutLoader(DataLoader):
                 sample_number=number,
                 max_tokens=cfg.rollout.max_tokens,
                 eos_ids=frozenset((self._end_id,)),
+                sampling=sampling,
             )
             for index, prompt in zip(mine, own_prompts, strict=True)
             for number in range(group_size)
         ]
         rollouts = [
             _to_rollout(request, completion)
-            for request, completion in zip(requests, sampler.generate(requests), strict=True)
+            for request, completion in zip(requests, self._engine.generate(requests), strict=True)
         ]
         sampled_s = time.perf_counter()
         recorder.set_phase("computing rewards")
@@ -276,6 +279,14 @@ class RolloutLoader(DataLoader):
         for layer in self._model.moe_layers().values():
             layer.set_micro_batches(count * ranks.size, count)
         return replace(batch, num_micro_batches=count)
+
+
+def engine_settings(cfg: Config) -> EngineSettings:
+    """Return the settings of the rollout engine."""
+    rollout = cfg.rollout
+    return EngineSettings(
+        slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
+    )
 
 
 def _to_rollout(request: Request, completion: Completion) -> Rollout:

@@ -52,14 +52,19 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
     rl = cfg.rl
     if cfg.is_rl and rl.updates > 1 and rl.objective == "policy":
         yield (
-            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not correct "
-            "for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
+            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not "
+            "correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
     if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
         yield (
             f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
             f"{cfg.rollout.max_tokens}, where the reward has fallen by 1; choose 0 (none) to "
             f"{cfg.rollout.max_tokens - 1}"
+        )
+    if cfg.is_rl and cfg.rollout.pass_tokens < cfg.rollout.slots:
+        yield (
+            f"rollout.pass_tokens={cfg.rollout.pass_tokens} must be at least rollout.slots={cfg.rollout.slots}: each "
+            "rollout adds one token to a pass; choose fewer slots or more tokens"
         )
     if cfg.is_rl and rl.reset_patience and not cfg.train.eval_every:
         yield (

@@ -1,4 +1,4 @@
-"""Callbacks of reinforcement learning: reward on held-out prompts, rollouts.jsonl, and a message where nothing is learnt."""
+"""Callbacks of reinforcement learning: reward on held-out prompts, rollouts.jsonl, and a message if nothing is learnt."""
 
 import json
 import math
@@ -68,7 +68,8 @@ class RolloutLogging(Callback):
 
     def _report_silence(self, run: TrainingContext, step: FinishedStep) -> None:
         """Log once that no group had two rewards for many steps, so that no gradient came from rewards."""
-        assert step.rl is not None and run.log is not None
+        assert step.rl is not None
+        assert run.log is not None
         self._silent_steps = 0 if step.rl["mixed_groups"] else self._silent_steps + 1
         if self._silent_steps == SILENT_STEPS:
             reward = step.rl["reward"]
