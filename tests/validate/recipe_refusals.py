@@ -286,8 +286,8 @@ DATA = {
         "overlong out"
     ),
     "data.kind=huggingface data.path=owner/name data.chat_template=a": (
-        "data.chat_template='a' has no effect: only data.kind='sft' reads it; choose data.kind='sft', or leave "
-        "chat_template out"
+        "data.chat_template='a' has no effect: only data.kind='sft' and 'prompts' read it; choose one of these, or "
+        "leave chat_template out"
     ),
     "data.kind=huggingface data.path=owner/name data.document_index=true": (
         "data.document_index=true has no effect: only data.kind='tokens' reads it; choose data.kind='tokens', or "

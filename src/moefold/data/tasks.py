@@ -7,7 +7,6 @@ prompt is in both parts, whatever the seed.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +114,8 @@ class Problems:
             seed: run.seed; the held-out problems are the same for every seed.
             is_validation: the held-out problems, instead of those to train on.
         """
-        self._make = partial(TASKS[data.task], size=data.task_size)
+        self._make = TASKS[data.task]
+        self._size = data.task_size
         self._limit = round(data.validation_fraction * _HASH_RANGE)
         self._key = hash_ints(0, _VALIDATION) if is_validation else hash_ints(seed)
         self._is_validation = is_validation
@@ -127,7 +127,7 @@ class Problems:
             ConfigError: the task has too few problems to hold some out.
         """
         for attempt in range(_MAX_ATTEMPTS):
-            problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)))
+            problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
             if (_prompt_hash(problem.prompt) < self._limit) == self._is_validation:
                 return problem
         part = "held-out" if self._is_validation else "training"

@@ -14,7 +14,8 @@ EPS = 1e-4
 
 def group(rewards: Rewards) -> Rewards:
     """Return the reward minus the mean of its group (arXiv:2503.20783)."""
-    return rewards - _mean(rewards)
+    centred: Rewards = rewards - _mean(rewards)
+    return centred
 
 
 def group_std(rewards: Rewards) -> Rewards:

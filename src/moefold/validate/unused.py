@@ -270,7 +270,8 @@ UNUSED_KEY_RULES = (
     UnusedKeyRule(
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
-        "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
+        "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
+        "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",

@@ -1,4 +1,4 @@
-"""Callbacks of reinforcement learning: reward on held-out prompts, rollouts.jsonl, and a message if nothing is learnt."""
+"""Callbacks of reinforcement learning: held-out reward, rollouts.jsonl, and a message if nothing is learnt."""
 
 import json
 import math
