@@ -15,6 +15,7 @@ from moefold.model.loss import (
     chunked_token_losses,
     token_losses,
 )
+from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.norm import RMSNorm
 from moefold.model.tp_interface import (
     ContextParallel,
@@ -107,10 +108,14 @@ class ModelOutput:
         head: the output head.
         tied_weight: the embedding weight, if embeddings are tied.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
+        metrics: records the metrics of the loss function.
     """
 
-    def __init__(self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int, metrics: LossMetricRecorder
+    ) -> None:
         self.hidden = hidden
+        self.metrics = metrics
         self._head = head
         self._tied_weight = tied_weight
         self._chunk = chunk
