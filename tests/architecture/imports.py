@@ -15,6 +15,7 @@ FLOORS = (
     ("comm",),
     ("ops",),
     ("model",),
+    ("objectives",),
     ("offload",),
     ("optim",),
     ("data",),

@@ -55,7 +55,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
         if loss is not None:
-            stage.loss = loss
+            stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)

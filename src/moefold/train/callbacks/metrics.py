@@ -34,6 +34,7 @@ class MetricsLogging(Callback):
             step=step.number,
             loss=result.loss,
             loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
+            loss_metrics=result.loss_metrics or None,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,
