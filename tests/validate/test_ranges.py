@@ -94,6 +94,7 @@ CASES = [
     ("train.eval_samples=0", "must be at least 1"),
     ("checkpoint.keep=-1", "must be at least 0 (0: all)"),
     ("checkpoint.keep_every=-1", "must be at least 0 (0: none)"),
+    ("train.reset_moments_every=-1", "must be at least 0 (0: never)"),
     ("train.clip_grad=-1", "must be at least 0 (0: off)"),
     ("train.eval_every=-1", "must be at least 0 (0: never)"),
     ("data.validation_fraction=1", "must lie in [0, 1): at least 0 and below 1"),

@@ -190,7 +190,7 @@ def load_checkpoint(
     """
     meta = read_meta(path)
     _load_state(path, checkpoint_state(parameters, buffers, optimizer))
-    set_step_count(optimizer, meta.step)
+    set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",
     "upcycle": "turn a dense model into a model with experts",
+    "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
     "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step against a plain implementation",

@@ -251,6 +251,9 @@ class TrainConfig:
     """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
     its 8 bits."""
+    reset_moments_every: int = 0
+    """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
+    and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     recompute: tuple[str, ...] = ()

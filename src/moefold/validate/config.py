@@ -85,6 +85,7 @@ RANGES = (
     RangeRule(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
     RangeRule("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
     RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
     RangeRule(*_at_least(1), "train", "muon_ns_steps"),

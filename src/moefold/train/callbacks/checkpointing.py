@@ -12,7 +12,6 @@ from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
-from moefold.optim.adamw import set_step_count
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
@@ -115,6 +114,7 @@ class Checkpointing(Callback):
             stream=run.data.train_sampler.state(run.position.samples),
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
+            moment_updates=training.moment_updates,
             **run.data.data_state(),
         )
         waited_s = self.saver.save(state, position)
@@ -138,7 +138,8 @@ class Checkpointing(Callback):
         elif isinstance(guard, dict):
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
-        set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
+        updates = meta.step - training.guard.num_skipped if meta.moment_updates is None else meta.moment_updates
+        training.restore_moment_updates(updates)
         self.checkpoint_dp = meta.dp
         run.position.checked_step = meta.checked_step
 
