@@ -144,3 +144,25 @@ def weights(cfg: Config) -> dict[str, bytes]:
     """The files of weights and moments of the last checkpoint."""
     folder = Path(cfg.run.dir) / "checkpoints" / f"step-{cfg.run.steps:06d}"
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    pool.run(1, _train, cfg)
+    first, *_, last = [record["rl"] for record in records(cfg)]
+    assert first["kl"] == 0
+    assert last["kl"] > 0
+    assert first["ratio_max"] == pytest.approx(1, abs=1e-12)
+    assert first["mismatch_max"] < 1e-12
+
+
+def test_the_reference_is_reset_on_a_plateau_and_saved(pool, tmp_path):
+    cfg = recipe(tmp_path, 6, kl=0.1, reset_patience=1)
+    # No reward rises without a learning rate, but the policy moves in the first steps.
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
+    pool.run(1, _train, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, _train, crashed, 5)
+    pool.run(1, _train, crashed)
+    assert weights(cfg) == weights(crashed)
+    assert [record["rl"]["kl"] for record in records(cfg)] == [record["rl"]["kl"] for record in records(crashed)]

@@ -67,6 +67,8 @@ class TrainState:
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    rl: Any = None
+    """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)

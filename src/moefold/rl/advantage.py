@@ -14,8 +14,7 @@ EPS = 1e-4
 
 def group(rewards: Rewards) -> Rewards:
     """Return the reward minus the mean of its group (arXiv:2503.20783)."""
-    centred: Rewards = rewards - _mean(rewards)
-    return centred
+    return rewards - _mean(rewards)
 
 
 def group_std(rewards: Rewards) -> Rewards:
@@ -23,7 +22,8 @@ def group_std(rewards: Rewards) -> Rewards:
     centred = group(rewards)
     degrees = np.maximum(_counts(rewards) - 1, 1)
     std = np.sqrt(np.nansum(centred**2, axis=1, keepdims=True) / degrees)
-    return centred / (std + EPS)
+    scaled: Rewards = centred / (std + EPS)
+    return scaled
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
@@ -78,5 +78,5 @@ def _counts(rewards: Rewards) -> NDArray[np.int64]:
 
 def _mean(rewards: Rewards) -> Rewards:
     """Return the mean reward of each group, [P, 1]; 0 for a group without any."""
-    total: Rewards = np.nansum(rewards, axis=1, keepdims=True)
-    return total / np.maximum(_counts(rewards), 1)
+    mean: Rewards = np.nansum(rewards, axis=1, keepdims=True) / np.maximum(_counts(rewards), 1)
+    return mean

@@ -30,8 +30,8 @@ class Rollout:
     """[prompt tokens]."""
     tokens: NDArray[np.int64]
     """Sampled tokens, [T]; the last is the end-of-text token unless the rollout is truncated."""
-    log_probs: NDArray[np.float32]
-    """Log-probability of each token in the sampler, [T]."""
+    log_probs: NDArray[np.float64]
+    """Log-probability of each token in the sampler, [T]; of float32 values unless run.dtype is float64."""
     finish_reason: str
 
     @property

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -215,8 +216,15 @@ class DataLoader:
         """Return whether no data is held that a stop would lose."""
         return True
 
-    def restart(self) -> None:
-        """Forget data that was read ahead: the run goes on from a checkpoint."""
+    def start(self) -> None:
+        """Prepare the data of a new run, after the initial weights were loaded; collective."""
+
+    def restore(self, path: Path, meta: CheckpointMeta) -> None:
+        """Prepare the data of a run that goes on from a checkpoint, after `open`; collective."""
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return this rank's shards of further entries of a checkpoint."""
+        return {}
 
     def close(self) -> None:
         """End the processes that make data."""

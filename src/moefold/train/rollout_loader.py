@@ -6,12 +6,15 @@ rollouts, and computes the same advantages and the same packing, so the global b
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
+from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.data.prompts import Prompt, PromptSource, open_prompts
@@ -21,8 +24,10 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import (
     Group,
@@ -35,6 +40,7 @@ from moefold.rl.rollout import (
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
+from moefold.train.reference import ReferenceModel
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling on held-out prompts."""
@@ -100,6 +106,8 @@ class RolloutLoader(DataLoader):
         self._shard = groups.attn.dp_cp
         self._is_scoring = groups.attn.tp.rank == 0 and groups.pp.rank == 0
         self._reward = Reward(cfg)
+        self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
+        self._plateau = Plateau()
         self._pending: list[Sequence[Group]] = []
         self._samples: Sequence[int] = ()
         self.round: Sequence[Group] = ()
@@ -123,9 +131,48 @@ class RolloutLoader(DataLoader):
         self._prompts = prompts
         self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
 
-    def restart(self) -> None:
-        """Forget rollouts that are not trained on yet: the run goes on from a checkpoint."""
+    def start(self) -> None:
+        """Load the reference model of a new run; collective."""
+        if self._reference is not None:
+            self._reference.load()
+
+    def restore(self, path: Path, meta: CheckpointMeta) -> None:
+        """Forget rollouts that are not trained on yet, and load the reference model; collective.
+
+        Raises:
+            ConfigError: the weights of the reference model cannot be read.
+        """
         self._pending = []
+        self._plateau = Plateau(**meta.rl) if isinstance(meta.rl, dict) else Plateau()
+        if self._reference is None:
+            return
+        if self._plateau.num_resets:
+            load_entries(path, self._reference.entries())
+            return
+        if self._reference.is_reset:
+            # A rollback to a checkpoint before the reset; random weights are drawn anew.
+            self._reference = ReferenceModel(self._cfg, self._groups)
+        self._reference.load()
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return the weights of the reference model after a reset; those before can be loaded again."""
+        return self._reference.entries() if self._reference is not None and self._plateau.num_resets else {}
+
+    def data_state(self) -> dict[str, Any]:
+        """Return the fields of `TrainState` for a checkpoint."""
+        return super().data_state() | {"rl": asdict(self._plateau)}
+
+    def resets_reference(self, reward: float) -> bool:
+        """Record a held-out reward; return whether the reference model is to be reset."""
+        self._plateau = self._plateau.record(reward)
+        patience = self._cfg.rl.reset_patience
+        return patience > 0 and self._plateau.num_since_best >= patience
+
+    def reset_reference(self) -> None:
+        """Make the current policy the reference model; local, on every rank at the same step."""
+        assert self._reference is not None, "checked before the run"
+        self._reference.copy_from(self._model)
+        self._plateau = replace(self._plateau, num_since_best=0, num_resets=self._plateau.num_resets + 1)
 
     @property
     def is_round_complete(self) -> bool:
@@ -274,11 +321,27 @@ class RolloutLoader(DataLoader):
         first = ranks.rank * per_rank
         own = stack_samples(samples[first : first + per_rank], seq_len)
         assert own.weights is not None
-        weights = own.weights * own.token_columns["advantages"]
-        batch = self.train_sharder.build_batch(own, weights[:, None], first)
+        batch = self.train_sharder.build_batch(own, own.weights[:, None], first)
+        batch = replace(batch, num_micro_batches=count)
         for layer in self._model.moe_layers().values():
             layer.set_micro_batches(count * ranks.size, count)
-        return replace(batch, num_micro_batches=count)
+        if self._reference is not None:
+            reference = self._reference.log_probs(batch)
+            batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
+        return batch
+
+
+def policy_loss(cfg: Config) -> PolicyGradientLoss:
+    """Return the loss of a recipe of reinforcement learning."""
+    rl = cfg.rl
+    return PolicyGradientLoss(
+        objective=rl.objective,
+        clip_low=rl.clip_low,
+        clip_high=rl.clip_high,
+        kl=rl.kl,
+        kl_kind=rl.kl_kind,
+        temperature=cfg.rollout.temperature,
+    )
 
 
 def engine_settings(cfg: Config) -> EngineSettings:
@@ -295,6 +358,6 @@ def _to_rollout(request: Request, completion: Completion) -> Rollout:
         sample_number=request.sample_number,
         prompt_ids=np.array(request.prompt, dtype=np.int64),
         tokens=np.array(completion.tokens, dtype=np.int64),
-        log_probs=np.array(completion.log_probs, dtype=np.float32),
+        log_probs=np.array(completion.log_probs, dtype=np.float64),
         finish_reason=completion.finish_reason,
     )

@@ -25,7 +25,7 @@ from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
-from moefold.train.rollout_loader import RolloutLoader
+from moefold.train.rollout_loader import RolloutLoader, policy_loss
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
@@ -61,7 +61,7 @@ class Trainer:
         # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
-        model = parallelize(cfg, groups, loss)
+        model = parallelize(cfg, groups, policy_loss(cfg) if cfg.is_rl else loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = (

@@ -34,7 +34,7 @@ class MetricsLogging(Callback):
             step=step.number,
             loss=result.loss,
             loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
-            loss_metrics=result.loss_metrics or None,
+            loss_metrics=None if step.rl else result.loss_metrics or None,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,
@@ -55,7 +55,7 @@ class MetricsLogging(Callback):
             offload=result.offload,
             memory_by_part=result.memory_by_part,
             rank_times=RankTimeMetrics.from_ranks(result.rank_times),
-            rl=step.rl,
+            rl=step.rl and step.rl | result.loss_metrics,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 

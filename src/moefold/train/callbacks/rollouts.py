@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from moefold.metrics.writer import truncate_metrics
 from moefold.rl.rollout import Group
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -29,9 +27,19 @@ class RewardEvaluation(Callback):
         step.rl["eval_reward"] = None
         if not (is_due(every, step.number) or (every > 0 and step.is_last)) or step.signals:
             return
-        step.rl["eval_reward"] = rollout_loader(run).evaluate_reward()
+        loader = rollout_loader(run)
+        reward = loader.evaluate_reward()
+        step.rl["eval_reward"] = reward
         if run.log is not None:
-            run.log.message(f"step {step.number}: greedy reward {step.rl['eval_reward']:.4f} on held-out prompts")
+            run.log.message(f"step {step.number}: greedy reward {reward:.4f} on held-out prompts")
+        if loader.resets_reference(reward):
+            loader.reset_reference()
+            run.training.reset_moments()
+            if run.log is not None:
+                run.log.message(
+                    f"step {step.number}: the reference model is the current policy, and the optimizer moments are 0: "
+                    f"no higher reward in {run.cfg.rl.reset_patience} evaluations"
+                )
 
 
 class RolloutLogging(Callback):
@@ -101,8 +109,7 @@ def group_records(group: Group, loader: RolloutLoader) -> list[dict[str, Any]]:
             "sample_number": rollout.sample_number,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.tokens),
-            # Shortest decimal forms of the float32 values.
-            "log_prob": float(str(np.float32(rollout.log_probs.sum(dtype=np.float64)))),
+            "log_prob": float(rollout.log_probs.sum()),
         }
         for rollout, score, reward in zip(group.rollouts, group.scores, group.rewards, strict=True)
     ]
