@@ -150,7 +150,7 @@ class RolloutLoader(DataLoader):
             load_entries(path, self._reference.entries())
             return
         if self._reference.is_reset:
-            # A rollback to a checkpoint before the reset; random weights are drawn anew.
+            # A rollback to a checkpoint before the reset; random weights are drawn again.
             self._reference = ReferenceModel(self._cfg, self._groups)
         self._reference.load()
 
@@ -163,7 +163,7 @@ class RolloutLoader(DataLoader):
         return super().data_state() | {"rl": asdict(self._plateau)}
 
     def resets_reference(self, reward: float) -> bool:
-        """Record a held-out reward; return whether the reference model is to be reset."""
+        """Record a held-out reward; return whether to reset the reference model."""
         self._plateau = self._plateau.record(reward)
         patience = self._cfg.rl.reset_patience
         return patience > 0 and self._plateau.num_since_best >= patience
