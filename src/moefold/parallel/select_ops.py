@@ -19,6 +19,7 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.paged_attention import TORCH_PAGED_ATTENTION
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
@@ -145,16 +146,18 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention")
+        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention")
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
+        paged_attention = CPagedAttention(attention)
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
@@ -173,6 +176,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if attention.is_fast else None,
+        paged_attention=paged_attention if attention.is_fast else TORCH_PAGED_ATTENTION,
         gemm=gemm if has_fast_gemm else TORCH_GEMM,
         norm=norm,
     )
