@@ -154,17 +154,12 @@ def _check_generation(cfg: Config) -> None:
     if p.cp > 1:
         raise ConfigError(
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
-            "with tp for memory and speed"
+            "with tp for memory, or dp for speed"
         )
-    if p.dp > 1:
+    if dispatcher_of(cfg).needs_equal_token_counts and p.world_size > p.pp:
         raise ConfigError(
-            f"parallel.dp={p.dp} (world_size/(tp*cp*pp)) cannot generate: every rank works on the same prompts; choose "
-            f"parallel.tp={p.tp * p.dp}, or parallel.world_size={p.tp * p.pp} with ep*etp of at most {p.tp}"
-        )
-    if dispatcher_of(cfg).needs_equal_token_counts and p.tp > 1:
-        raise ConfigError(
-            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which decoding one token at "
-            "a time does not have; choose 'alltoall'"
+            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which generation does not "
+            "have; choose 'alltoall'"
         )
     if cfg.moe.choice in ("round_robin", "skewed"):
         raise ConfigError(
