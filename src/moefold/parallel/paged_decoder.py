@@ -24,8 +24,6 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 
-CacheKind = Literal["latents", "heads"]
-
 
 @contextmanager
 def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
@@ -57,7 +55,7 @@ class CacheSize:
 
     num_pages: int
     page_positions: int
-    kind: CacheKind = "latents"
+    kind: Literal["latents", "heads"] = "latents"
     """What latent attention caches: latents, or the heads that are computed from them, as in training."""
 
 
