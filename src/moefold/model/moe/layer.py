@@ -83,9 +83,10 @@ class MoELayer(nn.Module):
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
-        self._eval_capacity_policy = (
+        self.eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
+        """Token dropping outside training; None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
 
     def begin_step(self, step: int) -> None:
@@ -131,7 +132,7 @@ class MoELayer(nn.Module):
         return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        policy = self._capacity_policy if self.training else self._eval_capacity_policy
+        policy = self._capacity_policy if self.training else self.eval_capacity_policy
         (num_tokens, top_k) = routing.ids_TK.shape
         if policy is None:
             return RoutingMap(routing.ids_TK, routing.probs_TK)
