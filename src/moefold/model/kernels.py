@@ -11,7 +11,7 @@ from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
-from moefold.ops.paged_attention import TORCH_PAGED_ATTENTION, PagedAttentionKernel
+from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
@@ -74,7 +74,7 @@ class Kernels:
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: LimitedCausalKernel | None = None
     """Causal attention of layers without context parallelism."""
-    paged_attention: PagedAttentionKernel = TORCH_PAGED_ATTENTION
+    paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""

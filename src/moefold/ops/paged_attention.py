@@ -5,15 +5,12 @@ dim is the position, and values [P, G, PAGE_SIZE, D], in one dtype. A row is one
 sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length` of
 them, itself the last. Rows may share pages: those of consecutive tokens of a sample, or of samples with one prompt.
 
-`TorchPagedAttention` gathers the pages of each row; `ops/cpu/paged_attention.py` reads them in place.
+`ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from moefold.ops.block_attention import attention_block, fold_in_sinks
 
 PAGE_SIZE = 64
 """Positions of a page: a block of keys of the C attention kernels, which rescale their sums after each."""
@@ -22,8 +19,8 @@ PAGE_SIZE = 64
 class PagedAttentionKernel(Protocol):
     """Attention of rows to their pages, without autograd; local."""
 
-    def supports(self, q: Tensor, key_pages: Tensor) -> bool:
-        """Return whether the kernel reads caches of this device, dtype and head dim for these queries."""
+    def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
+        """Return whether the kernel reads a cache of such keys and values; depends on shapes and dtypes only."""
         ...
 
     def __call__(
@@ -51,44 +48,6 @@ class PagedAttentionKernel(Protocol):
             [R, A, D], in the dtype of the queries.
         """
         ...
-
-
-class TorchPagedAttention:
-    """`PagedAttentionKernel` of torch operations, for every device and dtype; copies the keys of each row."""
-
-    def supports(self, q: Tensor, key_pages: Tensor) -> bool:
-        """Return True."""
-        return True
-
-    def __call__(
-        self,
-        q_RAD: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `PagedAttentionKernel`."""
-        num_pages = -(-int(lengths.max()) // PAGE_SIZE)
-        pages = page_table[:, :num_pages].long()
-        # Rows are samples with one query each: [positions, R, G, D].
-        keys = key_pages[pages].permute(1, 4, 0, 2, 3).flatten(0, 1)
-        values = value_pages[pages].permute(1, 3, 0, 2, 4).flatten(0, 1)
-        position_L = torch.arange(len(keys), device=q_RAD.device)
-        lengths_R1 = lengths.to(q_RAD.device).unsqueeze(1)
-        mask_RL = position_L < lengths_R1
-        # Slots that were never written may hold NaN, which neither a mask of -inf nor a weight of 0 removes.
-        unwritten = ~mask_RL.t()[:, :, None, None]
-        keys, values = (x.masked_fill(unwritten, 0.0) for x in (keys, values))
-        if window:
-            mask_RL = mask_RL & (position_L >= lengths_R1 - window)
-        out, lse = attention_block(q_RAD.unsqueeze(0), keys, values, block_mask=mask_RL.unsqueeze(1))
-        return fold_in_sinks(out, lse, sinks)[0].squeeze(0)
-
-
-TORCH_PAGED_ATTENTION = TorchPagedAttention()
 
 
 def new_pages(num_pages: int, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.paged_attention import TORCH_PAGED_ATTENTION
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
@@ -176,7 +175,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if attention.is_fast else None,
-        paged_attention=paged_attention if attention.is_fast else TORCH_PAGED_ATTENTION,
+        paged_attention=paged_attention if attention.is_fast else None,
         gemm=gemm if has_fast_gemm else TORCH_GEMM,
         norm=norm,
     )

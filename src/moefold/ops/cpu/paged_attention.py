@@ -1,7 +1,7 @@
 """Attention to a paged cache on a CPU in C; a `PagedAttentionKernel` (ops/paged_attention.py).
 
 A row has the bits that `ops.cpu.attention.CAttention` gives its token, whatever the other rows are: both share their
-tiles, exponentials and the order of all sums. Its reference is `paged_attention.TorchPagedAttention`.
+tiles, exponentials and the order of all sums. That kernel is its reference.
 """
 
 import ctypes
@@ -70,14 +70,13 @@ class CPagedAttention:
         self._attend.restype = None
         self._self_test(attention)
 
-    def supports(self, q: Tensor, key_pages: Tensor) -> bool:
+    def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
         """See `PagedAttentionKernel`."""
         return (
-            q.is_cpu
-            and key_pages.is_cpu
-            and q.dtype == key_pages.dtype
-            and q.dtype in TOLERANCES
-            and 0 < q.shape[-1] <= MAX_HEAD_DIM
+            all(x.is_cpu and x.dtype == q_RAD.dtype in TOLERANCES for x in (q_RAD, k_RGD, v_RGD))
+            and k_RGD.shape == v_RGD.shape
+            and 0 < q_RAD.shape[-1] == k_RGD.shape[-1] <= MAX_HEAD_DIM
+            and q_RAD.shape[1] % k_RGD.shape[1] == 0
         )
 
     def __call__(
