@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
+from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
 from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
@@ -23,8 +24,6 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
-
-CacheKind = Literal["latents", "heads"]
 
 
 @contextmanager
@@ -57,7 +56,7 @@ class CacheSize:
 
     num_pages: int
     page_positions: int
-    kind: CacheKind = "latents"
+    kind: Literal["latents", "heads"] = "latents"
     """What latent attention caches: latents, or the heads that are computed from them, as in training."""
 
 
@@ -136,7 +135,8 @@ class PagedDecoder:
             if isinstance(module, LatentAttention) and self._size.kind == "latents":
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
-                self._add_cache(module, "core_attention", PagedAttention(*arguments))
+                kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):

@@ -3,21 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from heapq import nlargest
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
-from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
-from moefold.inference.engine.pages import PAGE_POSITIONS, pages_for
+from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
 from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import kv_cache_bytes
 from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
@@ -79,18 +76,17 @@ class RolloutEngine:
         self._settings = settings
         self._sampling = sampling
         cfg = model.cfg if isinstance(model, InferenceModel) else model.stages[0].cfg
-        self._num_pages = cache_pages(cfg, settings)
+        self._max_pages = cache_pages(cfg, settings)
 
     @contextmanager
-    def open(self, num_pages: int | None = None) -> Iterator["Generation"]:
+    def open(self, num_pages: int) -> Iterator["Generation"]:
         """Open a generation, to which requests can be added while others run; collective over all ranks.
 
         The weights must not change inside this context.
 
         Args:
-            num_pages: pages that the requests need at most, if that is less than the settings allow.
+            num_pages: pages of the cache, at most as many as the settings allow.
         """
-        num_pages = self._num_pages if num_pages is None else min(num_pages, self._num_pages)
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
             size = CacheSize(num_pages=num_pages, page_positions=PAGE_POSITIONS, kind=self._settings.cache)
@@ -119,9 +115,12 @@ class RolloutEngine:
         Raises:
             ConfigError: the cache is too small for a request.
         """
-        check_requests(requests, self._num_pages)
+        num_pages = pages_needed(requests, self._settings)
+        if self._max_pages is not None:
+            check_requests(requests, self._max_pages)
+            num_pages = min(num_pages, self._max_pages)
         completions: list[Completion | None] = [None] * len(requests)
-        with self.open(pages_needed(requests, self._settings.slots)) as generation:
+        with self.open(num_pages) as generation:
             for number, request in enumerate(requests):
                 generation.add(number, request)
             while generation.any_rank_has_work():
@@ -241,41 +240,6 @@ class Generation:
                 self._scheduler.finish(number)
             found.append(NewToken(number, token, log_prob, reason))
         return found
-
-
-def cache_pages(cfg: Config, settings: EngineSettings) -> int:
-    """Return the pages that fit into the cache of a rank.
-
-    Raises:
-        ConfigError: not one fits.
-    """
-    page_bytes = kv_cache_bytes(cfg, PAGE_POSITIONS, 1)
-    num_pages = int(settings.cache_gib * 2**30 // page_bytes)
-    if not num_pages:
-        raise ConfigError(
-            f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens, "
-            f"{page_bytes / 2**30:.3g} GiB; set at least that"
-        )
-    return num_pages
-
-
-def pages_needed(requests: Sequence[Request], slots: int) -> int:
-    """Return the most pages that samples in all slots can use, each with a copy of the page that ends its prompt."""
-    return sum(nlargest(slots, (pages_for(request.max_positions) + 1 for request in requests))) or 1
-
-
-def check_requests(requests: Sequence[Request], num_pages: int) -> None:
-    """Check that the cache holds each request by itself.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    longest = max((request.max_positions for request in requests), default=0)
-    if pages_for(longest) > num_pages:
-        raise ConfigError(
-            f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {longest} (prompt and new tokens); "
-            "set a larger cache_gib, or fewer new tokens"
-        )
 
 
 def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import CacheKind
 
 FinishReason = Literal["eos", "length", "stop"]
 
@@ -60,8 +61,8 @@ class EngineSettings:
     pass_tokens: int = 2048
     """Most tokens of one forward pass, of prompts and of samples together; at least `slots`."""
     cache_gib: float = 1.0
-    """GiB for the cached keys and values (or latents) of this rank's layers."""
-    cache: Literal["latents", "heads"] = "latents"
+    """GiB for the cached keys and values (or latents) of this rank's layers; 0: what the requests need."""
+    cache: CacheKind = "latents"
     """What latent attention caches: latents, or heads, which take more memory and are computed as in training."""
     share_prompts: bool = True
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
@@ -79,5 +80,5 @@ class EngineSettings:
                 f"pass_tokens={self.pass_tokens} must be at least slots={self.slots}: each sample that is decoded adds "
                 "one token to a pass; choose fewer slots or more tokens"
             )
-        if not 0 < self.cache_gib < float("inf"):
-            raise ConfigError(f"cache_gib={self.cache_gib:g} must be above 0")
+        if not 0 <= self.cache_gib < float("inf"):
+            raise ConfigError(f"cache_gib={self.cache_gib:g} must be at least 0 (0: what the requests need)")
