@@ -116,7 +116,7 @@ def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, rea
     with Reward(dropping) as reward:
         scores = reward.score([PROMPT, PROMPT], [texts, texts], [[[1], [1]]] * 2)
         assert np.isnan(scores).all()
-        assert [failed.reason for failed in reward.failures] == [reason] * 2
+        assert [failed.reason for failed in reward.take_failures()] == [reason] * 2
 
 
 def test_the_pool_goes_on_after_a_hang_and_a_death(module):

@@ -165,12 +165,27 @@ def read_prompts(data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
         )
     first = prompts[0]
     for prompt in prompts:
+        if isinstance(prompt.source, str) != isinstance(first.source, str):
+            raise ConfigError(
+                f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
+                "prompts one form"
+            )
         if prompt.columns.keys() != first.columns.keys():
             raise ConfigError(
                 f"{prompt.location} has the columns {sorted(prompt.columns)}, and {first.location} has "
                 f"{sorted(first.columns)}; give every prompt the same columns"
             )
     return prompts
+
+
+def has_conversations(data: DataConfig) -> bool:
+    """Return whether the first prompt of the files is a conversation; all prompts are then of this form.
+
+    Raises:
+        ConfigError: a file is missing or holds no JSON.
+    """
+    records = (record for path in conversation_files(data) for record in jsonl_records(path))
+    return any(isinstance(record.fields.get(PROMPT_COLUMN), list) for record in islice(records, 1))
 
 
 def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:

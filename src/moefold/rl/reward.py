@@ -51,8 +51,7 @@ class Reward:
         self._function = VERIFIERS.get(name)
         self._on_error = cfg.reward.on_error
         self._pool: RewardPool | None = None
-        self.failures: list[FailedReward] = []
-        """Failures since the last call of `take_failures`."""
+        self._failures: list[FailedReward] = []
         if self._function is None:
             reference = split_reference(name)
             assert reference is not None
@@ -86,6 +85,12 @@ class Reward:
             for prompt, result, texts in zip(prompts, results, completions, strict=True)
         ]
 
+    def take_failures(self) -> list[FailedReward]:
+        """Return the failures since the last call."""
+        failures = self._failures
+        self._failures = []
+        return failures
+
     def close(self) -> None:
         """End the worker processes."""
         if self._pool is not None:
@@ -114,7 +119,7 @@ class Reward:
         if self._on_error == "stop":
             trace = f"\n{details.rstrip()}" if details else ""
             raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
-        self.failures.append(failed)
+        self._failures.append(failed)
         return np.full(count, math.nan)
 
 

@@ -21,7 +21,6 @@ class RoundStatistics:
     """Groups without any reward."""
     rollout_s: float = 0.0
     reward_s: float = 0.0
-    total_s: float = 0.0
 
     def add(self, groups: Sequence[Group], rollout_s: float, reward_s: float) -> Self:
         """Return the statistics with further groups."""

@@ -4,7 +4,6 @@
 rollouts, and computes the same advantages and the same packing, so the global batch does not depend on the mapping.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +14,15 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
 from moefold.checkpoint.save_load import load_entries
-from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.prompts import Prompt, PromptSource, open_prompts
+from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.sample import Sample, stack_samples
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import load_tokenizer
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.engine.requests import Completion, EngineSettings, Request
+from moefold.inference.engine.requests import EngineSettings
+from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, stop_rule
 from moefold.inference.sampling import SamplingParams
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
@@ -102,10 +102,15 @@ class RolloutLoader(DataLoader):
         assert end_id is not None, "checked before the run"
         self._end_id = end_id
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
-        self._engine = RolloutEngine(model, engine_settings(cfg), self._sampling)
-        self._shard = groups.attn.dp_cp
-        self._is_scoring = groups.attn.tp.rank == 0 and groups.pp.rank == 0
         self._reward = Reward(cfg)
+        self._collector = RolloutCollector(
+            RolloutEngine(model, engine_settings(cfg), self._sampling),
+            self._reward,
+            self._tokenizer,
+            groups,
+            stop=stop_rule(cfg.data, self._tokenizer),
+            max_tokens=cfg.rollout.max_tokens,
+        )
         self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
         self._plateau = Plateau()
         self._pending: list[Sequence[Group]] = []
@@ -190,11 +195,9 @@ class RolloutLoader(DataLoader):
             RunError: a reward function failed.
         """
         if not self._pending:
-            started_s = time.perf_counter()
             groups = self._next_round(first, skipped_ranges)
             per_step = len(groups) // self._cfg.rl.updates
             self._pending = [groups[i : i + per_step] for i in range(0, len(groups), per_step)]
-            self._statistics = self._statistics and replace(self._statistics, total_s=time.perf_counter() - started_s)
         self.round = self._pending.pop(0)
         return self._to_batch(self.round), self._samples
 
@@ -212,9 +215,13 @@ class RolloutLoader(DataLoader):
         count = self._cfg.train.eval_samples
         assert self._prompts.validation is not None, "checked before the run"
         indices = range(min(count, len(self._prompts.validation)))
-        groups, _ = self._roll_out(self._prompts.validation, indices, 1, GREEDY)
-        scores = np.concatenate([group.scores for group in groups])
+        found = self._collect(self._prompts.validation, indices, 1, GREEDY)
+        scores = np.concatenate([group.scores for group in found.groups])
         return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+
+    def completion_text(self, rollout: Rollout) -> str:
+        """Return the text of a rollout, without what ended it."""
+        return self._collector.completion_text(rollout)
 
     def close(self) -> None:
         """End the worker processes of the reward function."""
@@ -232,9 +239,9 @@ class RolloutLoader(DataLoader):
             indices = self.train_sampler.next_sample_indices(first, count - len(kept), skipped_ranges)
             first = indices[-1] + 1
             samples += indices
-            groups, seconds = self._roll_out(self._prompts.train, indices, rl.group_size, self._sampling)
-            statistics = statistics.add(groups, *seconds)
-            for group in groups:
+            found = self._collect(self._prompts.train, indices, rl.group_size, self._sampling)
+            statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
+            for group in found.groups:
                 (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
             if len(kept) == count:
                 break
@@ -242,69 +249,21 @@ class RolloutLoader(DataLoader):
         self._statistics = statistics
         return kept + equal[: count - len(kept)]
 
-    def _roll_out(
+    def _collect(
         self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
-    ) -> tuple[list[Group], tuple[float, float]]:
-        """Sample and score completions of some prompts; collective.
-
-        Returns:
-            The groups of all ranks in order; and the seconds of sampling and of scoring on this rank.
-        """
-        cfg = self._cfg
-        recorder = self._groups.recorder
-        started_s = time.perf_counter()
-        recorder.set_phase("sampling rollouts")
-        # Every rank samples whole groups, so that the samples of a prompt share its cache.
-        mine = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
-        own_prompts = [prompts.prompt(index) for index in mine]
-        requests = [
-            Request(
-                prompt=prompt.ids,
-                prompt_number=index,
-                sample_number=number,
-                max_tokens=cfg.rollout.max_tokens,
-                eos_ids=frozenset((self._end_id,)),
-                sampling=sampling,
-            )
-            for index, prompt in zip(mine, own_prompts, strict=True)
-            for number in range(group_size)
-        ]
-        rollouts = [
-            _to_rollout(request, completion)
-            for request, completion in zip(requests, self._engine.generate(requests), strict=True)
-        ]
-        sampled_s = time.perf_counter()
-        recorder.set_phase("computing rewards")
-        own = None
-        if self._is_scoring:
-            own = self._score(own_prompts, rollouts, group_size), self._reward.failures
-            self._reward.failures = []
-        groups: list[Group] = []
-        by_shard: dict[int, Any] = {}
-        for shard, found in current_world().all_gather_object((self._shard.rank, own)):
-            if found is not None:
-                by_shard[shard] = found
-        for shard in sorted(by_shard):
-            of_rank, failures = by_shard[shard]
-            groups += of_rank
-            self.events += [FailedRewardEvent(failed) for failed in failures]
-        return groups, (sampled_s - started_s, time.perf_counter() - sampled_s)
-
-    def _score(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int) -> list[Group]:
-        cfg = self._cfg
-        of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
-        texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
-        ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
-        scores = self._reward.score(prompts, texts, ids)
-        return [
-            Group(prompt, group, score, adjust_rewards(score, group, cfg.rl, cfg.rollout.max_tokens))
-            for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
-        ]
-
-    def completion_text(self, rollout: Rollout) -> str:
-        """Return the text of a rollout, without the end-of-text token."""
-        is_ended = len(rollout.tokens) > 0 and rollout.tokens[-1] == self._end_id
-        return self._tokenizer.decode(rollout.tokens[: len(rollout.tokens) - is_ended])
+    ) -> CollectedRollouts:
+        """Sample and score completions of some prompts; collective."""
+        rl = self._cfg.rl
+        max_tokens = self._cfg.rollout.max_tokens
+        found = self._collector.collect(
+            indices,
+            prompts.prompt,
+            group_size,
+            sampling,
+            lambda scores, rollouts: adjust_rewards(scores, rollouts, rl, max_tokens),
+        )
+        self.events += [FailedRewardEvent(failed) for failed in found.failures]
+        return found
 
     def _to_batch(self, groups: Sequence[Group]) -> Batch:
         """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping."""
@@ -349,15 +308,4 @@ def engine_settings(cfg: Config) -> EngineSettings:
     rollout = cfg.rollout
     return EngineSettings(
         slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
-    )
-
-
-def _to_rollout(request: Request, completion: Completion) -> Rollout:
-    return Rollout(
-        prompt_number=request.prompt_number,
-        sample_number=request.sample_number,
-        prompt_ids=np.array(request.prompt, dtype=np.int64),
-        tokens=np.array(completion.tokens, dtype=np.int64),
-        log_probs=np.array(completion.log_probs, dtype=np.float64),
-        finish_reason=completion.finish_reason,
     )

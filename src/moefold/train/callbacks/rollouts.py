@@ -1,12 +1,11 @@
 """Callbacks of reinforcement learning: held-out reward, rollouts.jsonl, and a message if nothing is learnt."""
 
 import json
-import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from moefold.inference.rollouts import rollout_records
 from moefold.metrics.writer import truncate_metrics
-from moefold.rl.rollout import Group
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.rollout_loader import RolloutLoader
@@ -65,7 +64,7 @@ class RolloutLogging(Callback):
             self._report_silence(run, step)
         if self._file is not None and is_due(run.cfg.metrics.rollouts_every, step.number):
             for group in loader.round:
-                for record in group_records(group, loader):
+                for record in rollout_records(group, loader.completion_text):
                     self._file.write(json.dumps({"step": step.number, **record}) + "\n")
             self._file.flush()
 
@@ -95,25 +94,3 @@ def rollout_loader(run: TrainingContext) -> RolloutLoader:
     """Return the data loader of a run of reinforcement learning."""
     assert isinstance(run.data, RolloutLoader)
     return run.data
-
-
-def group_records(group: Group, loader: RolloutLoader) -> list[dict[str, Any]]:
-    """Return one record for each rollout of a group: prompt, completion, rewards, log-probabilities."""
-    return [
-        {
-            "prompt": group.prompt.source,
-            "completion": loader.completion_text(rollout),
-            "reward": _number(score),
-            "adjusted_reward": _number(reward),
-            "prompt_number": rollout.prompt_number,
-            "sample_number": rollout.sample_number,
-            "finish_reason": rollout.finish_reason,
-            "tokens": len(rollout.tokens),
-            "log_prob": float(rollout.log_probs.sum()),
-        }
-        for rollout, score, reward in zip(group.rollouts, group.scores, group.rewards, strict=True)
-    ]
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
