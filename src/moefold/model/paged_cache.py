@@ -9,7 +9,6 @@ attends to itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import attention_block, fold_in_sinks
 from moefold.ops.documents import PackedDocuments
+from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
 
 MAX_GATHERED_ELEMENTS = 1 << 24
 """Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
@@ -74,28 +74,6 @@ class PassRows:
         return (self.positions_R + 1).int()
 
 
-class PagedKernel(Protocol):
-    """Kernel of attention over pages for one device."""
-
-    def supports(self, q: Tensor, key_pages: Tensor, value_pages: Tensor) -> bool:
-        """Return whether the kernel supports these tensors."""
-        ...
-
-    def __call__(
-        self,
-        q: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attend from each row to the first `lengths` keys of its pages; see `attend_pages`."""
-        ...
-
-
 class CurrentPass:
     """The rows of the pass that runs; shared by all layers."""
 
@@ -129,6 +107,22 @@ class _Pages:
         self.tensor.flatten(0, 1).index_copy_(0, slots_R, new_RGD)
         return self.tensor
 
+    def write_transposed(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
+        """Write rows of keys; return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions]."""
+        num_pages, positions = self._shape
+        if self.tensor is None:
+            self.tensor = new_RGD.new_zeros(num_pages, *new_RGD.shape[1:], positions)
+        self.tensor[slots_R // positions, :, :, slots_R % positions] = new_RGD
+        return self.tensor
+
+    def write_heads_first(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
+        """Write rows of values; return the pages as a `PagedAttentionKernel` reads them, [P, G, positions, D]."""
+        num_pages, positions = self._shape
+        if self.tensor is None:
+            self.tensor = new_RGD.new_zeros(num_pages, new_RGD.shape[1], positions, new_RGD.shape[2])
+        self.tensor[slots_R // positions, :, slots_R % positions] = new_RGD
+        return self.tensor
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages; a page may be source and target, and then its old contents are copied."""
         if self.tensor is not None:
@@ -143,7 +137,7 @@ class PagedAttention:
         num_pages: pages of the cache.
         page_positions: positions of a page.
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
-        kernel: used where it supports the tensors; None: torch operations.
+        kernel: used where it supports the tensors, if its pages have as many positions; None: torch operations.
     """
 
     def __init__(
@@ -152,13 +146,13 @@ class PagedAttention:
         num_pages: int,
         page_positions: int,
         window: int = 0,
-        kernel: PagedKernel | None = None,
+        kernel: PagedAttentionKernel | None = None,
     ) -> None:
         self._pass = current_pass
         self._keys = _Pages(num_pages, page_positions)
         self._values = _Pages(num_pages, page_positions)
         self._window = window
-        self._kernel = kernel
+        self._kernel = kernel if page_positions == PAGE_SIZE else None
 
     @property
     def nbytes(self) -> int:
@@ -195,9 +189,16 @@ class PagedAttention:
         rows = self._pass.current
         if not len(q):
             return q.new_empty(0, 1, q.shape[2], v.shape[3])
-        keys = self._keys.write(k.squeeze(1), rows.slots_R)
-        values = self._values.write(v.squeeze(1), rows.slots_R)
-        return attend_pages(q.squeeze(1), keys, values, rows, self._window, sinks, scale, self._kernel).unsqueeze(1)
+        q_RAD, k_RGD, v_RGD = (x.squeeze(1) for x in (q, k, v))
+        if self._kernel is not None and self._kernel.supports(q_RAD, k_RGD, v_RGD):
+            keys = self._keys.write_transposed(k_RGD, rows.slots_R)
+            values = self._values.write_heads_first(v_RGD, rows.slots_R)
+            scaled = scale_queries(q_RAD, scale)
+            out = self._kernel(scaled, keys, values, rows.row_tables, rows.lengths, self._window, sinks)
+            return out.unsqueeze(1)
+        keys = self._keys.write(k_RGD, rows.slots_R)
+        values = self._values.write(v_RGD, rows.slots_R)
+        return attend_pages(q_RAD, keys, values, rows, self._window, sinks, scale).unsqueeze(1)
 
 
 class PagedLatents:
@@ -234,7 +235,7 @@ class PagedLatents:
         pages = self._latents.tensor
         assert pages is not None
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
-        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._window, None, scale, None)
+        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._window, None, scale)
         return out[..., :rank].unsqueeze(1)
 
 
@@ -246,7 +247,6 @@ def attend_pages(
     window: int,
     sinks: Tensor | None,
     scale: float | None,
-    kernel: PagedKernel | None,
 ) -> Tensor:
     """Compute attention of each row to the keys at positions up to its own, within the window; local.
 
@@ -258,13 +258,10 @@ def attend_pages(
         window: most keys of a query; 0: no limit.
         sinks: a logit for each query head that takes part in the softmax, [A].
         scale: factor of the scores; None: 1/sqrt(D).
-        kernel: used where it supports the tensors.
 
     Returns:
         [R, A, Dv].
     """
-    if kernel is not None and kernel.supports(q, key_pages, value_pages):
-        return kernel(q, key_pages, value_pages, rows.row_tables, rows.lengths, window, sinks, scale)
     q = scale_queries(q, scale)
     out = q.new_empty(*q.shape[:2], value_pages.shape[-1])
     positions_R = rows.positions_R

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
+from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
 from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
@@ -134,7 +135,8 @@ class PagedDecoder:
             if isinstance(module, LatentAttention) and self._size.kind == "latents":
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
-                self._add_cache(module, "core_attention", PagedAttention(*arguments))
+                kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):
