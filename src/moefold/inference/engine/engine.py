@@ -169,7 +169,7 @@ class Generation:
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank has an unfinished sample."""
+        """Return whether this rank has an unfinished sample."""
         return self._scheduler.has_work
 
     @property
