@@ -50,7 +50,7 @@ def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the files next to the sources that affect tokenisation: tokenizer and chat template."""
     found = []
-    if data.kind in ("text", "huggingface", "sft") and data.tokenizer != "bytes":
+    if data.kind in ("text", "huggingface", "sft", "preference") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
         file = path / "tokenizer.json" if path.is_dir() else path
         found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
@@ -62,4 +62,4 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
-    return data.kind != "sft" or is_jsonl(file)
+    return data.kind not in ("sft", "preference") or is_jsonl(file)

@@ -36,7 +36,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
     if data.kind == "program":
         return
-    if data.kind == "sft":
+    if data.kind in ("sft", "preference"):
         conversation_files(data)
         load_chat_template(data)
         return

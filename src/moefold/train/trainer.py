@@ -18,6 +18,7 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, Position, T
 from moefold.train.callbacks.checkpointing import Checkpointing
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
+from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.callbacks.stragglers import StragglerDetection
@@ -66,6 +67,7 @@ class Trainer:
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
         self._callbacks: tuple[Callback, ...] = (
+            ReferencePass(),
             PeriodicEvaluation(),
             RoutingTraceSaving(),
             MetricsLogging(cfg, groups),

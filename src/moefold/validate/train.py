@@ -303,7 +303,7 @@ def validate_cuda_graphs(cfg: Config) -> Iterator[str]:
 
 def has_documents(cfg: Config) -> bool:
     """Return whether the samples of a recipe may hold several documents."""
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in ("sft", "program")
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in ("sft", "preference", "program")
 
 
 def check_cuda_graphs_device(cfg: Config, device_type: str) -> None:
