@@ -278,16 +278,16 @@ DATA = {
         "leave column out"
     ),
     "data.weights=[1]": (
-        "data.weights=(1.0,) has no effect: data.kind has no paths; choose data.kind='text', 'tokens', 'huggingface' "
-        "or 'sft', or leave weights out"
+        "data.weights=(1.0,) has no effect: data.kind has no paths; choose data.kind='text', 'tokens', "
+        "'huggingface', 'sft' or 'preference', or leave weights out"
     ),
     "data.kind=huggingface data.path=owner/name data.overlong=refuse": (
-        "data.overlong='refuse' has no effect: only data.kind='sft' reads it; choose data.kind='sft', or leave "
-        "overlong out"
+        "data.overlong='refuse' has no effect: only data.kind='sft' and 'preference' read it; choose one of "
+        "these, or leave overlong out"
     ),
     "data.kind=huggingface data.path=owner/name data.chat_template=a": (
-        "data.chat_template='a' has no effect: only data.kind='sft' and 'prompts' read it; choose one of these, or "
-        "leave chat_template out"
+        "data.chat_template='a' has no effect: only data.kind='sft', 'preference' and 'prompts' read it; choose one of "
+        "these, or leave chat_template out"
     ),
     "data.kind=huggingface data.path=owner/name data.document_index=true": (
         "data.document_index=true has no effect: only data.kind='tokens' reads it; choose data.kind='tokens', or "
@@ -304,6 +304,41 @@ DATA = {
     "data.kind=sft data.path=chats.jsonl data.split=test": (
         "data.split='test' has no effect: only data.kind='huggingface' reads it; choose data.kind='huggingface', or "
         "leave split out"
+    ),
+}
+
+_PREFERENCE = "data.kind=preference data.path=pairs.jsonl"
+_SCORED = "data.kind=sft data.path=scored.jsonl"
+ALIGNMENT = {
+    "align.method=weight": (
+        "align.method='weight' needs data.kind=\"sft\" with a reward in each row, and it is 'python-docs'; set it"
+    ),
+    f"align.method=dpo {_SCORED}": "align.method='dpo' needs data.kind=\"preference\", and it is 'sft'; set it",
+    _PREFERENCE: (
+        "data.kind=\"preference\" needs a loss for pairs, and align.method='none' is none; choose dpo, ipo, simpo, kto"
+    ),
+    f"{_PREFERENCE} align.method=dpo data.weights=[1]": (
+        "align.method='dpo' reads its rows as one data set; leave data.weights out, and name the files in data.path"
+    ),
+    f"{_PREFERENCE} align.method=ipo model.mtp_layers=1": (
+        "align.method='ipo' has no loss for the MTP layers, as they would learn the rejected completions too, and "
+        "model.mtp_layers=1; set it to 0"
+    ),
+    **{
+        f"{_SCORED} align.method=filter align.threshold={threshold}": (
+            f'align.threshold={threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", or "best"'
+        )
+        for threshold in ("good", "q1.5", "qx")
+    },
+    f"{_SCORED} align.method=condition align.template={{prompt}}": (
+        "align.template='{prompt}' lacks {reward}; write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
+    ),
+    f"{_SCORED} align.method=condition align.template={{reward}}{{prompt}}{{x}}": (
+        "align.template='{reward}{prompt}{x}' has the field {x}; only {prompt} and {reward} are filled in"
+    ),
+    f"{_SCORED} align.method=condition align.template={{prompt}}{{reward:.2q}}": (
+        "align.template='{prompt}{reward:.2q}' cannot be filled in (Unknown format code 'q' for object of type "
+        "'float'); write a brace of the text twice, as {{ or }}"
     ),
 }
 
@@ -459,6 +494,10 @@ ACCEPTED = [
     'data.kind=text data.path=["a","b"] data.weights=[1,2.5]',
     "data.kind=tokens data.path=a data.weights=[1] data.document_index=true",
     "data.kind=sft data.path=chats.jsonl data.overlong=refuse data.chat_template=t.jinja",
+    "data.kind=preference data.path=pairs.jsonl data.overlong=refuse align.method=kto align.desirable_weight=2",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=q0.8 model.mtp_layers=1",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=0.5",
+    "data.kind=sft data.path=scored.jsonl align.method=condition align.template={reward:+.1f}{prompt}{{}}",
     "faults.nonfinite=rollback checkpoint.every=5",
     "faults.spike=rollback checkpoint.every=5",
 ]

@@ -10,13 +10,15 @@ from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
-from moefold.verify.oracle_objectives import policy_objective
+from moefold.verify.oracle_objectives import policy_objective, preference_objective
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
 
+Loss = PolicyGradientLoss | PreferenceLoss
 STEPS = 3
 S = 16
 VOCAB = 32
@@ -51,6 +53,37 @@ class PackedRollouts(Sampler):
         )
 
 
+class PackedPairs(Sampler):
+    """One or two pairs of completions in each sample, then padding."""
+
+    seq_len = S
+    has_annotations = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`; the reference is near the untrained model."""
+        rng = np.random.default_rng(index)
+        num_sequences = 2 * (1 + index % 2)
+        # The first token of a sequence is its prompt.
+        sizes = rng.integers(2, 4 + S // (4 * num_sequences), num_sequences)
+        documents = np.repeat(np.arange(num_sequences + 1), [*sizes, S + 1 - sizes.sum()])
+        is_target = (documents[1:] == documents[:-1]) & (documents[1:] < num_sequences)
+        ids = np.where(is_target, documents[1:], -1).astype(np.int64)
+        counts = np.array([(ids == number).sum() for number in range(4)])
+        return Sample(
+            rng.integers(VOCAB, size=S + 1),
+            documents.astype(np.int32),
+            np.where((ids >= 0) & (ids % 2 == 0), 1 / np.maximum(counts, 1)[ids], 0.0),
+            token_columns={"sequence_ids": ids},
+            sample_columns={
+                "reference_log_probs": -3.5 * counts + rng.normal(0, 1, 4),
+                "is_desirable": rng.random(2) < 0.5,
+            },
+        )
+
+
 MAPPINGS = {
     "tp2-cp2": {"world_size": 4, "tp": 2, "cp": 2},
     "pp2": {"world_size": 2, "pp": 2},
@@ -70,9 +103,15 @@ OBJECTIVES = {
     "policy-sequence-mask": PolicyGradientLoss(correction="sequence_mask", correction_low=0.8, correction_high=1.6),
     "sequence-clamp": PolicyGradientLoss(objective="sequence", correction="clamp"),
 }
+PREFERENCES = {
+    "dpo": PreferenceLoss(method="dpo", beta=0.5),
+    "ipo": PreferenceLoss(method="ipo", beta=0.3),
+    "simpo": PreferenceLoss(method="simpo", beta=2.0),
+    "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.5),
+}
 FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "pp2", "ep4", "etp2", "zero3", "interleaved")]
-FAST += [("tp2-cp2", "clip"), ("tp2-cp2", "policy-sequence-mask")]
-ALL = [(mapping, objective) for mapping in MAPPINGS for objective in OBJECTIVES]
+FAST += [("tp2-cp2", "clip"), ("tp2-cp2", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
+ALL = [(mapping, objective) for mapping in MAPPINGS for objective in OBJECTIVES | PREFERENCES]
 
 
 def _recipe(mapping: str):
@@ -80,18 +119,21 @@ def _recipe(mapping: str):
     return replace(cfg, data=DataConfig(kind="program"))
 
 
-def _data() -> ProgramData:
-    return ProgramData(PackedRollouts(), PackedRollouts())
+def _data(loss: Loss) -> ProgramData:
+    kind = PackedRollouts if isinstance(loss, PolicyGradientLoss) else PackedPairs
+    return ProgramData(kind(), kind())
 
 
-def _run(cfg, steps: int, loss: PolicyGradientLoss) -> DistributedRecord:
-    return run_distributed(cfg, steps, loss=loss, data=_data())
+def _run(cfg, steps: int, loss: Loss) -> DistributedRecord:
+    return run_distributed(cfg, steps, loss=loss, data=_data(loss))
 
 
-def _compare(pool, mapping: str, loss: PolicyGradientLoss, run=_run, steps: int = STEPS) -> list[NamedError]:
+def _compare(pool, mapping: str, loss: Loss, run=_run, steps: int = STEPS) -> list[NamedError]:
     cfg = _recipe(mapping)
     ranks = pool.run(cfg.parallel.world_size, run, cfg, steps, loss)
-    oracle = run_oracle(without_mapping(cfg), steps, objective=policy_objective(loss), data=_data())
+    is_policy = isinstance(loss, PolicyGradientLoss)
+    objective = policy_objective(loss) if is_policy else preference_objective(loss)
+    oracle = run_oracle(without_mapping(cfg), steps, objective=objective, data=_data(loss))
     assert all(record.steps[0].loss_metrics == ranks[0].steps[0].loss_metrics for record in ranks)
     return compare_records(oracle, ranks)
 
@@ -99,7 +141,7 @@ def _compare(pool, mapping: str, loss: PolicyGradientLoss, run=_run, steps: int 
 @pytest.mark.parity
 @pytest.mark.parametrize(("mapping", "objective"), [*FAST, *slow([case for case in ALL if case not in FAST])])
 def test_an_objective_equals_the_oracle(pool, mapping, objective):
-    worst = _compare(pool, mapping, OBJECTIVES[objective])[0]
+    worst = _compare(pool, mapping, (OBJECTIVES | PREFERENCES)[objective])[0]
     assert worst.error <= TOLERANCE, worst
 
 
@@ -119,7 +161,7 @@ def test_metrics_do_not_depend_on_the_mapping(pool):
                 assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)
 
 
-def _run_without_context_sum(cfg, steps: int, loss: PolicyGradientLoss) -> DistributedRecord:
+def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:
     """As if each context-parallel rank took the sum over its own tokens for that of the sequence."""
     from moefold.parallel import context_parallel
 
@@ -127,7 +169,7 @@ def _run_without_context_sum(cfg, steps: int, loss: PolicyGradientLoss) -> Distr
     return _run(cfg, steps, loss)
 
 
-def _run_without_adjoint(cfg, steps: int, loss: PolicyGradientLoss) -> DistributedRecord:
+def _run_without_adjoint(cfg, steps: int, loss: Loss) -> DistributedRecord:
     """As if the gradient of a sequence's ratio came from the tokens of one rank."""
     from moefold.comm import collectives
 

@@ -6,6 +6,7 @@ The docstring under each field is the help of its recipe key. Torch-free, so tha
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moefold.config.align import AlignConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 
@@ -302,16 +303,18 @@ class TrainConfig:
 class DataConfig:
     """Source of the training tokens."""
 
-    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "program", "task", "prompts"] = (
-        "python-docs"
-    )
+    kind: Literal[
+        "python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "preference", "program", "task", "prompts"
+    ] = "python-docs"
     """python-docs: documentation texts of this Python. text: files or folders. tokens: memory-mapped ids. synthetic:
     generated. huggingface: any source of the package `datasets`. sft: conversations for supervised fine-tuning
-    ([data.md](data.md)). program: samples that a Python program passes to `train_model` ([api.md](api.md)). task:
-    problems generated from run.seed, with their answers, or without them for reinforcement learning. prompts: JSON
-    lines for reinforcement learning ([rl.md](rl.md))."""
+    ([data.md](data.md)). preference: pairs of completions, or completions with a label
+    ([alignment.md](alignment.md)). program: samples that a Python program passes to `train_model`
+    ([api.md](api.md)). task: problems generated from run.seed, with their answers, or without them for reinforcement
+    learning. prompts: JSON lines for reinforcement learning ([rl.md](rl.md))."""
     path: str | tuple[str, ...] = ""
-    """File or folder, or a list of them (text, tokens, sft, prompts); huggingface: also a name on the hub."""
+    """File or folder, or a list of them (text, tokens, sft, preference, prompts); huggingface: also a name on the
+    hub."""
     task: Literal["sort", "add", "countdown"] = "sort"
     """Problems of kind "task". sort: sort digits. add: add two numbers. countdown: combine all given numbers by + - *
     to a target."""
@@ -324,7 +327,7 @@ class DataConfig:
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the ids in a .bin file; .npy files store their own."""
     validation_fraction: float = 0.05
-    """Fraction of the tokens (sft: of the conversations; task, prompts: of the prompts) held out for evaluation."""
+    """Fraction of the tokens (sft, preference: of the rows; task, prompts: of the prompts) held out for evaluation."""
     document_end: int = -1
     """Id of the token that ends a document, 0 with the tokenizer "bytes": attention is then masked to the document, and
     its first token is no target. -1: a sample counts as one document."""
@@ -350,9 +353,9 @@ class DataConfig:
     streaming: bool = False
     """Tokenise during training, in bounded memory and without a cache (huggingface)."""
     chat_template: str = ""
-    """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, prompts)."""
+    """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Literal["cut", "refuse"] = "cut"
-    """Handling of conversations longer than seq_len + 1 tokens (sft)."""
+    """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -468,6 +471,7 @@ class Config:
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

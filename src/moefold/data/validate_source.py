@@ -45,7 +45,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         conversation_files(data)
         load_chat_template(data)
         return
-    if data.kind == "sft":
+    if data.kind in ("sft", "preference"):
         conversation_files(data)
         load_chat_template(data)
         return

@@ -27,7 +27,7 @@ Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class StopRule:
-    """What ends a rollout, apart from the limit of tokens."""
+    """Conditions that end a rollout, apart from the limit of tokens."""
 
     eos_ids: frozenset[int]
     """End-of-text tokens, and end-of-turn tokens of a conversation."""

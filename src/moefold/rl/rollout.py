@@ -156,4 +156,5 @@ def _pack_sample(rollouts: Sequence[TrainingRollout], seq_len: int, pad_id: int)
         sequence_ids[targets] = number
         start = stop
     weights = columns.pop(WEIGHTS)
-    return Sample(tokens, documents, weights, {**columns, "sequence_ids": sequence_ids})
+    token_columns = {**columns, "sequence_ids": sequence_ids}
+    return Sample(tokens, documents, weights, token_columns=token_columns)

@@ -133,7 +133,8 @@ class BatchSharder:
             totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
             totals[totals == 0] = 1.0
         return [
-            self.build_batch(samples, weights / totals[:, None], self._first_in_batch) for samples, weights in parts
+            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch)
+            for samples, weights in parts
         ]
 
     def build_batch(self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int) -> Batch:
@@ -171,3 +172,13 @@ class BatchSharder:
         """Copy to the device, while the host goes on; floating-point values in the type of the loss."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
+
+
+def _scale_weights(samples: SampleBatch, weights: TargetWeights) -> TargetWeights:
+    """Multiply the weight of each target by its scale, at every depth."""
+    if samples.weight_scale is None:
+        return weights
+    scaled = weights.copy()
+    for depth in range(weights.shape[1]):
+        scaled[:, depth, : weights.shape[2] - depth] *= samples.weight_scale[:, depth:]
+    return scaled

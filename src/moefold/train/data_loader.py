@@ -14,9 +14,10 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change,
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config, DataConfig
-from moefold.data import ProgramData, Sampler, open_dataset
+from moefold.data import Dataset, ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
+from moefold.data.preference import ReferenceLogProbs
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
@@ -100,6 +101,8 @@ class DataLoader:
     """The training samples; set by `open`, like `validation_sampler`."""
     validation_sampler: Sampler
     train_sharder: BatchSharder
+    reference: ReferenceLogProbs | None
+    """Log-probabilities of preference data under the reference model; None for other data."""
 
     def __init__(
         self, cfg: Config, groups: ParallelGroups, positions: Tensor, program_data: ProgramData | None = None
@@ -147,9 +150,11 @@ class DataLoader:
             vocab_size=cfg.model.vocab_size,
             seed=cfg.run.seed,
             token_file_set=self._shards,
+            align=cfg.align,
         )
         self.train_sampler = data.train
         self.validation_sampler = data.validation
+        self.reference = data.reference if isinstance(data, Dataset) else None
         self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost

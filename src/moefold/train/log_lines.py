@@ -86,7 +86,13 @@ def _describe_saves(cfg: Config) -> str:
     return f"{when}{retained}{more}"
 
 
-EXAMPLE_PROMPTS = {"python-docs": "The for statement", "text": "The", "huggingface": "The", "sft": "Hello"}
+EXAMPLE_PROMPTS = {
+    "python-docs": "The for statement",
+    "text": "The",
+    "huggingface": "The",
+    "sft": "Hello",
+    "preference": "Hello",
+}
 """Example prompt for each kind of text data."""
 
 
@@ -118,7 +124,7 @@ def next_commands(cfg: Config) -> list[str]:
     run_dir = shlex.quote(cfg.run.dir)
     steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    chat = " --chat" if cfg.data.kind == "sft" else ""
+    chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
 

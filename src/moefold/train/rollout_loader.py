@@ -130,6 +130,7 @@ class RolloutLoader(DataLoader):
             self.message = f"the prompts restart at the first: {change}"
         elif meta is not None:
             self._initial_fingerprints = meta.data_files
+        self.reference = None
         prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed)
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)

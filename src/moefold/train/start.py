@@ -302,7 +302,9 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         check_rollout_cache(cfg)
     elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
-        prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        prepare(
+            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+        )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
 
 

@@ -18,6 +18,7 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, Position, T
 from moefold.train.callbacks.checkpointing import Checkpointing
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
+from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
@@ -70,6 +71,7 @@ class Trainer:
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
         self._callbacks: tuple[Callback, ...] = (
+            ReferencePass(),
             RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
             RoutingTraceSaving(),
             MetricsLogging(cfg, groups),

@@ -14,6 +14,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.errors import raise_all
 from moefold.topology.layout import Layout, fold
+from moefold.validate.align import ALIGN_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
@@ -99,6 +100,10 @@ RANGES = (
     RangeRule(
         "must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"
     ),
+    RangeRule("must name a column", bool, "align", "reward"),
+    RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
+    RangeRule(*_at_least(0), "align", "gamma"),
+    RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -158,6 +163,7 @@ RULES = (
     *OFFLOAD_RULES,
     *OVERLAP_RULES,
     *DATA_RULES,
+    *ALIGN_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
     *RL_RULES,

@@ -7,6 +7,7 @@ A key that is left out, or set to its default, is no such setting. Options of an
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moefold.config.align import REWARD_METHODS
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
@@ -310,7 +311,7 @@ UNUSED_KEY_RULES = (
         "data.path",
         lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind reads no files",
-        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
     UnusedKeyRule(
         "data.validation_fraction data.document_end data.shuffle",
@@ -322,7 +323,7 @@ UNUSED_KEY_RULES = (
         "data.weights data.corrupt",
         lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind has no paths",
-        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
     UnusedKeyRule(
         "data.column data.split data.validation_split data.subset data.revision data.streaming",
@@ -344,20 +345,62 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.document_end",
-        lambda cfg: cfg.data.kind in ("sft", "task", "prompts") or cfg.data.document_index,
+        lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
     ),
     UnusedKeyRule(
         "data.overlong",
-        lambda cfg: cfg.data.kind != "sft",
-        "only data.kind='sft' reads it",
-        "choose data.kind='sft'",
+        lambda cfg: cfg.data.kind not in ("sft", "preference"),
+        "only data.kind='sft' and 'preference' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.reward",
+        lambda cfg: cfg.align.method not in REWARD_METHODS,
+        "only align.method='filter', 'weight' and 'condition' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.threshold",
+        lambda cfg: cfg.align.method != "filter",
+        "only align.method='filter' reads it",
+        "choose align.method='filter'",
+    ),
+    UnusedKeyRule(
+        "align.weight_cap",
+        lambda cfg: cfg.align.method != "weight",
+        "only align.method='weight' reads it",
+        "choose align.method='weight'",
+    ),
+    UnusedKeyRule(
+        "align.template",
+        lambda cfg: cfg.align.method != "condition",
+        "only align.method='condition' reads it",
+        "choose align.method='condition'",
+    ),
+    UnusedKeyRule(
+        "align.beta",
+        lambda cfg: cfg.align.method in ("none", "filter", "condition"),
+        "only align.method='weight', 'dpo', 'ipo', 'simpo' and 'kto' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.gamma",
+        lambda cfg: cfg.align.method != "simpo",
+        "only align.method='simpo' reads it",
+        "choose align.method='simpo'",
+    ),
+    UnusedKeyRule(
+        "align.desirable_weight align.undesirable_weight",
+        lambda cfg: cfg.align.method != "kto",
+        "only align.method='kto' reads it",
+        "choose align.method='kto'",
     ),
     UnusedKeyRule(
         "data.chat_template",
-        lambda cfg: cfg.data.kind not in ("sft", "prompts"),
-        "only data.kind='sft' and 'prompts' read it",
+        lambda cfg: cfg.data.kind not in ("sft", "preference", "prompts"),
+        "only data.kind='sft', 'preference' and 'prompts' read it",
         "choose one of these",
     ),
     UnusedKeyRule(

@@ -57,7 +57,7 @@ def run_oracle(
     """
     on_progress("oracle, building the model")
     dataset = data or open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
@@ -110,6 +110,7 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     samples = [split.annotated_sample(index * size + i) for i in range(size)]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
+    scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
     columns = {}
     for kind in ("token_columns", "sample_columns"):
         for name in getattr(samples[0], kind):
@@ -118,6 +119,7 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
         torch.from_numpy(np.stack([sample.tokens for sample in samples])),
         torch.from_numpy(np.stack(documents)),
         torch.from_numpy(np.stack(weights)).double(),
+        torch.from_numpy(np.stack(scales)),
         columns,
     )
 

@@ -73,7 +73,7 @@ def run_on_groups(
     on_progress(f"{ranks}, building the model")
     model = parallelize(cfg, groups, loss)
     dataset = data or open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )
     loader = BatchSharder(dataset.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)

@@ -47,6 +47,8 @@ class OracleBatch:
     """Document index of each token, [n, S+1]."""
     weights: Tensor
     """Loss weight of each target, float64 [n, S]; the first token of a document always has weight 0."""
+    weight_scale: Tensor
+    """Factor of each target's share of the loss, float64 [n, S]."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns for an objective, [n, ...] each."""
 
@@ -150,10 +152,13 @@ class Oracle:
         return _LossTerms(lm, aux, z, mtp, routed)
 
     def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
-        """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth]; sum is 1."""
+        """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth].
+
+        Their sum is 1, or the mean of the scales.
+        """
         is_within = batch.documents[:, : -1 - depth] == batch.documents[:, 1 + depth :]
         weights = torch.where(is_within, batch.weights[:, depth:], 0.0)
-        return weights / weights.sum()
+        return weights / weights.sum() * batch.weight_scale[:, depth:]
 
     def _hidden_states(
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]

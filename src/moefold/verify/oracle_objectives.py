@@ -1,4 +1,4 @@
-"""Oracle objectives: policy gradients as formulas of one token and one sequence at a time.
+"""Oracle objectives: policy gradients and preference losses as formulas of one token and one sequence at a time.
 
 They share no code with `moefold.objectives`, whose loss functions only say which objective and which constants.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
 
 OracleColumns = Mapping[str, Tensor]
 """Columns of a micro-batch, [B, ...] each; "weights" sum to 1 over the global batch."""
@@ -88,3 +89,48 @@ def _correction(
         factors = torch.exp(of_sequence(trainer) - of_sequence(sampler))
         judged = float(factors.prod() ** (1 / len(factors)))
     return factor if loss.correction_low <= judged <= loss.correction_high else 0.0
+
+
+def preference_objective(loss: PreferenceLoss) -> OracleObjective:
+    """Return the objective of a preference loss."""
+
+    def objective(log_probs: LogProbs, columns: OracleColumns) -> Tensor:
+        law = log_probs(1.0)
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(len(law)):
+            of_row = {name: values[row] for name, values in columns.items()}
+            ids = of_row["sequence_ids"]
+            mismatched = [_score(loss, law[row], of_row, number) for number in range(1, int(ids.max()) + 1, 2)]
+            for pair in range((int(ids.max()) + 1) // 2):
+                share = of_row["weights"][ids == 2 * pair].sum()
+                first = _score(loss, law[row], of_row, 2 * pair)
+                if loss.method == "kto":
+                    z = max(0.0, sum(float(score.detach()) for score in mismatched) / len(mismatched))
+                    total = total + share * _kto_loss(loss, first, z, bool(of_row["is_desirable"][pair]))
+                else:
+                    total = total + share * _pair_loss(loss, first - mismatched[pair])
+        return total
+
+    return objective
+
+
+def _score(loss: PreferenceLoss, law: Tensor, columns: OracleColumns, number: int) -> Tensor:
+    """Return the score of one sequence of a row, 0-dim."""
+    tokens = law[columns["sequence_ids"] == number]
+    score = tokens.sum()
+    if loss.method != "simpo":
+        score = score - columns["reference_log_probs"][number]
+    return score / len(tokens) if loss.method in ("ipo", "simpo") else score
+
+
+def _pair_loss(loss: PreferenceLoss, difference: Tensor) -> Tensor:
+    if loss.method == "ipo":
+        return (difference - 0.5 / loss.beta) ** 2
+    margin = loss.beta * difference - (loss.gamma if loss.method == "simpo" else 0)
+    return torch.log(1 + torch.exp(-margin))
+
+
+def _kto_loss(loss: PreferenceLoss, score: Tensor, z: float, is_desirable: bool) -> Tensor:
+    if is_desirable:
+        return loss.desirable_weight * (1 - 1 / (1 + torch.exp(-loss.beta * (score - z))))
+    return loss.undesirable_weight * (1 - 1 / (1 + torch.exp(-loss.beta * (z - score))))
