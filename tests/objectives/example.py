@@ -56,12 +56,12 @@ def pair_example() -> Example:
     ids = torch.tensor(PAIR_IDS)
     counts = torch.stack([(ids == number).sum(1) for number in range(4)], 1)
     is_weighted = (ids >= 0) & (ids % 2 == 0)
-    share = is_weighted / counts.gather(1, ids.clamp(min=0)) / 3
+    share = is_weighted.double() / counts.gather(1, ids.clamp(min=0)) / 3
     sums = torch.stack([found.law().detach().where(ids == number, 0.0).sum(1) for number in range(4)], 1)
     noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found.columns |= {
         "sequence_ids": ids,
-        "weights": share.double(),
+        "weights": share,
         "reference_log_probs": sums + noise,
         "is_desirable": torch.tensor([[True, False], [False, True]]),
     }

@@ -14,7 +14,7 @@ from tests.objectives.example import IDS, PAIR_IDS, Example, example, pair_examp
 
 pytest.importorskip("trl", reason="pip install -e '.[align-check]' installs TRL")
 
-TOLERANCE = 1e-7
+TOLERANCE = 1e-10
 SEQUENCES = [(row, number) for row, ids in enumerate(IDS) for number in range(max(ids) + 1)]
 
 
@@ -103,7 +103,7 @@ def _rollouts(mean: str) -> Example:
     if mean == "rollout":
         for row, number in SEQUENCES:
             is_in = torch.tensor(IDS[row]) == number
-            is_sampled[row][is_in] = 1 / is_in.sum() / 3
+            is_sampled[row][is_in] = 1 / is_in.double().sum() / 3
         case.columns["weights"] = is_sampled
     else:
         case.columns["weights"] = is_sampled / (is_sampled.sum() if mean == "token" else 3 * 12)
