@@ -142,7 +142,7 @@ def _overlap(start: tuple[int, ...], size: torch.Size, other: tuple[int, ...], o
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_each_mapping_becomes_each_other_one(pool, tmp_path, before, after):
     results = pool.run(8, _reshard, _recipe(before), _recipe(after), str(tmp_path), 4096, False)
-    assert sum(sent for sent, *_ in results) == sum(received for _, received, *_ in results) > 0
+    assert sum(sent for sent, *_ in results) == sum(received for _, received, *_ in results)
     for _, received, missing, shared in results:
         assert received == missing
         assert shared == 0

@@ -25,7 +25,7 @@ from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 
-MAX_SCRATCH_BYTES = 1 << 28
+MAX_SCRATCH_BYTES = 1 << 26
 """Memory of the buffers of one round by default: sent and received bytes together."""
 
 
