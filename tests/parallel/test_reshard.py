@@ -44,7 +44,7 @@ MAPPINGS: dict[str, dict[str, object]] = {
     "other orders": {"tp": 2, "pp": 2, "ep": 2, "order": "pp-tp-dp-cp", "moe_order": "pp-ep-edp-etp", "zero": 1},
 }
 """Mappings of 8 ranks."""
-FAST = [("folded", "expert tensor"), ("V", "context"), ("replicas", "other orders")]
+FAST = [("folded", "expert tensor"), ("V", "context")]
 PAIRS = [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) for pair in permutations(MAPPINGS, 2)]
 
 
@@ -166,9 +166,9 @@ def _sampling_recipe(name: str, **model: object) -> Config:
     ("before", "after", "dtype"),
     [
         ("V", "tensor", "bfloat16"),
-        ("context", "pipeline", "float32"),
         *slow(
             [
+                ("context", "pipeline", "float32"),
                 ("folded", "expert tensor", "bfloat16"),
                 ("expert tensor", "data", "float64"),
                 ("interleaved", "tensor", "float32"),
@@ -185,6 +185,7 @@ def test_an_inference_model_gets_the_weights_in_its_own_dtype(pool, tmp_path, be
     pool.run(8, _reshard, train, sample, str(tmp_path), 4096, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [LATENT | {"qk_norm": False, "mtp_layers": 1, "tie_embeddings": False}])
 def test_latents_and_multi_token_prediction(pool, tmp_path, model):
     pool.run(8, _reshard, _recipe("folded", **model), _recipe("context", **model), str(tmp_path), 4096, False)

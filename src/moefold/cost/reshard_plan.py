@@ -3,7 +3,7 @@
 Under one mapping the shards of a tensor are equal boxes or disjoint ones. So the box that a rank needs is cut by the
 boxes of the source mapping into parts, and each part comes from one rank: from the rank itself if it holds the part,
 else from a holder of the same node, else from any holder; of several, the one that sends least so far. Parts that
-travel are cut further and collected into rounds, so that no rank sends or receives more than a number of bytes in one
+are sent are cut further and collected into rounds, so that no rank sends or receives more than a number of bytes in one
 round. The plan is a function of integers: every rank computes the same one.
 """
 
@@ -31,7 +31,7 @@ class ReshardPlan:
     local: tuple[BoxTransfer, ...]
     """Parts that a rank holds already."""
     rounds: tuple[tuple[BoxTransfer, ...], ...]
-    """Parts that travel; all tensors of a round have elements of the same number of bytes."""
+    """Parts that are sent; all tensors of a round have elements of the same number of bytes."""
     coinciding: tuple[frozenset[str], ...]
     """Per rank, the tensors whose boxes are equal under both mappings."""
 
@@ -84,15 +84,15 @@ def plan_reshard(
         for name, box in target.boxes(rank).items():
             wanted[name].append((rank, box))
     for name in target.shapes:
+        parts_of: dict[Box, list[tuple[Box, list[int]]]] = {}
         for rank, box in wanted[name]:
             if own_boxes[rank].get(name) == box:
                 coinciding[rank].add(name)
                 local.append(BoxTransfer(name, box, rank, rank))
                 continue
-            for source_box, ranks in holders[name].items():
-                part = source_box.intersect(box)
-                if part is None:
-                    continue
+            if box not in parts_of:
+                parts_of[box] = _cut(box, holders[name])
+            for part, ranks in parts_of[box]:
                 sender = _choose_sender(rank, ranks, node_size, sent_bytes)
                 transfer = BoxTransfer(name, part, sender, rank)
                 if sender == rank:
@@ -114,9 +114,17 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
     return found
 
 
+def _cut(box: Box, holders: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
+    """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each."""
+    parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
+    return [(part, ranks) for part, ranks in parts if part is not None]
+
+
 def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Sequence[int]) -> int:
     if rank in holders:
         return rank
+    if len(holders) == 1:
+        return holders[0]
     near = [holder for holder in holders if holder // node_size == rank // node_size]
     return min(near or holders, key=lambda holder: (sent_bytes[holder], holder))
 
