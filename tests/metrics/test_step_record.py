@@ -35,6 +35,7 @@ KEYS = [
     "memory_by_part",
     "rank_times",
     "loss_terms",
+    "loss_metrics",
 ]
 
 

@@ -205,6 +205,15 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     _load_state(path, _model_state(parameters, buffers))
 
 
+def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
+    """Load further entries of a checkpoint into this rank's shards; collective over all ranks.
+
+    Raises:
+        ConfigError: the checkpoint lacks an entry; raised on every rank.
+    """
+    _load_state(path, entries)
+
+
 def _load_state(path: Path, state: dict[str, Tensor]) -> None:
     with translate_read_errors(path):
         metadata = read_metadata(path)

@@ -145,16 +145,18 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention")
+        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention")
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
+        paged_attention = CPagedAttention(attention)
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
@@ -173,6 +175,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if attention.is_fast else None,
+        paged_attention=paged_attention if attention.is_fast else None,
         gemm=gemm if has_fast_gemm else TORCH_GEMM,
         norm=norm,
     )

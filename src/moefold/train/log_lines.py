@@ -48,7 +48,10 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     data = cfg.data
     seq_len = cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
-    parts = [f"{data.kind} {paths}".strip()]
+    name = data.task if data.kind == "task" else paths
+    parts = [f"{data.kind} {name}".strip()]
+    if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+        return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
         parts.append(
@@ -83,7 +86,13 @@ def _describe_saves(cfg: Config) -> str:
     return f"{when}{retained}{more}"
 
 
-EXAMPLE_PROMPTS = {"python-docs": "The for statement", "text": "The", "huggingface": "The", "sft": "Hello"}
+EXAMPLE_PROMPTS = {
+    "python-docs": "The for statement",
+    "text": "The",
+    "huggingface": "The",
+    "sft": "Hello",
+    "preference": "Hello",
+}
 """Example prompt for each kind of text data."""
 
 
@@ -115,7 +124,7 @@ def next_commands(cfg: Config) -> list[str]:
     run_dir = shlex.quote(cfg.run.dir)
     steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    chat = " --chat" if cfg.data.kind == "sft" else ""
+    chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
 

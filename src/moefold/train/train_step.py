@@ -72,6 +72,8 @@ class StepResult:
     """Activation offload statistics; None without offload."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
+    loss_metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics of the loss function by name: logged, not minimised."""
     divergences: tuple[Divergence, ...] = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
 
@@ -82,6 +84,8 @@ class ReducedMetrics:
 
     loss_terms: dict[str, float]
     """The terms of the loss function by name."""
+    loss_metrics: dict[str, float]
+    """The metrics of the loss function by name."""
     mtp_loss: float | None
     """None without multi-token prediction (MTP)."""
     device_grad_norm: Tensor
@@ -149,6 +153,7 @@ class TrainingStep:
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
+        self._loss_metrics = model.stages[-1].loss_metrics
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -281,6 +286,7 @@ class TrainingStep:
         Raises:
             ConfigError: the trace to replay lacks the step.
         """
+        self._loss_metrics.reset()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         if self.router_replay is not None:
@@ -347,6 +353,11 @@ class TrainingStep:
         device = loss.device
         packer = MetricPacker()
         packer.add("losses", self._tp_dedup(loss.detach()))
+        packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
+        own_maxima = self._loss_metrics.maxima(device)
+        maxima = own_maxima.new_zeros(world.size, len(own_maxima))
+        maxima[world.rank] = own_maxima
+        packer.add("loss metric maxima", maxima)
         packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
         packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
@@ -377,6 +388,7 @@ class TrainingStep:
         num_terms = len(self._loss_terms)
         return ReducedMetrics(
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
+            loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
             mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
             device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
             grad_norm=float(totals["squared grad norm"].sqrt()),
@@ -402,6 +414,7 @@ class TrainingStep:
         return StepResult(
             loss=totals.loss,
             loss_terms=totals.loss_terms,
+            loss_metrics=totals.loss_metrics,
             aux_loss=aux,
             z_loss=z,
             mtp_loss=totals.mtp_loss or 0.0,

@@ -14,10 +14,12 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.errors import raise_all
 from moefold.topology.layout import Layout, fold
+from moefold.validate.align import ALIGN_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.rl import RL_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -98,6 +100,10 @@ RANGES = (
     RangeRule(
         "must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"
     ),
+    RangeRule("must name a column", bool, "align", "reward"),
+    RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
+    RangeRule(*_at_least(0), "align", "gamma"),
+    RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -121,6 +127,20 @@ RANGES = (
         "metrics",
         "wandb_tags",
     ),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "rollouts_every"),
+    RangeRule(*_at_least(1), "data", "task_size"),
+    RangeRule(
+        "must be at least 2, or 0 (no reinforcement learning)", lambda size: size >= 2 or size == 0, "rl", "group_size"
+    ),
+    RangeRule(*_at_least(1), "rl", "updates most_rounds"),
+    RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "rl", "clip_low"),
+    RangeRule(*POSITIVE, "rl", "clip_high"),
+    RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
+    RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
+    RangeRule(*POSITIVE, "reward", "timeout_s"),
+    RangeRule(*_at_least(1), "reward", "workers"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 
@@ -143,8 +163,10 @@ RULES = (
     *OFFLOAD_RULES,
     *OVERLAP_RULES,
     *DATA_RULES,
+    *ALIGN_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
+    *RL_RULES,
 )
 
 

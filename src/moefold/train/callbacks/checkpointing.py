@@ -53,6 +53,7 @@ class Checkpointing(Callback):
             run.is_resumed = True
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+            run.data.start()
         return resume
 
     def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
@@ -106,7 +107,7 @@ class Checkpointing(Callback):
         """Save a checkpoint; collective."""
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
-        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer) | run.data.entries()
         position = TrainState(
             step=run.position.step,
             samples=run.position.samples,
@@ -129,6 +130,7 @@ class Checkpointing(Callback):
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
+        run.data.restore(path, meta)
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(run.cfg, meta, run.data.fingerprints):
