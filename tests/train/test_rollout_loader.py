@@ -21,11 +21,16 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from moefold.cost.rollout_memory import rollout_weight_bytes
 from moefold.errors import ConfigError
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.rollout_model import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.validate.memory_need import min_training_memory
 from tests.slow import slow
 
 pytestmark = pytest.mark.parity
@@ -156,6 +161,31 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
         assert found["rl"]["reshard_s"] > 0 == expected["rl"]["reshard_s"]
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
+
+
+def _unshared_bytes(cfg: Config) -> int:
+    """Bytes of the weights of the model that samples, of those that training has not."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trained = parallelize(cfg, groups)
+    sampler = RolloutModel(cfg, groups, trained)
+    sampler.update()
+    pointers = {local_tensor(parameter).data_ptr() for parameter in trained.named_parameters.values()}
+    sampled = [local_tensor(parameter) for parameter in sampler.model.named_parameters.values()]
+    return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
+    cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
+    counted = pool.run(4, _unshared_bytes, cfg)
+    assert tuple(counted) == rollout_weight_bytes(cfg)
+    needed = min_training_memory(cfg, "cpu")
+    without = min_training_memory(replace(cfg, rollout=RolloutConfig(max_tokens=8)), "cpu")
+    assert [a.total() - b.total() for a, b in zip(needed, without, strict=True)] == [
+        sum(counted[:2]) // 2,
+        sum(counted[2:]) // 2,
+    ]
 
 
 @pytest.mark.parametrize(
