@@ -92,6 +92,7 @@ def test_equal_weights_are_the_default_and_their_scale_does_not_matter(runs, tmp
     assert differing_tensors(first, _merge(tmp_path / "third", *pair, weights=(1, 2))) != []
 
 
+@pytest.mark.slow
 def test_the_mapping_that_wrote_a_checkpoint_does_not_matter(pool, runs, tmp_path):
     """8 ranks load both runs and save them after a step of nearly no learning rate; the mean has the same bits."""
     for name in ("math", "code"):

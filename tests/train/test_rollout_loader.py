@@ -21,10 +21,17 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from moefold.cost.rollout_memory import rollout_weight_bytes
+from moefold.errors import ConfigError
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.rollout_model import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.validate.memory_need import min_training_memory
+from tests.slow import slow
 
 pytestmark = pytest.mark.parity
 
@@ -124,6 +131,77 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
             assert found["rl"][key] == expected["rl"][key]
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sampling"),
+    [
+        ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"tp": 1, "pp": 2, "ep": 1, "etp": 2}),
+        *slow(
+            [
+                ({"world_size": 4, "pp": 2, "cp": 2, "etp": 2}, {"pp": 1, "ep": 4, "etp": 1}),
+                ({"world_size": 2, "ep": 2}, {"tp": 2}),
+            ]
+        ),
+    ],
+)
+def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, mapping, sampling):
+    """Two rounds and an evaluation; a sampler with stale weights has other completions in the second round."""
+    cfg = recipe(tmp_path, 2)
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
+    pool.run(1, _train, cfg)
+    other = under(cfg, tmp_path / "mapped", **mapping)
+    other = replace(other, rollout=replace(other.rollout, **sampling))
+    pool.run(mapping["world_size"], _train, other)
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
+        for key in ("reward", "eval_reward", "mixed_groups", "length_mean"):
+            assert found["rl"][key] == expected["rl"][key]
+        assert found["rl"]["reshard_s"] > 0 == expected["rl"]["reshard_s"]
+    texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
+    assert texts[0] == texts[1]
+
+
+def _unshared_bytes(cfg: Config) -> int:
+    """Bytes of the weights of the model that samples, of those that training has not."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trained = parallelize(cfg, groups)
+    sampler = RolloutModel(cfg, groups, trained)
+    sampler.update()
+    pointers = {local_tensor(parameter).data_ptr() for parameter in trained.named_parameters.values()}
+    sampled = [local_tensor(parameter) for parameter in sampler.model.named_parameters.values()]
+    return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
+    cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
+    counted = pool.run(4, _unshared_bytes, cfg)
+    assert tuple(counted) == rollout_weight_bytes(cfg)
+    needed = min_training_memory(cfg, "cpu")
+    without = min_training_memory(replace(cfg, rollout=RolloutConfig(max_tokens=8)), "cpu")
+    assert [a.total() - b.total() for a, b in zip(needed, without, strict=True)] == [
+        sum(counted[:2]) // 2,
+        sum(counted[2:]) // 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"tp": 3}, "rollouts cannot be sampled under tp=3 pp=1 ep=1 etp=1: rollout.tp=3 must divide"),
+        ({"ep": 2, "etp": 4}, "rollout.ep=2 must divide"),
+        ({"pp": 4}, "model.num_layers=2"),
+    ],
+)
+def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
+    cfg = under(recipe(tmp_path), tmp_path, world_size=4)
+    with pytest.raises(ConfigError) as error:
+        check_config(replace(cfg, rollout=replace(cfg.rollout, **sampling)))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("updates", [1, 2])

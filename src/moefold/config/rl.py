@@ -56,6 +56,16 @@ class RLConfig:
 class RolloutConfig:
     """Sampling of rollouts for reinforcement learning."""
 
+    tp: int = 0
+    """Tensor-parallel degree of sampling; 0: that of training. If one of tp, pp, ep and etp differs from training, the
+    weights are copied to a second model under this mapping of the same ranks after each round
+    ([checkpoints.md](checkpoints.md#from-one-mapping-to-another-without-a-checkpoint)); the other ranks are dp."""
+    pp: int = 0
+    """Pipeline ranks of sampling; 0: those of training."""
+    ep: int = 0
+    """Expert-parallel degree of sampling; 0: that of training."""
+    etp: int = 0
+    """Expert-tensor-parallel degree of sampling; 0: that of training."""
     max_tokens: int = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: float = 1.0

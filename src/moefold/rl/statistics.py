@@ -21,6 +21,8 @@ class RoundStatistics:
     """Groups without any reward."""
     rollout_s: float = 0.0
     reward_s: float = 0.0
+    reshard_s: float = 0.0
+    """Of copying the weights to the mapping of sampling."""
 
     def add(self, groups: Sequence[Group], rollout_s: float, reward_s: float) -> Self:
         """Return the statistics with further groups."""
@@ -55,5 +57,6 @@ class RoundStatistics:
             "dropped": self.num_dropped,
             "rollout_s": self.rollout_s,
             "reward_s": self.reward_s,
+            "reshard_s": self.reshard_s,
             "rollout_tokens_per_s": self.num_tokens / self.rollout_s if self.rollout_s else 0.0,
         }

@@ -41,6 +41,7 @@ from moefold.rl.statistics import RoundStatistics
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
 from moefold.train.reference import ReferenceModel
+from moefold.train.rollout_model import RolloutModel
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling on held-out prompts."""
@@ -103,11 +104,12 @@ class RolloutLoader(DataLoader):
         self._end_id = end_id
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._reward = Reward(cfg)
+        self._sampler = RolloutModel(cfg, groups, model)
         self._collector = RolloutCollector(
-            RolloutEngine(model, engine_settings(cfg), self._sampling),
+            RolloutEngine(self._sampler.model, engine_settings(cfg), self._sampling),
             self._reward,
             self._tokenizer,
-            groups,
+            self._sampler.groups,
             stop=stop_rule(cfg.data, self._tokenizer),
             max_tokens=cfg.rollout.max_tokens,
         )
@@ -216,6 +218,7 @@ class RolloutLoader(DataLoader):
         count = self._cfg.train.eval_samples
         assert self._prompts.validation is not None, "checked before the run"
         indices = range(min(count, len(self._prompts.validation)))
+        self._sampler.update()
         found = self._collect(self._prompts.validation, indices, 1, GREEDY)
         scores = np.concatenate([group.scores for group in found.groups])
         return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
@@ -232,7 +235,7 @@ class RolloutLoader(DataLoader):
         """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace equal ones."""
         rl = self._cfg.rl
         count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
-        statistics = RoundStatistics()
+        statistics = RoundStatistics(reshard_s=self._sampler.update())
         kept: list[Group] = []
         equal: list[Group] = []
         samples: list[int] = []

@@ -6,14 +6,16 @@ between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`,
 and the memory of a step in `memory_need.py`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.errors import raise_all
+from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
@@ -137,6 +139,7 @@ RANGES = (
     RangeRule(*POSITIVE, "rl", "clip_high"),
     RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
     RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
     RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
     RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
     RangeRule(*POSITIVE, "reward", "timeout_s"),
@@ -170,6 +173,9 @@ RULES = (
 )
 
 
+_DEGREE_KEY = re.compile(r"\bparallel\.(tp|pp|ep|etp)\b")
+
+
 def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Check every setting and combination, and return the rank layout.
 
@@ -190,7 +196,24 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))
+        check_rollout_mapping(cfg)
     return layout
+
+
+def check_rollout_mapping(cfg: Config) -> None:
+    """Check the mapping that samples rollouts, if it is another one than that of training.
+
+    Raises:
+        ConfigError: it does not fit the ranks or the model.
+    """
+    if not has_rollout_mapping(cfg):
+        return
+    try:
+        check_config(rollout_config(cfg), is_training=False)
+    except ConfigError as error:
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
+        rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
+        raise ConfigError(f"rollouts cannot be sampled under {degrees}: {rules}") from None
 
 
 def check_model(model: ModelConfig) -> None:

@@ -13,6 +13,7 @@ from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
@@ -272,10 +273,17 @@ UNUSED_KEY_RULES = (
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
+        "rollout.tp rollout.pp rollout.ep rollout.etp "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
+    ),
+    UnusedKeyRule(
+        "rollout.tp rollout.pp rollout.ep rollout.etp",
+        lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
+        "training has the same degrees, and its model samples",
+        "choose another degree",
     ),
     UnusedKeyRule(
         "rollout.cache",
