@@ -286,7 +286,7 @@ DATA = {
         "these, or leave overlong out"
     ),
     "data.kind=huggingface data.path=owner/name data.chat_template=a": (
-        "data.chat_template='a' has no effect: only data.kind='sft' and 'preference' read it; choose one of "
+        "data.chat_template='a' has no effect: only data.kind='sft', 'preference' and 'prompts' read it; choose one of "
         "these, or leave chat_template out"
     ),
     "data.kind=huggingface data.path=owner/name data.document_index=true": (
@@ -398,6 +398,50 @@ MEMORY = {
     'train.recompute=["layer","norms"]': (
         "train.recompute has 'norms' and 'layer', which recomputes it anyway; leave one of them out"
     ),
+}
+
+RL = "data.kind=task rl.group_size=4"
+REINFORCEMENT = {
+    "rl.group_size=4": (
+        "rl.group_size=4 samples rollouts of prompts, and data.kind='python-docs' has none; choose data.kind='task' or "
+        "'prompts', or rl.group_size=0"
+    ),
+    "data.kind=prompts": (
+        "data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'"
+    ),
+    "data.kind=prompts rl.group_size=4": (
+        "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or FILE.py:FUNCTION"
+    ),
+    f"{RL} train.global_batch_size=6": (
+        "train.global_batch_size=6 must be a multiple of rl.group_size=4: it counts rollouts; choose group_size ..."
+    ),
+    f"{RL} rl.updates=2": (
+        "rl.updates=2 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
+        "objective 'clip', 'cispo' or 'sequence', or updates=1"
+    ),
+    f"{RL} rl.updates=3 rl.objective=clip run.steps=9": (
+        "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
+        "choose 498 or 501"
+    ),
+    f"{RL} rl.length_penalty_from=64": (
+        "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
+        "(none) to 63"
+    ),
+    f"{RL} rl.kl=0.1 rl.reset_patience=2": (
+        "rl.reset_patience=2 counts evaluations, and train.eval_every=0 makes none; set eval_every, or reset_patience=0"
+    ),
+    f"{RL} rollout.pass_tokens=128": (
+        "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
+        "fewer slots or more tokens"
+    ),
+    f"{RL} moe.choice=sinkhorn": (
+        "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
+        "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
+    ),
+    f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 does not go with reinforcement learning: ...",
+    f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
+    f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
+    f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",
 }
 
 ACCEPTED = [

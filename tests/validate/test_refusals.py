@@ -17,6 +17,7 @@ REFUSED = {
     **recipe_refusals.DATA,
     **recipe_refusals.ALIGNMENT,
     **recipe_refusals.MEMORY,
+    **recipe_refusals.REINFORCEMENT,
 }
 
 

@@ -5,6 +5,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
 
+RL = ["data.kind=task", "rl.group_size=4"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -114,6 +115,40 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("data.task=add", [], ["data.kind=task"]),
+    ("data.task_size=3", ["data.kind=text"], ["data.kind=task"]),
+    ("rl.objective=clip", [], RL),
+    ("rl.advantage=batch", [], RL),
+    ("rl.loss_mean=rollout", [], RL),
+    ("rl.updates=2", [], [*RL, "rl.objective=clip"]),
+    ("rl.clip_low=0.1", RL, [*RL, "rl.objective=clip"]),
+    ("rl.clip_high=0.1", RL, [*RL, "rl.objective=sequence"]),
+    ("rl.kl=0.1", [], RL),
+    ("rl.kl_kind=k2", RL, [*RL, "rl.kl=0.1"]),
+    ("rl.reference=runs/other", RL, [*RL, "rl.kl=0.1"]),
+    ("rl.reset_patience=2", RL, [*RL, "rl.kl=0.1"]),
+    ("rl.mixed_only=true", [], RL),
+    ("rl.most_rounds=2", RL, [*RL, "rl.mixed_only=true"]),
+    ("rl.truncated=zero", [], RL),
+    ("rl.length_penalty_from=9", [], RL),
+    ("rollout.tp=2", [], [*RL, "parallel.world_size=2"]),
+    ("rollout.tp=2", [*RL, "parallel.world_size=2", "parallel.tp=2"], [*RL, "parallel.world_size=2"]),
+    ("rollout.pp=2", [], [*RL, "parallel.world_size=2"]),
+    ("rollout.ep=2", [], [*RL, "parallel.world_size=2"]),
+    ("rollout.etp=1", RL, [*RL, "parallel.world_size=2", "parallel.etp=2"]),
+    ("rollout.max_tokens=8", [], RL),
+    ("rollout.temperature=0.5", [], RL),
+    ("rollout.slots=8", [], RL),
+    ("rollout.pass_tokens=512", [], RL),
+    ("rollout.cache_gib=2", [], RL),
+    ("rollout.cache=heads", RL, [*RL, "model.attention=mla"]),
+    ("reward.use=exact", [], RL),
+    ("reward.timeout_s=1", RL, [*RL, "reward.use=reward.py:f"]),
+    ("reward.workers=1", RL, [*RL, "reward.use=reward.py:f"]),
+    ("reward.on_error=drop", [*RL, "reward.use=exact"], [*RL, "reward.use=reward.py:f"]),
+    ("metrics.rollouts_every=5", [], RL),
+    ("data.weights=[1.0]", ["data.kind=prompts"], ["data.kind=sft"]),
+    ("data.shuffle=false", ["data.kind=task"], ["data.kind=prompts"]),
     ("align.reward=score", [], ["align.method=filter"]),
     ("align.reward=score", ["align.method=dpo"], ["align.method=condition"]),
     ("align.threshold=0.5", ["align.method=weight"], ["align.method=filter"]),

@@ -60,12 +60,16 @@ class TrainState:
     """State of the step guard (faults and recent losses): `StepGuard.state`; None in old checkpoints."""
     checked_step: int | None = None
     """Step of the last successful replica check; None if there was none."""
+    moment_updates: int | None = None
+    """Updates since the optimizer moments were zero; None in old checkpoints: all of the run's."""
     data_files: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
     data_tokens: dict[str, int] = field(default_factory=dict)
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    rl: Any = None
+    """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,8 +292,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    if meta.checked_step is not None and (type(meta.checked_step) is not int or meta.checked_step < 0):
-        raise TypeError(f"checked_step is {meta.checked_step!r}")
+    for name in ("checked_step", "moment_updates"):
+        value = getattr(meta, name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise TypeError(f"{name} is {value!r}")
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")

@@ -21,6 +21,7 @@ from moefold.data.sft import PackedConversations, ScaledMembers, open_conversati
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
 from moefold.data.streaming import StreamingSampler
+from moefold.data.tasks import open_task
 from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
 from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
@@ -51,6 +52,13 @@ NEEDS_PROGRAM = (
     "choose another kind for a command"
 )
 """Message where no program passes samples."""
+
+
+NEEDS_RL = (
+    'data.kind="prompts" has no answers to train on; set rl.group_size above 0 for reinforcement learning, or choose '
+    'data.kind="sft"'
+)
+"""Message where prompts are to be trained on as text."""
 
 
 class NoSamples(Sampler):
@@ -185,6 +193,11 @@ class _DatasetBuilder:
             self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
         if data.kind in ("sft", "preference"):
             return self._conversations(tokenizer)
+        if data.kind == "task":
+            training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)
+            return Dataset(training_problems, held_out or NoSamples(), tokenizer)
+        if data.kind == "prompts":
+            raise ConfigError(NEEDS_RL)
         if data.streaming:
             return Dataset(self._stream(tokenizer), self._held_out_split(tokenizer), tokenizer)
         source = self._source(tokenizer, data.split)

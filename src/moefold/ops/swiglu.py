@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
+from moefold.ops.elementwise import sigmoid
 
 
 class SwiGLUKernel(Protocol):
@@ -104,7 +105,7 @@ class ClampedSwiGLUActivation:
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
         """See `ExpertActivation`."""
         clamped = g.clamp(max=self.limit)
-        return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
+        return (u.clamp(-self.limit, self.limit) + 1) * clamped * sigmoid(self.alpha * clamped)
 
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
@@ -113,10 +114,10 @@ class ClampedSwiGLUActivation:
         g, u = g.to(grad.dtype), u.to(grad.dtype)
         clamped = g.clamp(max=self.limit)
         factor = u.clamp(-self.limit, self.limit) + 1
-        sigmoid = torch.sigmoid(self.alpha * clamped)
-        swish = clamped * sigmoid
+        share = torch.sigmoid(self.alpha * clamped)
+        swish = clamped * share
         grad_u = (grad * swish).masked_fill_(u.abs() > self.limit, 0.0)
-        slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))
+        slope = share * (1 + self.alpha * clamped * (1 - share))
         grad_g = (grad * factor * slope).masked_fill_(g > self.limit, 0.0)
         return factor * swish, grad_g, grad_u
 

@@ -15,7 +15,7 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.optim.adamw import named_moments, set_learning_rate
+from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.registry import make_optimizer
 from moefold.parallel.batch import Batch
@@ -126,7 +126,7 @@ class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
     `parameters` and `buffers` are the model state for checkpoints; `router_replay` records and replays the routing if
-    the recipe asks for it.
+    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -134,6 +134,7 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         self.optimizer = _make_optimizer(model, cfg)
+        self.moment_updates = 0
         self.guard = StepGuard(cfg.faults)
         self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._comm_timer = model.groups.world.comm_timer
@@ -206,14 +207,31 @@ class TrainingStep:
                 clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
+            self.moment_updates += 1
             self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
+        every = self._cfg.train.reset_moments_every
+        if every and step % every == 0:
+            self.reset_moments()
         result = self._result(totals, rate, decision, nonfinite_report)
         if replica_check is None:
             return result
         return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+
+    def reset_moments(self) -> None:
+        """Zero the optimizer moments between two steps: the next update is that of a new optimizer; local.
+
+        Every rank must call it at the same step, or replicas diverge.
+        """
+        reset_moments(self.optimizer)
+        self.moment_updates = 0
+
+    def restore_moment_updates(self, count: int) -> None:
+        """Set the number of updates that the moments have seen, after moments were loaded."""
+        set_step_count(self.optimizer, count)
+        self.moment_updates = count
 
     @property
     def checks_replicas(self) -> bool:

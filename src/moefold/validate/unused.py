@@ -13,8 +13,10 @@ from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
+from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
 
 
@@ -262,8 +264,60 @@ UNUSED_KEY_RULES = (
         "set train.eval_every",
     ),
     UnusedKeyRule(
+        "data.task data.task_size",
+        lambda cfg: cfg.data.kind != "task",
+        "only data.kind='task' reads it",
+        "choose data.kind='task'",
+    ),
+    UnusedKeyRule(
+        "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
+        "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
+        "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
+        "rollout.tp rollout.pp rollout.ep rollout.etp "
+        "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
+        lambda cfg: not cfg.is_rl,
+        "rl.group_size=0 means no reinforcement learning",
+        "set rl.group_size",
+    ),
+    UnusedKeyRule(
+        "rollout.tp rollout.pp rollout.ep rollout.etp",
+        lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
+        "training has the same degrees, and its model samples",
+        "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.cache",
+        lambda cfg: cfg.model.attention != "mla",
+        "only model.attention='mla' has latents",
+        "choose model.attention='mla'",
+    ),
+    UnusedKeyRule(
+        "rl.clip_low rl.clip_high",
+        lambda cfg: cfg.rl.objective == "policy",
+        "rl.objective='policy' clips no ratio",
+        "choose rl.objective='clip', 'cispo' or 'sequence'",
+    ),
+    UnusedKeyRule(
+        "rl.kl_kind rl.reference rl.reset_patience",
+        lambda cfg: cfg.rl.kl == 0,
+        "rl.kl=0.0 has no reference model",
+        "set rl.kl",
+    ),
+    UnusedKeyRule(
+        "rl.most_rounds",
+        lambda cfg: not cfg.rl.mixed_only,
+        "rl.mixed_only=false samples one round",
+        "set rl.mixed_only=true",
+    ),
+    UnusedKeyRule(
+        "reward.timeout_s reward.workers reward.on_error",
+        lambda cfg: not uses_python_reward(cfg),
+        "the built-in rewards run in the ranks themselves and do not fail",
+        "set reward.use='FILE.py:FUNCTION'",
+    ),
+    UnusedKeyRule(
         "data.path",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind reads no files",
         "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
@@ -275,7 +329,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind has no paths",
         "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
@@ -299,12 +353,12 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.document_end",
-        lambda cfg: cfg.data.kind in ("sft", "preference") or cfg.data.document_index,
+        lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
     ),
     UnusedKeyRule(
-        "data.chat_template data.overlong",
+        "data.overlong",
         lambda cfg: cfg.data.kind not in ("sft", "preference"),
         "only data.kind='sft' and 'preference' read it",
         "choose one of these",
@@ -350,6 +404,24 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.align.method != "kto",
         "only align.method='kto' reads it",
         "choose align.method='kto'",
+    ),
+    UnusedKeyRule(
+        "data.chat_template",
+        lambda cfg: cfg.data.kind not in ("sft", "preference", "prompts"),
+        "only data.kind='sft', 'preference' and 'prompts' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "data.weights data.corrupt",
+        lambda cfg: cfg.data.kind == "prompts",
+        "data.kind='prompts' reads all lines of all paths, once an epoch",
+        "choose another data.kind",
+    ),
+    UnusedKeyRule(
+        "data.shuffle",
+        lambda cfg: cfg.data.kind == "task",
+        "problems are drawn from run.seed",
+        "choose data.kind='prompts'",
     ),
     UnusedKeyRule(
         "data.token_dtype data.document_index",

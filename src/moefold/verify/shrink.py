@@ -159,7 +159,8 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
 
 def _has_documents(cfg: Config) -> bool:
     """Return whether attention is masked at document boundaries."""
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in ("sft", "preference")
+    kinds = ("sft", "preference", "task")
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
