@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": "show how evenly the experts of a run were used",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
+    "serve": "serve a model over HTTP with the OpenAI API",
     "lm-eval": "run the tasks of lm-eval on a model",
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",

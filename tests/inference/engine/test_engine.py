@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import kv_cache_bytes
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.inference.example import CPU, KINDS, opened, recipe_of_kind, write_checkpoint
@@ -171,3 +175,58 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, mapping):
     (expected,) = pool.run(1, run_engine, tmp_path, {}, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
     for ranks in zip(*pool.run(mapping.get("world_size", 1), sample_in_training, tmp_path, mapping), strict=True):
         assert_equal_completions(ranks, expected)
+
+
+def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
+    """Compare completions under random schedules with those of each request alone; return the preemptions seen."""
+    model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
+    alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
+    requests = [
+        Request(prompt=PROMPTS[i % 3], prompt_number=i, sample_number=i // 3, max_tokens=3 + 4 * (i % 4))
+        for i in range(12)
+    ]
+    expected = [alone.generate([request])[0] for request in requests]
+    page_gib = kv_cache_bytes(model.cfg, PAGE_POSITIONS, 1) / 2**30
+    num_preemptions = 0
+
+    @given(
+        st.permutations(range(12)), st.integers(1, 12), st.integers(0, 90), st.integers(2, 12), st.booleans(), st.data()
+    )
+    @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    def check(order: list[int], slots: int, more: int, num_pages: int, shares: bool, data: st.DataObject) -> None:
+        nonlocal num_preemptions
+        engine_settings = EngineSettings(
+            slots=slots, pass_tokens=slots + more, cache_gib=num_pages * page_gib, share_prompts=shares
+        )
+        engine = RolloutEngine(model, engine_settings, SAMPLED)
+        late = data.draw(st.integers(0, 11))
+        found: dict[int, Completion] = {}
+        with engine.open(num_pages) as generation:
+            for place, i in enumerate(order[: 12 - late]):
+                generation.add(place, requests[i])
+            steps = 0
+            while generation.has_work or steps == 0:
+                steps += 1
+                if steps == 3:
+                    for place, i in enumerate(order[12 - late :], 12 - late):
+                        generation.add(place, requests[i])
+                for new in generation.step():
+                    if new.finish_reason is not None:
+                        found[order[new.number]] = generation.pop(new.number, new.finish_reason)
+            num_preemptions += generation.num_preemptions
+        assert len(found) >= 12 - late
+        for i, completion in found.items():
+            assert completion.tokens == expected[i].tokens
+            if tolerance:
+                assert completion.log_probs == pytest.approx(expected[i].log_probs, abs=tolerance)
+            else:
+                assert completion.log_probs == expected[i].log_probs
+
+    check()
+    return num_preemptions
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 0.0), ("bfloat16", 0.0)])
+def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
+    (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
+    assert num_preemptions > 0

@@ -85,7 +85,7 @@ class _Sample(_Sequence):
 
     @property
     def is_decoded(self) -> bool:
-        """Whether all tokens but the last are cached."""
+        """Return whether all tokens but the last are cached."""
         return self.prefix is None and self.num_pending == 1
 
 
@@ -115,7 +115,7 @@ class PassScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sample is unfinished."""
+        """Return whether a sample is unfinished."""
         return bool(self._samples)
 
     @property
