@@ -57,6 +57,7 @@ PATH_KEYS = (
     ("checkpoint", "init_from"),
     ("model", "upcycle_from"),
     ("moe", "replay"),
+    ("rl", "reference"),
 )
 """Recipe keys that name a file or folder to read."""
 
