@@ -175,7 +175,6 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
-        swiglu=activation,
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         paged_attention=paged_attention if uses_attention else None,
