@@ -24,6 +24,7 @@ from moefold.validate.exactness import inexact_settings
 from tests.inference.example import CPU, KINDS
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.ops.c_kernels import needs_compiler
+from tests.slow import slow
 
 pytestmark = [pytest.mark.parity, needs_compiler]
 
