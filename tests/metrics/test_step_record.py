@@ -36,6 +36,7 @@ KEYS = [
     "rank_times",
     "loss_terms",
     "loss_metrics",
+    "rl",
 ]
 
 

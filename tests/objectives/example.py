@@ -46,6 +46,28 @@ class Example:
         return [value.detach(), *torch.autograd.grad(value, self.hidden)]
 
 
+PAIR_IDS = [[-1, 0, 0, 0, -1, 1, 1, -1, 2, 3], [-1, 0, -1, 1, 1, 1, -1, -1, -1, -1]]
+"""Two pairs in the first row, one in the second."""
+
+
+def pair_example() -> Example:
+    """Draw an example of pairs, whose reference is near the law."""
+    found = example()
+    ids = torch.tensor(PAIR_IDS)
+    counts = torch.stack([(ids == number).sum(1) for number in range(4)], 1)
+    is_weighted = (ids >= 0) & (ids % 2 == 0)
+    share = is_weighted.double() / counts.gather(1, ids.clamp(min=0)) / 3
+    sums = torch.stack([found.law().detach().where(ids == number, 0.0).sum(1) for number in range(4)], 1)
+    noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found.columns |= {
+        "sequence_ids": ids,
+        "weights": share,
+        "reference_log_probs": sums + noise,
+        "is_desirable": torch.tensor([[True, False], [False, True]]),
+    }
+    return found
+
+
 def example(temperature: float = 1.0, seed: int = 0) -> Example:
     """Draw an example; every law is far from the sampler's, so that some ratios are beyond every bound."""
     generator = torch.Generator().manual_seed(seed)

@@ -107,7 +107,7 @@ PREFERENCES = {
     "dpo": PreferenceLoss(method="dpo", beta=0.5),
     "ipo": PreferenceLoss(method="ipo", beta=0.3),
     "simpo": PreferenceLoss(method="simpo", beta=2.0),
-    "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.5),
+    "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.3),
 }
 FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "pp2", "ep4", "etp2", "zero3", "interleaved")]
 FAST += [("tp2-cp2", "clip"), ("tp2-cp2", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
@@ -159,6 +159,34 @@ def test_metrics_do_not_depend_on_the_mapping(pool):
         for record in pool.run(cfg.parallel.world_size, _run, cfg, 2, loss):
             for step, other in zip(alone.steps, record.steps, strict=True):
                 assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)
+
+
+class ScaledSamples(PackedRollouts):
+    """Next-token prediction whose targets have a scale, as rows with rewards have."""
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`."""
+        sample = super().annotated_sample(index)
+        scale = np.random.default_rng(index).uniform(0, 3, S)
+        return Sample(sample.tokens, sample.document_ids, sample.weights, weight_scale=scale)
+
+
+def _run_scaled(cfg, steps: int) -> DistributedRecord:
+    return run_distributed(cfg, steps, data=ProgramData(ScaledSamples(), ScaledSamples()))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping", ["tp2-cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "zero3"))]
+)
+def test_scaled_losses_equal_the_oracle(pool, mapping):
+    """Multi-token prediction has the scales of its targets too, and the shares do not add up to 1."""
+    cfg = tiny(model={"mtp_layers": 1}, train={"global_batch_size": 4, "seq_len": S}, **MAPPINGS[mapping])
+    cfg = replace(cfg, data=DataConfig(kind="program"))
+    ranks = pool.run(cfg.parallel.world_size, _run_scaled, cfg, 2)
+    data = ProgramData(ScaledSamples(), ScaledSamples())
+    worst = compare_records(run_oracle(without_mapping(cfg), 2, data=data), ranks)[0]
+    assert worst.error <= TOLERANCE, worst
 
 
 def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:

@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
     "rollout": "sample completions of prompts, score them, and write them",
+    "serve": "serve a model over HTTP with the OpenAI API",
     "lm-eval": "run the tasks of lm-eval on a model",
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",

@@ -279,6 +279,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
         ConfigError: a column is missing or empty, the completions are equal or share no prompt; the message has the
             line.
     """
+    record.reject_repeated_column()
     fields = record.fields
     place = record.location
     for column in ("chosen", "rejected"):
@@ -328,6 +329,7 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
     Raises:
         ConfigError: a column is missing or has another type; the message has the line.
     """
+    record.reject_repeated_column()
     fields = record.fields
     if "completion" not in fields and "chosen" in fields:
         prompt, chosen, rejected = parse_pair(record)

@@ -136,6 +136,7 @@ def conditioned_reader(align: AlignConfig) -> ConversationReader:
 
 def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
     for record in records:
+        record.reject_repeated_column()
         found = parse_conversation(record)
         messages = list(found.messages)
         number = _prompt_length(messages) - 1
@@ -157,6 +158,7 @@ def _prompt_length(messages: list[Any]) -> int:
 
 def _reward_row(record: JsonlRecord, column: str) -> tuple[float, int]:
     """Return reward and hash of the prompt of a row."""
+    record.reject_repeated_column()
     found = parse_conversation(record)
     prompt = list(found.messages)[: _prompt_length(list(found.messages))]
     return reward_of(record, column), prompt_hash(prompt, found.tools)

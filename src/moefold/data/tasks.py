@@ -53,14 +53,13 @@ def add_problem(draw: Draw, size: int) -> Problem:
 
 
 def countdown_problem(draw: Draw, size: int) -> Problem:
-    """Draw numbers and a target that they reach by + - *, each used exactly once."""
+    """Draw numbers and a target that they reach by + - *, each used once; the answer keeps their order."""
     for _ in range(_MAX_ATTEMPTS):
         numbers = [1 + draw(MAX_COUNTDOWN_NUMBER) for _ in range(size)]
         text, target = _random_expression(draw, numbers)
         if 0 <= target <= MAX_COUNTDOWN_TARGET:
-            shown = sorted(numbers)
-            prompt = f"{','.join(map(str, shown))}={target}:"
-            return Problem(prompt, text, {"numbers": shown, "target": target})
+            prompt = f"{','.join(map(str, numbers))}={target}:"
+            return Problem(prompt, text, {"numbers": numbers, "target": target})
     raise AssertionError("some expression has a target in the range")
 
 

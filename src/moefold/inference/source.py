@@ -98,7 +98,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
-    data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
+    others = ("seed", "seq_len")
+    data = {key: value for key, value in meta.order.items() if key not in others and not key.startswith("align.")}
     cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = _find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import linear
+from moefold.model.linear import Fp32OutputLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.loss import (
     PLAIN_SOFTMAX,
@@ -47,8 +47,17 @@ class Head(nn.Module):
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
-        """Compute the logits, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
-        return self.logits(self.norm(x), tied_weight)
+        """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
+        return self.logits_fp32(self.norm(x), tied_weight)
+
+    def logits_fp32(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Compute `logits` in float32 at least, as the chunked loss does, with the same bits."""
+        return linear(
+            self.sequence_parallel.gather(x),
+            self._weight_shard(x, tied_weight),
+            wgrad_store=self.wgrad_store,
+            linear_backend=Fp32OutputLinear(self.gemm),
+        )
 
     def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
@@ -150,6 +159,5 @@ class ModelOutput:
 
         They are in float32 at least, and are all in memory: `cross_entropy` needs less.
         """
-        shard = self._head.logits(self.hidden, self._tied_weight)
-        logits = self._head.vocab_parallel.gather(shard).transpose(0, 1)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        shard = self._head.logits_fp32(self.hidden, self._tied_weight)
+        return self._head.vocab_parallel.gather(shard).transpose(0, 1)

@@ -79,7 +79,7 @@ class Kernels:
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
-    """GEMM of the loss."""
+    """GEMM of the logits, of the loss and of the routers."""
     cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
     """Ops of the loss on logits."""
     norm: NormKernel | None = None

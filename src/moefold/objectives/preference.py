@@ -122,5 +122,6 @@ class PreferenceLoss:
         output.metrics.record_mean("undesirable_reward", self.beta * score, is_pair & ~is_desirable)
         output.metrics.record_mean("kl", kl, is_pair.any(1, keepdim=True))
         sign = is_desirable.to(score.dtype) * 2 - 1
-        weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
+        # Of the scores' dtype: numbers alone would make the factor float32.
+        weight = torch.full_like(score, self.undesirable_weight).masked_fill(is_desirable, self.desirable_weight)
         return weight * (1 - torch.sigmoid(self.beta * sign * (score - kl)))

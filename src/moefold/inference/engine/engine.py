@@ -13,7 +13,7 @@ from moefold.inference.engine.capacity import cache_pages, check_requests, pages
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
-from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, Request
+from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, NewToken, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
@@ -25,18 +25,6 @@ TokenCallback = Callable[[int, int], None]
 """Callback for each new token: (request index, token)."""
 StopCondition = Callable[[int, Sequence[int]], bool]
 """Predicate for a complete sample: (request index, its new tokens). Must return the same on ranks of one dp rank."""
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """A token that a pass added to a sample."""
-
-    number: int
-    """Of the request, as in `Generation.add`."""
-    token: int
-    log_prob: float
-    finish_reason: FinishReason | None
-    """None: the sample continues."""
 
 
 @dataclass

@@ -52,6 +52,18 @@ class Completion:
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
 
 
+@dataclass(frozen=True)
+class NewToken:
+    """A token that a pass added to a sample."""
+
+    number: int
+    """Of the request, as in `Generation.add`."""
+    token: int
+    log_prob: float
+    finish_reason: FinishReason | None
+    """None: the sample continues."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Limits of the rollout engine on one rank. They change speed and memory, never a completion."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
+from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher
@@ -24,6 +25,8 @@ from moefold.model.moe.losses import (
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, TokenPositions
+from moefold.ops.elementwise import sigmoid
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
 
 
@@ -162,7 +165,10 @@ class MoELayer(nn.Module):
         assert self.shared is not None
         y: Tensor = self.shared(x)
         if self.shared_gate is not None:
-            y = y * torch.sigmoid(x @ local_param(self.shared_gate, x.dtype).t())
+            gate = local_param(self.shared_gate, x.dtype)
+            gemm = self.router.kernels.gemm
+            backend = None if gemm is TORCH_GEMM else UnquantizedLinear(gemm)
+            y = y * sigmoid(x @ gate.t() if backend is None else linear(x, gate, linear_backend=backend))
         return y
 
     def _attach_losses(

@@ -14,12 +14,6 @@
 #include "bfloat16.h"
 #include "exponential.h"
 
-#if defined(__FMA__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 /* Floats of a vector, and rows of a tile whose sums fit into the registers with the operands. */
 #if defined(__AVX512F__)
 #define VECTOR 16
@@ -38,20 +32,7 @@
 /* Multiply-adds below which threads cost more than they save. */
 #define MIN_PARALLEL_WORK 1000000.0
 
-typedef float vector __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
-
-/* sum + a * b, rounded once if the processor can: compilers fuse it in some tiles only, and bits would depend on it. */
-static inline vector multiply_add(vector sum, float a, vector b) {
-#if defined(__FMA__) && VECTOR == 16
-  return (vector)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)sum);
-#elif defined(__FMA__) && VECTOR == 8
-  return (vector)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)sum);
-#elif defined(__ARM_NEON)
-  return (vector)vfmaq_f32((float32x4_t)sum, vdupq_n_f32(a), (float32x4_t)b);
-#else
-  return sum + a * b;
-#endif
-}
+#include "multiply_add.h"
 
 /* out[r, :] (+)= sum over k < depth of a[r * row + k * step] * b[k, :], for few rows and `vectors` vectors. Rows and
    vectors are constants at each call, so that the sums stay in registers. */
