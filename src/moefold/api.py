@@ -184,8 +184,8 @@ def train_model(
     loaded = _loaded(recipe, overrides)
     if loss is not None and loaded.cfg.is_rl:
         raise ConfigError(
-            f"rl.group_size={loaded.cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace it; "
-            "leave one of them out"
+            f"rl.group_size={loaded.cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace "
+            "it; leave one of them out"
         )
     rank_env = read_rank_env()
     setup = set_up_run(loaded, rank_env, data)
