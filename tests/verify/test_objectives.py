@@ -161,6 +161,34 @@ def test_metrics_do_not_depend_on_the_mapping(pool):
                 assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)
 
 
+class ScaledSamples(PackedRollouts):
+    """Next-token prediction whose targets have a scale, as rows with rewards have."""
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`."""
+        sample = super().annotated_sample(index)
+        scale = np.random.default_rng(index).uniform(0, 3, S)
+        return Sample(sample.tokens, sample.document_ids, sample.weights, weight_scale=scale)
+
+
+def _run_scaled(cfg, steps: int) -> DistributedRecord:
+    return run_distributed(cfg, steps, data=ProgramData(ScaledSamples(), ScaledSamples()))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping", ["tp2-cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "zero3"))]
+)
+def test_scaled_losses_equal_the_oracle(pool, mapping):
+    """Multi-token prediction has the scales of its targets too, and the shares do not add up to 1."""
+    cfg = tiny(model={"mtp_layers": 1}, train={"global_batch_size": 4, "seq_len": S}, **MAPPINGS[mapping])
+    cfg = replace(cfg, data=DataConfig(kind="program"))
+    ranks = pool.run(cfg.parallel.world_size, _run_scaled, cfg, 2)
+    data = ProgramData(ScaledSamples(), ScaledSamples())
+    worst = compare_records(run_oracle(without_mapping(cfg), 2, data=data), ranks)[0]
+    assert worst.error <= TOLERANCE, worst
+
+
 def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:
     """As if each context-parallel rank took the sum over its own tokens for that of the sequence."""
     from moefold.parallel import context_parallel

@@ -126,7 +126,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_offload(stage, cfg.train.offload, offload)
         if for_training and cfg.run.cuda_graphs == "attention":
             check_cuda_graphs_device(cfg, groups.device.type)
-            apply_cuda_graphs(stage)
+            apply_cuda_graphs(stage, kernels.weight_cache)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:
