@@ -13,6 +13,7 @@ from moefold.config.schema import Config
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.model.loss import SoftmaxOptions
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.parallel import select_ops
 from moefold.parallel.parallel_model import ParallelModel
@@ -69,12 +70,7 @@ class KeepLogProbs:
         self.kept: torch.Tensor | None = None
 
     def __call__(self, output, columns):
-        logits = output.logits() / self.temperature if self.temperature != 1 else None
-        if logits is None:
-            log_probs = output.log_probs(columns["labels"])
-        else:
-            vocab_parallel = output._head.vocab_parallel
-            log_probs = -vocab_parallel.cross_entropy(logits, columns["labels"], output._head.cross_entropy_ops)
+        log_probs = -output.token_losses(columns["labels"], SoftmaxOptions(self.temperature)).loss
         self.kept = log_probs
         return log_probs.sum().unsqueeze(0)
 
