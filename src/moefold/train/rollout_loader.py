@@ -151,7 +151,7 @@ class RolloutLoader(DataLoader):
             ConfigError: the weights of the reference model cannot be read.
         """
         self._pending = []
-        self._plateau = Plateau(**meta.rl) if isinstance(meta.rl, dict) else Plateau()
+        self._plateau = Plateau.from_json(meta.rl)
         if self._reference is None:
             return
         if self._plateau.num_resets:
