@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.inference.generate import Completion, generate
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.inference_model import KVCacheDecoder
 from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
@@ -36,7 +37,11 @@ def name(mapping: dict[str, int]) -> str:
 def run_generation(path: Path, mapping: dict[str, int], sampling: SamplingParams, eos: int = -1) -> list[Completion]:
     """Continue the prompts together."""
     model = opened(path, "generate", mapping, 24, len(PROMPTS)).model
-    return generate(model, PROMPTS, NEW_TOKENS, sampling, eos_ids=frozenset({eos}))
+    requests = [
+        Request(prompt=tuple(prompt), prompt_number=i, max_tokens=NEW_TOKENS, eos_ids=frozenset({eos}))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    return RolloutEngine(model, EngineSettings(cache_gib=0), sampling).generate(requests)
 
 
 def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> torch.Tensor:
@@ -89,13 +94,13 @@ def test_greedy_tokens_equal_those_of_transformers(pool, mixtral, mapping):
             expected = model.generate(
                 torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0
             )
-            assert found.tokens == expected[0, len(prompt) :].tolist()
+            assert list(found.tokens) == expected[0, len(prompt) :].tolist()
             assert found.finish_reason == "length"
 
 
 def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
     with_cache = pool.run(1, run_generation, qwen3, {}, GREEDY)[0]
-    assert [found.tokens for found in with_cache] == pool.run(1, run_without_cache, qwen3)[0]
+    assert [list(found.tokens) for found in with_cache] == pool.run(1, run_without_cache, qwen3)[0]
     assert len({tuple(found.tokens) for found in with_cache}) == len(PROMPTS)
 
 
@@ -137,7 +142,7 @@ def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
     eos = whole[0].tokens[4]
     for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY, eos):
         for before, found in zip(whole, rank, strict=True):
-            cut = before.tokens.index(eos) if eos in before.tokens else NEW_TOKENS
-            assert found.tokens == before.tokens[:cut]
-            assert found.finish_reason == ("eos" if cut < NEW_TOKENS else "length")
+            end = before.tokens.index(eos) + 1 if eos in before.tokens else NEW_TOKENS
+            assert found.tokens == before.tokens[:end]
+            assert found.finish_reason == ("eos" if eos in before.tokens else "length")
     assert len(whole[0].tokens) > len(rank[0].tokens)

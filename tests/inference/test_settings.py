@@ -70,8 +70,7 @@ def test_what_evaluation_refuses(source, override):
     ("overrides", "message"),
     [
         (["parallel.cp=2"], "parallel.cp=2 cannot generate"),
-        (["parallel.world_size=2"], "parallel.dp=2 .* cannot generate"),
-        (["parallel.ep=2"], "choose parallel.tp=2, or parallel.world_size=1"),
+        (["parallel.ep=2", "parallel.dispatcher=allgather"], "needs equally many tokens"),
         (["parallel.tp=2", "parallel.ep=2", "parallel.dispatcher=allgather"], "needs equally many tokens"),
         (["moe.eval_capacity_factor=1.0"], "moe.eval_capacity_factor cannot be set here"),
     ],

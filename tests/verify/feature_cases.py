@@ -213,6 +213,13 @@ LOSS_CHUNK = [
 
 # Muon on shards equals Muon on whole matrices; three steps.
 
+RESET = {"reset_moments_every": 2, "global_batch_size": 4}
+MOMENTS_RESET = [
+    {"train": RESET, "world_size": 2, "zero": 3},
+    {"train": RESET | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
+    {"train": RESET | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
+]
+
 MUON = {"optimizer": "muon", "global_batch_size": 4}
 MUON_MODEL = SHARED | {"layer_pattern": "DM"}
 MUON_MAPPED = [
@@ -394,6 +401,7 @@ CASES = [
     *cases("multi-token prediction", MTP, MTP_WIDE),
     *cases("loss in chunks", LOSS_CHUNK[:2], LOSS_CHUNK[2:]),
     *cases("muon", MUON_MAPPED[:3], MUON_MAPPED[3:], steps=3),
+    *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", FP8_ROWS[:3], FP8_ROWS[3:]),
     *cases("dispatch without duplicates", DEDUP[:2], DEDUP[2:]),

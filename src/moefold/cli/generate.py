@@ -111,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    parser.add_argument(
+        "--cache-gib",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
+    )
     add_inference_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"

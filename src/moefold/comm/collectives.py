@@ -147,6 +147,16 @@ def broadcast_object(value: T, group: Group, source: int) -> T:
     return values[0]
 
 
+def all_gather_objects(value: T, group: Group) -> list[T]:
+    """Return the picklable objects of all members, in group order, on every member."""
+    if group.size == 1:
+        return [value]
+    values: list[T] = [value] * group.size
+    group.recorder.record_collective("all_gather of objects", group.group_id, ())
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
 def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
     """Start sending a tensor, which must not change until the work is done; return None if the tensor is empty."""
     return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None

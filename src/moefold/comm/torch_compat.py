@@ -183,6 +183,29 @@ def remove_fsdp_forward_hooks(module: FSDPModule) -> None:
     state._post_forward_hook_handle.remove()
 
 
+@contextmanager
+def suspended_fsdp_hooks(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Run forward passes inside this context without the hooks that gather parameters before them and free them after.
+
+    Other hooks stay, and so does their order.
+    """
+    restored = []
+    for module in modules:
+        state = _fsdp_state(module)
+        assert isinstance(module, nn.Module)
+        hooks = module._forward_pre_hooks, module._forward_hooks
+        handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+        restored += [(registered, registered.copy()) for registered in hooks]
+        for registered, handle in zip(hooks, handles, strict=True):
+            registered.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for registered, before in restored:
+            registered.clear()
+            registered.update(before)
+
+
 def init_fsdp_root(module: nn.Module) -> None:
     """Make a module the root of the FSDP modules inside it, as its first forward pass would."""
     _fsdp_state(module)._lazy_init()

@@ -17,6 +17,9 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.pages import PAGE_POSITIONS
+from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
     EVAL_OOM_HINT,
@@ -42,6 +45,10 @@ from moefold.inference.text import (
 )
 from moefold.launch.fitting import check_inference, choose_checked_device
 
+CACHE_OPTION = ((r"cache_gib=", "--cache-gib "), ("a larger cache_gib", "a larger --cache-gib"))
+"""Rewords errors about the cache for the command line."""
+MAX_GENERATED_AT_ONCE = 64
+"""Prompts that a data-parallel rank continues at once."""
 MAX_DEFAULT_SEQ_LEN = 2048
 """Many models support 128 k tokens and more, which few machines and texts can fill."""
 
@@ -82,6 +89,8 @@ class GenerateOptions:
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
     """"cpu", "cuda" or "auto"."""
+    cache_gib: float = 0.0
+    """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +146,10 @@ class GenerateJob:
     tokenizer: str
     """"bytes" or a path instead of the source's tokenizer; "" takes that of the source."""
     prompts: tuple[str, ...]
-    ids: tuple[tuple[int, ...], ...]
-    """Prompts as ids."""
-    max_tokens: int
+    requests: tuple[Request, ...]
+    """One for each prompt."""
+    settings: EngineSettings
     sampling: SamplingParams
-    eos_ids: frozenset[int]
     is_chat: bool = False
     """The prompts are messages; `ids` are those of the chat template around them."""
     stop_string: str = ""
@@ -253,23 +261,45 @@ def prepare_generation(
     else:
         ids = encode_prompts(source, tokenizer, prompts)
     longest = max(map(len, ids)) + request.max_tokens
-    cfg = inference_config(source, replace(inference, seq_len=longest, batch_size=len(prompts)), "generate")
+    cfg = inference_config(source, replace(inference, seq_len=longest), "generate")
+    eos_ids = frozenset() if options.ignore_eos else ends | stop_token_ids(source, tokenizer)
+    requests = tuple(
+        Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=eos_ids)
+        for i, prompt in enumerate(ids)
+    )
+    settings = EngineSettings(slots=MAX_GENERATED_AT_ONCE, cache_gib=options.cache_gib)
+    with reworded_errors(*CACHE_OPTION):
+        settings.check()
+        num_bytes = _cache_bytes(cfg, requests, settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
-    extra_bytes = {cache: kv_cache_bytes(cfg, cfg.train.seq_len, len(ids))}
-    device_type = _choose_device(cfg, source, rank_env, extra_bytes, GENERATE_OOM_HINT)
+    device_type = _choose_device(cfg, source, rank_env, {cache: num_bytes}, GENERATE_OOM_HINT)
     return GenerateJob(
         source=source,
         cfg=cfg,
         device_type=device_type,
         tokenizer=options.tokenizer,
         prompts=prompts,
-        ids=ids,
-        max_tokens=request.max_tokens,
+        requests=requests,
+        settings=settings,
         sampling=request.sampling,
-        eos_ids=frozenset() if options.ignore_eos else ends | stop_token_ids(source, tokenizer),
         is_chat=options.chat,
         stop_string="" if options.ignore_eos else end_mark,
     )
+
+
+def _cache_bytes(cfg: Config, requests: Sequence[Request], settings: EngineSettings) -> int:
+    """Return the bytes of the cache of the data-parallel rank that needs most.
+
+    Raises:
+        ConfigError: the cache that the settings allow is too small for a request.
+    """
+    dp = cfg.parallel.dp
+    num_pages = max(pages_needed(requests[i::dp], settings) for i in range(dp))
+    max_pages = cache_pages(cfg, settings)
+    if max_pages is not None:
+        check_requests(requests, max_pages)
+        num_pages = min(num_pages, max_pages)
+    return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)
 
 
 def _choose_device(

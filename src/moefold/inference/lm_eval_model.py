@@ -141,17 +141,18 @@ class MoefoldLM(TemplateLM):
                     "set --model_args max_length=, or --gen_kwargs max_gen_toks="
                 )
             prompts = {i: self.tok_encode(requests[i].args[0])[-max_context:] or [self.eot_token_id] for i in members}
-            for batch in _batches(sorted(prompts, key=lambda i: -len(prompts[i])), self._settings.batch_size):
-                generate_request = GenerateRequest(
-                    tuple(tuple(prompts[i]) for i in batch),
-                    options.max_tokens,
-                    options.sampling,
-                    self._end_ids,
-                    options.stops,
-                )
-                for i, continuation in zip(batch, self._model.generate(generate_request), strict=True):
-                    texts[i] = _truncate_at_stop(self._text_tokenizer.decode(continuation.tokens), options.stops)
-                    self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+            generate_request = GenerateRequest(
+                tuple(tuple(prompts[i]) for i in members),
+                options.max_tokens,
+                options.sampling,
+                self._end_ids,
+                options.stops,
+                self._settings.batch_size,
+            )
+            for i, completion in zip(members, self._model.generate(generate_request), strict=True):
+                tokens = completion.tokens[:-1] if completion.finish_reason == "eos" else completion.tokens
+                texts[i] = _truncate_at_stop(self._text_tokenizer.decode(tokens), options.stops)
+                self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from moefold.errors import ConfigError
 
+MIN_TEMPERATURE = 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -25,6 +27,11 @@ class SamplingParams:
         """
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"--temperature {self.temperature:g} must be at least 0 (0: the likeliest token)")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"--temperature {self.temperature:g} must be at least {MIN_TEMPERATURE:g}, where logits divided by it "
+                "do not overflow, or 0 for the likeliest token"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p:g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)")
         if self.top_k < 0:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_reduce_sum, broadcast_object
-from moefold.inference.generate import Completion, generate
+from moefold.comm.collectives import all_gather_objects, all_reduce_sum, broadcast_object
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import TokenDataset
@@ -49,11 +50,13 @@ class GenerateRequest:
     sampling: SamplingParams
     eos_ids: frozenset[int]
     stops: tuple[str, ...]
+    batch_size: int
+    """Prompts at once on each data-parallel rank."""
 
 
 @torch.no_grad()
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
-    """Score sequences in one batch. Collective over all ranks; the result is equal on each. Not for cp or dp > 1.
+    """Score sequences in one batch on each data-parallel rank, without cp. Collective; all ranks get the result.
 
     Args:
         loaded: the model.
@@ -63,10 +66,14 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     device = loaded.groups.device
     tp = loaded.groups.attn.tp.size
     width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
-    tokens = torch.zeros(len(request.sequences), width, dtype=torch.int64)
+    dp = loaded.groups.attn.dp
+    mine = range(dp.rank, len(request.sequences), dp.size)
+    tokens = torch.zeros(len(mine), width, dtype=torch.int64)
     labels = torch.zeros_like(tokens)
     is_scored = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (sequence, count) in enumerate(zip(request.sequences, request.num_scored, strict=True)):
+    for i, number in enumerate(mine):
+        sequence = request.sequences[number]
+        count = request.num_scored[number]
         end = len(sequence) - 1
         tokens[i, :end] = torch.tensor(sequence[:-1])
         labels[i, :end] = torch.tensor(sequence[1:])
@@ -74,15 +81,19 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     model.stage.set_positions(torch.arange(width, device=device))
     logits = model.forward(tokens.to(device))
     scores = torch.zeros(2, len(request.sequences), dtype=torch.float64, device=device)
+    own_scores = scores[:, dp.rank :: dp.size]
     if logits is not None:
         labels, is_scored = labels.t().to(device), is_scored.t().to(device)
         losses = model.stage.head.vocab_parallel.cross_entropy(logits, labels).double()
-        scores[0] = -(losses * is_scored).sum(0)
+        own_scores[0] = -(losses * is_scored).sum(0)
         is_argmax = model.stage.head.vocab_parallel.gather(logits).argmax(-1) == labels
-        scores[1] = (is_argmax | ~is_scored).all(0)
+        own_scores[1] = (is_argmax | ~is_scored).all(0)
     model.wait_send()
     model.stage.set_positions(model.positions)
-    sums, are_greedy = model.broadcast_from_last_stage(scores).tolist()
+    if loaded.groups.attn.tp.rank:
+        # All tp ranks of the last stage have the same scores: one of them counts.
+        scores.zero_()
+    sums, are_greedy = all_reduce_sum(scores, loaded.groups.world).tolist()
     return [Score(total, bool(is_greedy)) for total, is_greedy in zip(sums, are_greedy, strict=True)]
 
 
@@ -126,19 +137,20 @@ class ServedModel:
         assert tokenizer is not None or not request.stops
 
         def is_complete(number: int, tokens: Sequence[int]) -> bool:
-            if tokenizer is None or not request.stops:
-                return False
+            assert tokenizer is not None
             text = tokenizer.decode(tokens)
             return any(stop in text for stop in request.stops)
 
-        return generate(
-            self.loaded.model,
-            request.prompts,
-            request.max_tokens,
-            request.sampling,
-            eos_ids=request.eos_ids,
-            is_complete=is_complete,
-        )
+        requests = [
+            Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=request.eos_ids)
+            for i, prompt in enumerate(request.prompts)
+        ]
+        dp = self.loaded.groups.attn.dp
+        settings = EngineSettings(slots=request.batch_size, cache_gib=0)
+        engine = RolloutEngine(self.loaded.model, settings, request.sampling)
+        found = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
+        shares = all_gather_objects(found, dp)
+        return [shares[i % dp.size][i // dp.size] for i in range(len(requests))]
 
 
 PROGRESS_INTERVAL_S = 10.0

@@ -154,17 +154,12 @@ def _check_generation(cfg: Config) -> None:
     if p.cp > 1:
         raise ConfigError(
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
-            "with tp for memory and speed"
+            "with tp for memory, or dp for speed"
         )
-    if p.dp > 1:
+    if dispatcher_of(cfg).needs_equal_token_counts and p.world_size > p.pp:
         raise ConfigError(
-            f"parallel.dp={p.dp} (world_size/(tp*cp*pp)) cannot generate: every rank works on the same prompts; choose "
-            f"parallel.tp={p.tp * p.dp}, or parallel.world_size={p.tp * p.pp} with ep*etp of at most {p.tp}"
-        )
-    if dispatcher_of(cfg).needs_equal_token_counts and p.tp > 1:
-        raise ConfigError(
-            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which decoding one token at "
-            "a time does not have; choose 'alltoall'"
+            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which generation does not "
+            "have; choose 'alltoall'"
         )
     if cfg.moe.choice in ("round_robin", "skewed"):
         raise ConfigError(
@@ -194,14 +189,21 @@ def _check_device(request: InferenceRequest) -> Any:
 
 
 EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or shard the model with parallel.tp and pp"
-GENERATE_OOM_HINT = "give a smaller --max-tokens or fewer prompts, or shard the model with parallel.tp and pp"
+GENERATE_OOM_HINT = "give a smaller --max-tokens or --cache-gib, or shard the model with parallel.tp and pp"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
+CacheKind = Literal["latents", "heads"]
+"""What is cached of latent attention: latents, or the heads that are computed from them."""
+
+
+def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
     m = cfg.model
     width = attention_spec(m).cache_width(m, cfg.parallel.tp)
+    if m.attention == "mla" and kind == "heads":
+        # Keys and values are padded to one head dim.
+        width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
     # MTP layers are not used for decoding.
     layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
     return num_tokens * batch_size * max(layers.values()) * width * DTYPE_BYTES[cfg.run.dtype]

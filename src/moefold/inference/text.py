@@ -186,38 +186,43 @@ def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[fr
 
 
 class StopStringFilter:
-    """Streaming filter that emits text up to a stop string, and holds back a possible prefix of it.
+    """Streaming filter that emits text up to the first stop string, and holds back a possible prefix of one.
 
     Args:
-        stop_string: the stop string; "" emits all text.
+        stop_strings: the stop strings; without one, or with "" alone, all text is emitted.
     """
 
-    def __init__(self, stop_string: str) -> None:
-        self._stop_string = stop_string
+    def __init__(self, *stop_strings: str) -> None:
+        self._stop_strings = [stop for stop in stop_strings if stop]
         self._pending_text = ""
-        self._is_stopped = False
+        self.is_stopped = False
+        """Whether a stop string was found."""
 
     def push(self, text: str) -> str:
         """Add text and return the text that can be emitted."""
-        if self._is_stopped or not self._stop_string:
-            return "" if self._is_stopped else text
+        if self.is_stopped or not self._stop_strings:
+            return "" if self.is_stopped else text
         pending = self._pending_text + text
-        before, match, _ = pending.partition(self._stop_string)
-        self._is_stopped = bool(match)
-        length = 0 if match else self._partial_match_length(before)
-        self._pending_text = before[len(before) - length :]
-        return before[: len(before) - length]
+        found = [start for stop in self._stop_strings if (start := pending.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        emitted = min(found) if found else len(pending) - self._partial_match_length(pending)
+        self._pending_text = pending[emitted:]
+        return pending[:emitted]
 
     def finish(self) -> str:
-        """Return the text held back, unless the stop string was found."""
-        pending = "" if self._is_stopped else self._pending_text
+        """Return the text held back, unless a stop string was found."""
+        pending = "" if self.is_stopped else self._pending_text
         self._pending_text = ""
         return pending
 
     def _partial_match_length(self, text: str) -> int:
-        """Return the length of the longest suffix of a text that is a proper prefix of the stop string."""
-        longest = min(len(text), len(self._stop_string) - 1)
-        return next((length for length in range(longest, 0, -1) if text.endswith(self._stop_string[:length])), 0)
+        """Return the length of the longest suffix of a text that is a proper prefix of a stop string."""
+        longest = min(len(text), max(map(len, self._stop_strings)) - 1)
+        suffixes = (text[-length:] for length in range(longest, 0, -1))
+        return next((len(suffix) for suffix in suffixes if self._begins_stop_string(suffix)), 0)
+
+    def _begins_stop_string(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stop_strings)
 
 
 _CHECK_BATCH_TOKENS = 2**24

@@ -13,9 +13,11 @@ from typing import Literal
 
 import torch
 
+from moefold.comm.collectives import all_gather_objects
 from moefold.data.tokenizer import Tokenizer
 from moefold.host.rank_env import RankEnv
-from moefold.inference.generate import Completion, TokenCallback, generate
+from moefold.inference.engine.engine import RolloutEngine, TokenCallback
+from moefold.inference.engine.requests import Completion
 from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import load_model
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
@@ -119,7 +121,7 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
         explain_oom(GENERATE_OOM_HINT),
     ):
         tokenizer = open_tokenizer(job.source, job.tokenizer)
-        streams = rank_env.rank == 0 and len(job.ids) == 1 and not as_json
+        streams = rank_env.rank == 0 and len(job.requests) == 1 and not as_json
         output = _StreamedOutput(job, tokenizer, echoes=echoes, exits_on_broken_pipe=rank_env.world_size == 1)
         found = _generate(
             job,
@@ -142,21 +144,21 @@ def _generate(
     on_token: TokenCallback,
     output: "_StreamedOutput | None" = None,
 ) -> list[Completion]:
-    """Load the model and continue the prompts; the output begins once the model is loaded."""
+    """Load the model and continue the prompts; the output begins once the model is loaded.
+
+    Each data-parallel rank continues its share of the prompts; all ranks return all completions.
+    """
     loaded = load_model(job.source, job.cfg, device, tokenizer)
     if output is not None:
         output.begin()
-    return generate(
-        loaded.model,
-        job.ids,
-        job.max_tokens,
-        job.sampling,
-        eos_ids=job.eos_ids,
-        on_token=on_token,
-        is_complete=partial(_has_stop_string, tokenizer, job.stop_string)
-        if job.stop_string
-        else lambda number, tokens: False,
+    dp = loaded.groups.attn.dp
+    found = RolloutEngine(loaded.model, job.settings, job.sampling).generate(
+        job.requests[dp.rank :: dp.size],
+        on_token,
+        partial(_has_stop_string, tokenizer, job.stop_string) if job.stop_string else None,
     )
+    shares = all_gather_objects(found, dp)
+    return [shares[i % dp.size][i // dp.size] for i in range(len(job.requests))]
 
 
 class _StreamedOutput:
@@ -175,7 +177,7 @@ class _StreamedOutput:
         self._echoes = echoes
         # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
         joins = echoes and not job.is_chat
-        self._stream = TextStream(tokenizer, job.ids[0] if joins else ())
+        self._stream = TextStream(tokenizer, job.requests[0].prompt if joins else ())
         self._stop_filter = StopStringFilter(job.stop_string)
         self._exits_on_broken_pipe = exits_on_broken_pipe
 
@@ -186,7 +188,9 @@ class _StreamedOutput:
             self._print(f"user: {prompt}\nassistant: " if self._job.is_chat else prompt)
 
     def push(self, token: int) -> None:
-        """Add a token and print the text that is now final."""
+        """Add a token and print the text that is now final; an end-of-text token has no text."""
+        if token in self._job.requests[0].eos_ids:
+            return
         self._print(self._stop_filter.push(self._stream.push(token)))
 
     def finish(self) -> None:
@@ -217,14 +221,14 @@ def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: To
     """Return the completions as text, each cut before the stop string."""
     texts = []
     for prompt, completion in zip(job.prompts, found, strict=True):
-        tokens = completion.tokens
+        tokens = completion.tokens[:-1] if completion.finish_reason == "eos" else completion.tokens
         text = tokenizer.decode(tokens)
         if completion.finish_reason == "stop":
             text = text.partition(job.stop_string)[0]
             while tokens and len(tokenizer.decode(tokens)) > len(text):
                 tokens = tokens[:-1]
         reason: Literal["length", "eos"] = "length" if completion.finish_reason == "length" else "eos"
-        texts.append(Generation(prompt, text, tuple(tokens), reason))
+        texts.append(Generation(prompt, text, tokens, reason))
     return texts
 
 

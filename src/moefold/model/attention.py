@@ -18,11 +18,11 @@ from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.block_attention import (
     BlockedWindow,
-    BlockKernel,
     BlockMask,
     CausalKernel,
     CudaFlash,
     FlashMask,
+    LimitedCausalKernel,
     additive_mask,
     attention_block,
     attention_block_backward,
@@ -51,12 +51,15 @@ class AttentionMaskSpec:
         """Return whether a query of a sample of this length may attend to less than its causal context."""
         return 0 < self.window < seq_len or (self.documents is not None and self.documents.divide(0, seq_len))
 
-    def local_mask(self, first: int, q: Tensor) -> "Literal['causal'] | Tensor | BlockedWindow | FlashMask":
+    def local_mask(
+        self, first: int, q: Tensor, *, takes_limits: bool = False
+    ) -> "Literal['causal'] | Tensor | BlockedWindow | FlashMask":
         """Return the mask between queries and keys of the same contiguous tokens, for `attention_block`.
 
         Args:
             first: position of the first token.
             q: their queries, [S, B, A, D].
+            takes_limits: the caller's kernel takes a `FlashMask`.
         """
         length = len(q)
         documents = self.documents
@@ -64,7 +67,7 @@ class AttentionMaskSpec:
             documents = None
         if documents is None and not 0 < self.window < length:
             return "causal"
-        if CudaFlash.supports(q):
+        if takes_limits or CudaFlash.supports(q):
             return FlashMask(True, self.window - 1, None if documents is None else documents.segments(first, length))
         if q.device.type != "cuda" and BlockedWindow.is_worthwhile(self.window, length):
             starts = None if documents is None else documents.starts_SB[first : first + length] - first
@@ -300,7 +303,7 @@ class CausalAttention:
 
     def __init__(self, window: int = 0) -> None:
         self._window = window
-        self.kernel: CausalKernel | None = None
+        self.kernel: LimitedCausalKernel | None = None
         self.block_kernel: CausalKernel | None = None
 
     def __call__(
@@ -327,6 +330,7 @@ class CausalAttention:
             documents is not None
             and sinks is None
             and not 0 < self._window < len(q)
+            and not self._has_kernel_for(q, k, v)
             and _has_long_documents(documents, q)
         ):
             return self._attend_per_document(scale_queries(q, scale), k, v, documents)
@@ -342,8 +346,9 @@ class CausalAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
-        block_mask = mask_spec.local_mask(0, q)
-        kernel = _supported_kernel(self.kernel, block_mask, q, k, v)
+        takes_limits = self._has_kernel_for(q, k, v)
+        block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
+        kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None
         if kernel is None and sinks is not None:
             kernel = _supported_kernel(self.block_kernel, block_mask, q, k, v)
         # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.
@@ -353,7 +358,7 @@ class CausalAttention:
             or isinstance(block_mask, BlockedWindow | FlashMask)
             or is_faster_in_fp32(q)
         ):
-            y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel)
+            y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel, takes_limits)
             return y
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
         # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal
@@ -368,6 +373,10 @@ class CausalAttention:
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.permute(2, 0, 1, 3)
+
+    def _has_kernel_for(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether `kernel` supports these tensors, and so every document, window and sink."""
+        return self.kernel is not None and self.kernel.supports(q, k, v)
 
     def _attend_per_document(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
         """Compute causal attention document by document, so that no masked score is computed."""
@@ -405,10 +414,16 @@ class _BlockAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         block_mask: BlockMask,
-        kernel: BlockKernel | None,
+        kernel: Any,
+        takes_limits: bool = False,
     ) -> Tensor:
-        block = attention_block(q, k, v, block_mask=block_mask) if kernel is None else kernel.forward(q, k, v, "causal")
-        out, lse = fold_in_sinks(*block, sinks)
+        if takes_limits:
+            out, lse = kernel.forward(q, k, v, block_mask, sinks)
+        elif kernel is None:
+            out, lse = fold_in_sinks(*attention_block(q, k, v, block_mask=block_mask), sinks)
+        else:
+            block_out, block_lse = kernel.forward(q, k, v, "causal")
+            out, lse = fold_in_sinks(block_out, block_lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.block_mask = block_mask
         ctx.kernel = kernel
@@ -422,5 +437,5 @@ class _BlockAttention(torch.autograd.Function):
         if ctx.kernel is None:
             gradients = attention_block_backward(*saved, block_mask=ctx.block_mask)
         else:
-            gradients = ctx.kernel.backward(*saved, "causal")
-        return *gradients, sink_gradient(grad_out, out, lse, sinks), None, None
+            gradients = ctx.kernel.backward(*saved, ctx.block_mask)
+        return *gradients, sink_gradient(grad_out, out, lse, sinks), None, None, None

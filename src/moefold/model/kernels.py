@@ -6,11 +6,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moefold.model.linear import LinearBackend
-from moefold.ops.block_attention import CausalKernel
+from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
+from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
@@ -71,12 +72,14 @@ class Kernels:
     """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
     """Activation of routed experts; None: the one that the experts were built with."""
-    attention: CausalKernel | None = None
+    attention: LimitedCausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    paged_attention: PagedAttentionKernel | None = None
+    """Attention of decoding, to the pages of a cache."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM
-    """GEMM of the loss."""
+    """GEMM of the logits, of the loss and of the routers."""
     cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
     """Ops of the loss on logits."""
     norm: NormKernel | None = None

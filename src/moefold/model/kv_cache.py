@@ -117,18 +117,26 @@ class LatentCache:
         """Bytes of the cached latents and keys; 0 before the first pass."""
         return 0 if self._latents_BLR is None else self._latents_BLR.nbytes
 
-    def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
+    def add(self, new_SBR: Tensor) -> bool:
         """Cache the vectors of this pass; see `LatentCacheProtocol`."""
         _, batch_size, size = new_SBR.shape
         if self._latents_BLR is None:
             self._latents_BLR = new_SBR.new_zeros(batch_size, self._capacity, size)
         samples_B = torch.arange(batch_size, device=new_SBR.device)
         self._latents_BLR[samples_B, self._decode_positions.positions_SB] = new_SBR
-        if self._decode_positions.is_prefill:
-            return None
-        return self._latents_BLR[:, : self._decode_positions.num_keys], decode_mask(
-            self._decode_positions, self._window
-        )
+        return not self._decode_positions.is_prefill
+
+    def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
+        """Attend to the cached vectors; see `LatentCacheProtocol`."""
+        assert self._latents_BLR is not None
+        num_heads = query_SBAR.shape[2]
+        mask_BSL = decode_mask(self._decode_positions, self._window)
+        # Each query becomes A rows of one attention. The columns of the output beyond the latent are dropped.
+        mask = mask_BSL.repeat_interleave(num_heads, 1).unsqueeze(1)
+        keys = self._latents_BLR[:, : self._decode_positions.num_keys].unsqueeze(1)
+        query = query_SBAR.transpose(0, 1).flatten(1, 2).unsqueeze(1)
+        out = F.scaled_dot_product_attention(query, keys, keys, attn_mask=mask, scale=scale)
+        return out[:, 0, :, :rank].unflatten(1, (-1, num_heads)).transpose(0, 1)
 
 
 def decode_mask(decode_positions: DecodePositions, window: int) -> Tensor:

@@ -53,6 +53,33 @@ class UnquantizedLinear:
 UNQUANTIZED_LINEAR = UnquantizedLinear(TORCH_GEMM)
 
 
+class Fp32OutputLinear:
+    """Linear GEMMs of operands in one dtype with a result in float32 at least, whose gradient is rounded to it.
+
+    Args:
+        gemm: GEMM backend.
+    """
+
+    def __init__(self, gemm: Gemm) -> None:
+        self._gemm = gemm
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """Compute x @ w.T, [M, N], in float32 at least."""
+        return self._gemm.matmul_fp32(x_MK, w_NK)
+
+    def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """Compute grad @ w, [M, K], in the dtype of the operands."""
+        gemm = self._gemm
+        grad_x = gemm.matmul(gemm.upcast(grad_MN.to(w_NK.dtype)), gemm.upcast(w_NK).t())
+        return grad_x.to(w_NK.dtype)
+
+    def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """Compute grad.T @ x, [N, K], in the dtype of the operands."""
+        gemm = self._gemm
+        grad_w = gemm.weight_gradient(gemm.upcast(grad_MN.to(x_MK.dtype)), gemm.upcast(x_MK))
+        return grad_w.to(x_MK.dtype)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,

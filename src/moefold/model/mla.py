@@ -23,15 +23,24 @@ LATENT_NORM_EPS = 1e-6
 class LatentCacheProtocol(Protocol):
     """KV cache of latent attention; see `LatentCache`."""
 
-    def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cache the latents and rotated keys of this pass; returns those of all tokens and the attention mask.
-
-        Args:
-            new_SBR: [S, B, latent + rotated].
+    def add(self, new_SBR: Tensor) -> bool:
+        """Cache the latents and rotated keys of this pass, [S, B, latent + rotated].
 
         Returns:
-            (cached [B, tokens, latent + rotated], mask [B, S, tokens], bool, True where attended); None where the
-            tokens of this pass attend only to each other (prefill).
+            Whether `attend` follows; False where the tokens of this pass attend only to each other (prefill).
+        """
+        ...
+
+    def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
+        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
+
+        Args:
+            query_SBAR: queries in the space of latents and rotated keys, [S, B, A, rank + rotated].
+            rank: dims of a latent.
+            scale: factor of the scores.
+
+        Returns:
+            [S, B, A, rank].
         """
         ...
 
@@ -80,18 +89,18 @@ class LatentAttention(SelfAttention):
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        cached = None
+        reads_cache = False
         if self.latent_cache is not None:
             rotated_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
-            cached = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
-        if cached is None:
+            reads_cache = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
+        if not reads_cache:
             attended = self._expanded_attention(
                 (source, latent, shared_key), local_param(weight, x.dtype), rope, documents
             )
         else:
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
             nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-            attended = self._absorbed_attention(nope, rope(rotated), *cached)
+            attended = self._absorbed_attention(nope, rope(rotated))
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
@@ -153,36 +162,25 @@ class LatentAttention(SelfAttention):
             query = query * self._query_factor
         return self._pad_head_dim(query), self._pad_head_dim(key), self._pad_head_dim(value)
 
-    def _absorbed_attention(
-        self, query_nope_SBAD: Tensor, query_rope_SBAD: Tensor, cache_BLR: Tensor, mask_BSL: Tensor
-    ) -> Tensor:
+    def _absorbed_attention(self, query_nope_SBAD: Tensor, query_rope_SBAD: Tensor) -> Tensor:
         """Attend in the space of the latents, with the up projections absorbed into queries and outputs; local.
 
-        (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys: each query becomes A rows of one attention.
+        (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys.
 
         Args:
             query_nope_SBAD: queries of the dims without RoPE, [S, B, A, nope].
             query_rope_SBAD: queries of the dims with RoPE, [S, B, A, rope].
-            cache_BLR: latents and rotated keys, [B, tokens, R + rope].
-            mask_BSL: tokens that a query attends to.
 
         Returns:
             [S, B, A, v].
         """
-        num_heads = query_nope_SBAD.shape[2]
+        assert self.latent_cache is not None
         rank = self.wkv_up.shape[1]
-        up_AOR = local_param(self.wkv_up, query_nope_SBAD.dtype).unflatten(0, (num_heads, -1))
+        up_AOR = local_param(self.wkv_up, query_nope_SBAD.dtype).unflatten(0, (query_nope_SBAD.shape[2], -1))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
-        query = torch.cat(
-            (torch.einsum("sbap,apr->bsar", query_nope_SBAD, key_up), query_rope_SBAD.transpose(0, 1)), -1
-        )
-        # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
-        mask = mask_BSL.repeat_interleave(num_heads, 1).unsqueeze(1)
-        keys = cache_BLR.unsqueeze(1)
-        out = F.scaled_dot_product_attention(
-            query.flatten(1, 2).unsqueeze(1), keys, keys, attn_mask=mask, scale=self._scale
-        )
-        return torch.einsum("bsar,avr->sbav", out[:, 0, :, :rank].unflatten(1, (-1, num_heads)), value_up)
+        query = torch.cat((torch.einsum("sbap,apr->sbar", query_nope_SBAD, key_up), query_rope_SBAD), -1)
+        latent = self.latent_cache.attend(query, rank, self._scale)
+        return torch.einsum("sbar,avr->sbav", latent, value_up)
 
     def _all_gather_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the input of the query heads, the KV latent, and the key shared by all heads, each [S/cp, B, ...].

@@ -12,10 +12,10 @@ output with a sink is the output without, scaled by 1 - exp(sink - lse), with ls
 (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
 blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-The flash kernel of CUDA takes sliding windows and packed documents as they are (`FlashMask`). A CPU computes windows
-in blocks that skip keys outside the window. Blocks are at least as long as the window reaches back: the T queries of a
-block attend to its own keys and those of the previous block, so the sequence becomes a batch of attention over T
-queries and 2T keys, and the work grows with S * T instead of S * S.
+The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents as they are (`FlashMask`).
+Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
+the window reaches back: the T queries of a block attend to its own keys and those of the previous block, so the
+sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ Mask = Literal["all", "causal"] | Tensor
 
 @dataclass(frozen=True)
 class FlashMask:
-    """Limits that the CUDA flash kernel takes as they are, without a mask in memory.
+    """Limits that the CUDA flash kernel and the C kernel take as they are, without a mask in memory.
 
     The last query is aligned with the last key: the place of query i among the keys is i + Sk - Sq.
     """
@@ -175,7 +175,7 @@ class FlashMask:
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
-"""A `Mask`; a sliding window, with Sq = Sk; or limits of the flash kernel, where `CudaFlash.supports` the queries."""
+"""A `Mask`; a sliding window, with Sq = Sk; or limits of a kernel that takes them."""
 
 
 class BlockKernel(Protocol):
@@ -195,6 +195,34 @@ class CausalKernel(BlockKernel, Protocol):
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors, [S, B, heads, D]."""
+        ...
+
+
+class LimitedCausalKernel(Protocol):
+    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, as they are."""
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether the kernel supports these tensors, [S, B, heads, D]."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse), both with the sinks.
+
+        Args:
+            q: queries, [S, B, A, D].
+            k: keys, [S, B, G, D].
+            v: values, [S, B, G, D].
+            block_mask: "causal", or a causal `FlashMask`.
+            sinks: see `fold_in_sinks`, [A].
+        """
+        ...
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv), given output and log-sum-exp with the sinks."""
         ...
 
 

@@ -94,6 +94,24 @@ def _statistics(logits_CV: Tensor, row_C: Tensor, exps_CV: Tensor) -> RowStatist
     return RowStatistics(top_C, sum_C, target_C.to(exps_CV.dtype))
 
 
+def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
+    """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum; float32 at least, [C].
+
+    Args:
+        logits_CV: of any floating dtype; unchanged.
+        top_C: maximum of each row, float32 at least.
+    """
+    tops = top_C.unsqueeze(1).split(_tile_rows(logits_CV))
+    return torch.cat(
+        [log_exponential_dot((logits - top).exp_()) for logits, top in zip(_row_tiles(logits_CV), tops, strict=True)]
+    )
+
+
+def log_exponential_dot(exps_CV: Tensor) -> Tensor:
+    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]; what `exponentiate_` leaves is unchanged."""
+    return torch.cat([-torch.special.entr(exps).sum(1) for exps in _row_tiles(exps_CV)])
+
+
 def _tile_rows(x_CV: Tensor) -> int:
     limit = MAX_COPIED_LOGITS.get(x_CV.device.type, MAX_COPIED_LOGITS["cpu"])
     return max(1, limit // max(1, x_CV.shape[1]))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.ops.gemm import TORCH_GEMM, Gemm
+
 NUM_PARTS = 3
 """Parts of 8 bits each that represent the 24 significant bits of float32."""
 PART_PAIRS = ((0, 2), (0, 1), (0, 0), (1, 0), (2, 0), (1, 1))
@@ -19,13 +21,14 @@ FIRST_WHOLE_PAIR = 2
 """From this pair on, the first members are the parts 0, 1, 2 in this order."""
 
 
-def upcast_linear(x_TH: Tensor, w_EH: Tensor) -> Tensor:
+def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor:
     """Compute x @ w.T in the dtype of w, [T, E], which is at least as precise as that of x; saves x in its own dtype.
 
-    The result and both gradients have the accuracy of a GEMM in the dtype of w.
+    The result and both gradients have the accuracy of a GEMM in the dtype of w; `gemm` is the backend of the
+    result where operands are not split.
     """
     splits = x_TH.device.type != "cpu" and x_TH.dtype == torch.bfloat16 and w_EH.dtype == torch.float32
-    y_TE: Tensor = UpcastLinear.apply(x_TH, w_EH, splits)
+    y_TE: Tensor = UpcastLinear.apply(x_TH, w_EH, splits, gemm)
     return y_TE
 
 
@@ -43,23 +46,25 @@ class UpcastLinear(torch.autograd.Function):
     """See `upcast_linear`; `splits` chooses between bfloat16 GEMMs of parts and one GEMM of upcast operands."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor, splits: bool) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor, splits: bool, gemm: Gemm = TORCH_GEMM) -> Tensor:
         """Compute x @ w.T; saves its arguments as they are."""
         ctx.splits = splits
         ctx.save_for_backward(x_TH, w_EH)
         if not splits:
-            return x_TH.to(w_EH.dtype) @ w_EH.t()
+            x = x_TH.to(w_EH.dtype)
+            # Of the libraries' GEMMs torch.mm has the smallest error.
+            return x @ w_EH.t() if gemm is TORCH_GEMM else gemm.matmul(x, w_EH)
         w_PEH = split_fp32(w_EH)
         y_TPE = _mm(x_TH, w_PEH.flatten(0, 1).t(), torch.float32).unflatten(1, w_PEH.shape[:2])
         return y_TPE.sum(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Compute the gradient of x in its dtype, rounded once, and that of w in its own dtype."""
         x_TH, w_EH = ctx.saved_tensors
         if not ctx.splits:
-            return (grad_TE @ w_EH).to(x_TH.dtype), grad_TE.t() @ x_TH.to(w_EH.dtype), None
+            return (grad_TE @ w_EH).to(x_TH.dtype), grad_TE.t() @ x_TH.to(w_EH.dtype), None, None
         num_experts = grad_TE.shape[1]
         grad_PTE = split_fp32(grad_TE)
         w_PEH = split_fp32(w_EH)
@@ -67,7 +72,7 @@ class UpcastLinear(torch.autograd.Function):
         w_XH = torch.cat([w_PEH[j] for _, j in PART_PAIRS])
         parts_TX = grad_TX[:, FIRST_WHOLE_PAIR * num_experts : (FIRST_WHOLE_PAIR + NUM_PARTS) * num_experts]
         grad_w_PEH = _mm(parts_TX.t(), x_TH, torch.float32).unflatten(0, (NUM_PARTS, num_experts))
-        return _mm(grad_TX, w_XH, x_TH.dtype), grad_w_PEH.sum(0), None
+        return _mm(grad_TX, w_XH, x_TH.dtype), grad_w_PEH.sum(0), None, None
 
 
 def _mm(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,12 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.torch_compat import init_fsdp_root, remove_fsdp_forward_hooks, run_fsdp_post_backward
+from moefold.comm.torch_compat import (
+    init_fsdp_root,
+    remove_fsdp_forward_hooks,
+    run_fsdp_post_backward,
+    suspended_fsdp_hooks,
+)
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.param_spec import expert_dp_dim
@@ -125,6 +130,35 @@ def reshard_parameters(stages: Sequence[nn.Module]) -> None:
     for stage in stages:
         for module in _fsdp_modules(stage):
             module.reshard()
+
+
+@contextmanager
+def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the parameters once for all forward passes inside this context, which need no gradients, then free them.
+
+    Collective over the data-parallel ranks when it is entered; inside, the ranks need not run equally many passes. The
+    parameters must not change inside. The layers of multi-token prediction, which run in training only, are not
+    gathered.
+    """
+    modules = [module for stage in stages for module in _forward_fsdp_modules(stage)]
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            # Initialise the FSDP root before its children.
+            init_fsdp_root(stage)
+    for module in modules:
+        module.unshard()
+    try:
+        with suspended_fsdp_hooks(modules):
+            yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def _forward_fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP modules of a stage without those of multi-token prediction."""
+    skipped = {id(inner) for module in stage.modules() if isinstance(module, MTPBlock) for inner in module.modules()}
+    return [module for module in _fsdp_modules(stage) if id(module) not in skipped]
 
 
 def master_weight_dtype(cfg: Config) -> torch.dtype:

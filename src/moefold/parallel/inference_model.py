@@ -1,16 +1,16 @@
 """Inference model: forward passes through the stages of all pipeline ranks, for evaluation and generation."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.comm.collectives import broadcast, gather_to_first, isend, recv
+from moefold.comm.collectives import broadcast, gather_to_first
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.model.head import Head
 from moefold.model.kv_cache import CachedAttention, DecodePositions, LatentCache
 from moefold.model.mla import LatentAttention
 from moefold.model.tp_interface import SequenceParallel
+from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 
@@ -29,9 +29,9 @@ class InferenceModel:
         self.stage.eval().requires_grad_(False)
         self.cfg = cfg
         self.groups = groups
+        self.chain = ForwardChain(sharded.stages, sharded.stage_plan, cfg, groups)
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
-        self._pending_send: tuple[dist.Work, Tensor] | None = None
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -43,7 +43,6 @@ class InferenceModel:
         """All buffers of this rank by their names in the full model."""
         return dict(self.stage.named_buffers())
 
-    @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int | None = None) -> Tensor | None:
         """Run this rank's stage on one batch; pipeline ranks send activations on, and work on several batches at once.
 
@@ -56,28 +55,12 @@ class InferenceModel:
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.
         """
-        stage = self.stage
-        pp = self.groups.pp
-        if stage.is_first:
-            x = tokens
-        else:
-            rows = tokens.shape[1] // self.groups.attn.tp.size if num_local_tokens is None else num_local_tokens
-            shape = (rows, tokens.shape[0], self.cfg.model.hidden_size)
-            x = recv(torch.empty(shape, dtype=stage.dtype, device=self.groups.device), pp, pp.rank - 1)
-        y: Tensor = stage(x)
-        if stage.is_last:
-            return y
-        self.wait_send()
-        y = y.contiguous()
-        work = isend(y, pp, pp.rank + 1)
-        self._pending_send = None if work is None else (work, y)
-        return None
+        num_rows = tokens.shape[1] // self.groups.attn.tp.size if num_local_tokens is None else num_local_tokens
+        return self.chain.forward(tokens, num_rows)
 
     def wait_send(self) -> None:
         """Wait until the next stage has received the last activations."""
-        if self._pending_send is not None:
-            self._pending_send[0].wait()
-            self._pending_send = None
+        self.chain.wait_send()
 
     def gather_to_first(self, x: Tensor) -> Tensor | None:
         """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""

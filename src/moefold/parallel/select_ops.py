@@ -145,35 +145,40 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention")
+        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention")
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
+        paged_attention = CPagedAttention(attention)
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {error}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
-    has_fast_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype))
+    # "c" asks for one order of sums, whatever is fastest on this processor.
+    uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
+    uses_attention = attention.is_fast or cfg.run.kernels == "c"
     has_swiglu = cfg.model.moe_activation == "swiglu"
-    parts = {"GEMMs": has_fast_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
-    parts["causal attention"] = attention.is_fast
+    parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
+    parts["causal attention"] = uses_attention
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
-        expert_ops=SequentialExpertOps(gemm) if has_fast_gemm else TORCH_EXPERT_OPS,
-        linear_backend=UnquantizedLinear(gemm) if has_fast_gemm else None,
+        expert_ops=SequentialExpertOps(gemm) if uses_gemm else TORCH_EXPERT_OPS,
+        linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
-        attention=attention if attention.is_fast else None,
-        gemm=gemm if has_fast_gemm else TORCH_GEMM,
+        attention=attention if uses_attention else None,
+        paged_attention=paged_attention if uses_attention else None,
+        gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
     )
 

@@ -62,7 +62,9 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     )
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = open_dataset(
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    )
     batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)

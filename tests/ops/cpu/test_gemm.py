@@ -30,10 +30,7 @@ EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
 def gemm(request, built_with):
     from moefold.ops.cpu.gemm import CGemm
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Few rows are for this kernel as well.
-        patch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 0))
-        yield built_with(CGemm, PROCESSORS[request.param])
+    return built_with(CGemm, PROCESSORS[request.param])
 
 
 @pytest.fixture
@@ -288,28 +285,19 @@ def test_scratch_memory_is_no_tensor(native):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_few_rows_are_multiplied_by_torch_mm(monkeypatch, native, dtype):
-    """Tokens that are decoded; a result of another type, or operands of two, are not for it."""
-    multiplied = []
-
-    def multiply(out, pairs, **adds):
-        multiplied.append(len(out))
-        type(native)._multiply(native, out, pairs, **adds)
-
-    monkeypatch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 64))
-    monkeypatch.setattr(c_product, "is_faster_in_fp32", lambda x: False)
-    monkeypatch.setattr(native, "_multiply", multiply)
-    for rows in (1, 63, 64):
-        x, w = torch.randn(rows, 40).to(dtype), torch.randn(30, 40).to(dtype)
-        right, out = x.double() @ w.double().t(), torch.full((rows, 30), float("nan"), dtype=dtype)
-        native.matmul_out(out, x, w)
-        _assert_close(out, right)
-        _assert_close(native.matmul(x, w), right)
-        assert multiplied == ([] if rows < 64 else [64, 64])
-    multiplied.clear()
-    _assert_close(native.matmul_fp32(x[:3], w), right[:3])
-    _assert_close(native.matmul(x[:3], w.bfloat16()), x[:3].bfloat16().double() @ w.bfloat16().double().t())
-    assert multiplied == [3]
+@pytest.mark.parametrize("depth", [64, 530, 1030])
+def test_few_rows_have_the_bits_of_many(gemm, dtype, depth):
+    """Tokens that are decoded: of every count up to more than a panel, with operands in either layout."""
+    x, w = torch.randn(40, depth).to(dtype), torch.randn(70, depth).to(dtype)
+    right, wide = gemm.matmul(x, w), gemm.matmul_fp32(x, w)
+    mixed = gemm.matmul(x, w.float())
+    transposed = w.t().contiguous().t()
+    for rows in range(1, 20):
+        few = x[3 : 3 + rows]
+        assert torch.equal(gemm.matmul(few, w), right[3 : 3 + rows])
+        assert torch.equal(gemm.matmul(few, transposed), right[3 : 3 + rows])
+        assert torch.equal(gemm.matmul_fp32(few, w), wide[3 : 3 + rows])
+        assert torch.equal(gemm.matmul(few, w.float()), mixed[3 : 3 + rows])
 
 
 def test_weights_are_not_copied_to_another_type(native):
@@ -354,7 +342,6 @@ def _run_in_c(cfg, steps):
     """With products in C for all rows, whatever is fast on this processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(c_product.CGemm, "is_fast", lambda gemm, dtype: True)
-        patch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 0))
         return run_distributed(cfg, steps)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
+from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher
@@ -24,6 +25,8 @@ from moefold.model.moe.losses import (
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, TokenPositions
+from moefold.ops.elementwise import sigmoid
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
 
 
@@ -74,8 +77,8 @@ class MoELayer(nn.Module):
         self.stats = RouterStats(model.num_experts)
         self._num_experts = model.num_experts
         self._aux_kind = moe.aux_kind
-        self._aux_scale = moe.aux_coefficient * loss_scale
-        self._z_scale = moe.z_loss * loss_scale
+        self._moe = moe
+        self._scale_losses(loss_scale)
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
         uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
         last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if uses_last_counts else None
@@ -83,10 +86,23 @@ class MoELayer(nn.Module):
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
-        self._eval_capacity_policy = (
+        self.eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
+        """Token dropping outside training; None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
+
+    def set_micro_batches(self, global_count: int, per_rank: int) -> None:
+        """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
+
+        They may be lower than those of the recipe, where the samples of a step vary in number.
+        """
+        self._scale_losses(1.0 / global_count)
+        self._micro_batches_per_rank = per_rank
+
+    def _scale_losses(self, loss_scale: float) -> None:
+        self._aux_scale = self._moe.aux_coefficient * loss_scale
+        self._z_scale = self._moe.z_loss * loss_scale
 
     def begin_step(self, step: int) -> None:
         """Reset the router statistics and set the optimizer step."""
@@ -131,7 +147,7 @@ class MoELayer(nn.Module):
         return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        policy = self._capacity_policy if self.training else self._eval_capacity_policy
+        policy = self._capacity_policy if self.training else self.eval_capacity_policy
         (num_tokens, top_k) = routing.ids_TK.shape
         if policy is None:
             return RoutingMap(routing.ids_TK, routing.probs_TK)
@@ -149,7 +165,10 @@ class MoELayer(nn.Module):
         assert self.shared is not None
         y: Tensor = self.shared(x)
         if self.shared_gate is not None:
-            y = y * torch.sigmoid(x @ local_param(self.shared_gate, x.dtype).t())
+            gate = local_param(self.shared_gate, x.dtype)
+            gemm = self.router.kernels.gemm
+            backend = None if gemm is TORCH_GEMM else UnquantizedLinear(gemm)
+            y = y * sigmoid(x @ gate.t() if backend is None else linear(x, gate, linear_backend=backend))
         return y
 
     def _attach_losses(

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
+from moefold.ops.elementwise import sigmoid, softplus
 from moefold.ops.split_gemm import upcast_linear
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
 
@@ -222,7 +222,8 @@ class Router(nn.Module):
         where it supports this router.
         """
         dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
-        logits_TE = upcast_linear(self._apply_jitter(x_TH, token_positions), local_param(self.weight, dtype))
+        x_TH = self._apply_jitter(x_TH, token_positions)
+        logits_TE = upcast_linear(x_TH, local_param(self.weight, dtype), self.kernels.gemm)
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
         if self.kernels.router is not None and dtype == torch.float32:
@@ -283,10 +284,10 @@ class Router(nn.Module):
             case "softmax":
                 return logits_TE.softmax(-1)
             case "sigmoid":
-                return logits_TE.sigmoid()
+                return sigmoid(logits_TE)
             case "sqrtsoftplus":
                 # The root has no gradient at 0, to which softplus of a very negative logit underflows.
-                return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+                return softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
     def _select_experts(
         self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions

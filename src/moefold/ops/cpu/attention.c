@@ -1,4 +1,5 @@
-/* Causal grouped-query attention, forward and backward: softmax(q k^T / sqrt(D)) v.
+/* Causal grouped-query attention, forward and backward: softmax(q k^T / sqrt(D)) v, within the documents of a sample,
+   within a sliding window, and with attention sinks.
 
    Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once.
 
@@ -7,40 +8,16 @@
    the softmax are computed lane by lane, without cross-lane operations. One routine, `tile`, does all multiplications,
    for every vector width, and reads nothing out of bounds.
 
-   Every element is summed in a fixed order, independent of threads, of later tokens, and of its lane. */
+   Every element is summed in a fixed order, independent of threads, of later tokens, of other documents, and of its
+   lane. Each document is attended to as if it were alone: blocks of keys begin at its first token. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "bfloat16.h"
-#include "exponential.h"
+#include "attention.h"
 #include "transpose.h"
 
-/* Floats of a vector, rows of a tile whose sums fit into the registers with the operands, and keys whose scores fit
-   into the L1 cache. */
-#if defined(__AVX512F__)
-#define VECTOR 16
-#define ROWS 8
-#define KEYS 64
-#elif defined(__AVX__)
-#define VECTOR 8
-#define ROWS 6
-#define KEYS 120
-#else
-#define VECTOR 4
-#define ROWS 4
-#define KEYS 128
-#endif
 #define LANES (2 * VECTOR)
-/* Maximum head dim. */
-#define MAX_HEAD_DIM 256
-/* Multiply-adds below which threads cost more than they save. */
-#define MIN_PARALLEL_WORK 1000000.0
-
 #ifdef _OPENMP
 #include <omp.h>
-#define IS_LARGE (heads * tokens * tokens * (double)d > MIN_PARALLEL_WORK)
+#define IS_LARGE (heads * tokens * limits.longest * (double)d > MIN_PARALLEL_WORK)
 #define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (IS_LARGE) num_threads(threads)")
 #define THREAD omp_get_thread_num()
 #else
@@ -48,57 +25,7 @@
 #define THREAD 0
 #endif
 
-typedef float vector __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
 typedef float buffer[LANES] __attribute__((aligned(64)));
-
-/* out[r, :] (+)= sum over k < depth of a[r * row + k * step] * b[k, :], for few rows and `vectors` vectors. Rows and
-   vectors are constants at each call, so that the sums stay in registers. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int vectors, const int adds, int64_t depth,
-                                                       const float *a, int64_t row, int64_t step, const float *b,
-                                                       int64_t b_width, float *out, int64_t out_width) {
-  vector sums[ROWS][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-    for (int c = 0; c < vectors; c++)
-      sums[r][c] = adds ? *(const vector *)(out + r * out_width + c * VECTOR) : (vector){0};
-  for (int64_t k = 0; k < depth; k++) {
-    vector b_k[2];
-#pragma GCC unroll 2
-    for (int c = 0; c < vectors; c++) b_k[c] = *(const vector *)(b + k * b_width + c * VECTOR);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-      for (int c = 0; c < vectors; c++) sums[r][c] += a[r * row + k * step] * b_k[c];
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-    for (int c = 0; c < vectors; c++) *(vector *)(out + r * out_width + c * VECTOR) = sums[r][c];
-}
-
-/* GEMM in tiles, for any number of rows and `width` columns of b and out, a multiple of VECTOR. */
-static inline __attribute__((always_inline)) void tiled_gemm(const int adds, int64_t rows, int64_t width, int64_t depth,
-                                                             const float *a, int64_t row, int64_t step, const float *b,
-                                                             int64_t b_width, float *out, int64_t out_width) {
-#define TILE(COUNT, VECTORS)            \
-  for (; rows - r >= COUNT; r += COUNT) \
-  tile(COUNT, VECTORS, adds, depth, a + r * row, row, step, b + c, b_width, out + r * out_width + c, out_width)
-  int64_t c = 0, r;
-  for (; width - c >= 2 * VECTOR; c += 2 * VECTOR) {
-    r = 0;
-    TILE(ROWS, 2);
-    TILE(4, 2);
-    TILE(1, 2);
-  }
-  for (; c < width; c += VECTOR) {
-    r = 0;
-    TILE(ROWS, 1);
-    TILE(4, 1);
-    TILE(1, 1);
-  }
-#undef TILE
-}
 
 /* Strided view of [tokens, samples, heads, D], whose last stride is 1; bfloat16 or float32. */
 typedef struct {
@@ -106,49 +33,38 @@ typedef struct {
   int64_t token, sample, head, is_bfloat16;
 } heads_view;
 
-/* Rows of one head in memory, and their stride. */
+/* Keys that a query attends to, in addition to causality. */
 typedef struct {
-  void *start;
-  int64_t stride, is_bfloat16;
-} rows_view;
+  /* Cumulative lengths of the documents of all samples, [documents + 1] from 0; NULL: a sample is one document. */
+  const int32_t *document_ends;
+  int64_t documents, longest;
+  /* Most keys of a query, its own included; 0: no limit. */
+  int64_t window;
+  /* A logit of each head that takes part in the softmax without a value; NULL: none. */
+  const float *sinks;
+} attention_limits;
+
+/* Find the next document of a sample that begins at `from` or later; returns whether there is one. */
+static int next_document(attention_limits limits, int64_t sample, int64_t tokens, int64_t *at, int64_t *from,
+                         int64_t *length) {
+  if (!limits.document_ends) {
+    *from = 0, *length = tokens;
+    return (*at)++ == 0;
+  }
+  const int64_t begin = sample * tokens;
+  for (; *at < limits.documents; (*at)++) {
+    const int64_t first = limits.document_ends[*at], stop = limits.document_ends[*at + 1];
+    if (first < begin) continue;
+    if (first >= begin + tokens) return 0;
+    *from = first - begin, *length = stop - first;
+    (*at)++;
+    return 1;
+  }
+  return 0;
+}
 
 static inline rows_view head_view(heads_view x, int64_t sample, int64_t head) {
   return (rows_view){offset_pointer(x.start, sample * x.sample + head * x.head, x.is_bfloat16), x.token, x.is_bfloat16};
-}
-
-static inline rows_view rows_view_from(rows_view x, int64_t row) {
-  return (rows_view){offset_pointer(x.start, row * x.stride, x.is_bfloat16), x.stride, x.is_bfloat16};
-}
-
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
-/* Row width rounded up to whole vectors. */
-static inline int64_t padded_width(int64_t d) { return (d + VECTOR - 1) / VECTOR * VECTOR; }
-
-/* exp(x), 0 on underflow; NaN stays NaN. */
-static inline float exp_or_zero(float x) {
-  const float y = x < -87.0f ? 0.0f : exp_float(x);
-  return is_nan(x) ? x : y;
-}
-
-/* Load `count` rows of d elements with stride `width`, times a factor, zero-padded. */
-static inline void load_rows(float *rows, int64_t width, rows_view x, int64_t count, int64_t d, float factor) {
-  for (int64_t r = 0; r < count; r++) {
-    const void *row = rows_view_from(x, r).start;
-    if (x.is_bfloat16)
-      for (int64_t i = 0; i < d; i++) rows[r * width + i] = load_value(row, i, 1) * factor;
-    else
-      for (int64_t i = 0; i < d; i++) rows[r * width + i] = load_value(row, i, 0) * factor;
-    for (int64_t i = d; i < width; i++) rows[r * width + i] = 0.0f;
-  }
-}
-
-/* Store one row, times a factor. */
-static inline void store_row(rows_view x, int64_t r, const float *row, int64_t d, float factor) {
-  void *to = rows_view_from(x, r).start;
-  if (x.is_bfloat16)
-    for (int64_t i = 0; i < d; i++) store_value(to, i, row[i] * factor, 1);
-  else
-    for (int64_t i = 0; i < d; i++) store_value(to, i, row[i] * factor, 0);
 }
 
 /* Load `count` rows of d elements, times a factor, as rows [LANES, width] and panel [width, LANES], zero-padded. */
@@ -169,14 +85,24 @@ static void store_panel(rows_view x, float *rows, int64_t width, const float *pa
   for (int64_t r = 0; r < count; r++) store_row(x, r, rows + r * width, d, factors[r]);
 }
 
-/* Compute scores [count, LANES] of keys from `key` on for the panel of queries from `query` on; -inf for later keys. */
+/* First key of the blocks that a panel of queries from `query` on attends to: a multiple of KEYS. */
+static inline int64_t first_block(int64_t query, int64_t window) {
+  return window && query >= window ? (query - window + 1) / KEYS * KEYS : 0;
+}
+
+/* Compute scores [count, LANES] of keys from `key` on for the panel of queries from `query` on; -inf for later keys and
+   for those before the window. */
 static inline void masked_scores(float *scores, const float *keys, int64_t key, int64_t count, const float *panel,
-                                 int64_t query, int64_t d) {
+                                 int64_t query, int64_t d, int64_t window) {
   const float masked = bits_to_float(0xff800000u);
   tiled_gemm(0, count, LANES, d, keys + key * d, d, 1, panel, LANES, scores, LANES);
   for (int64_t j = key > query ? 0 : query + 1 - key; j < count; j++)
     for (int lane = 0; lane < LANES; lane++)
       scores[j * LANES + lane] = query + lane < key + j ? masked : scores[j * LANES + lane];
+  if (!window) return;
+  for (int64_t j = 0; j < min_i64(count, query + LANES - window - key); j++)
+    for (int lane = 0; lane < LANES; lane++)
+      scores[j * LANES + lane] = query + lane - window >= key + j ? masked : scores[j * LANES + lane];
 }
 
 /* Replace scores by exp(score - top) of each lane, and add them to its total. */
@@ -189,26 +115,37 @@ static inline void softmax_weights(float *scores, int64_t count, const float *to
     }
 }
 
+/* The tensors of one head in one document, forward; `sink` is NULL without attention sinks. */
+typedef struct {
+  rows_view q, out;
+  float *lse;
+  const float *keys, *values, *sink;
+  int64_t tokens, window;
+} head_forward_args;
+
 /* Forward of a panel of queries: attention output and log-sum-exp. */
-static void attend_forward(rows_view q, rows_view out, float *lse, const float *keys, const float *values,
-                           int64_t query, int64_t tokens, int64_t d, float scale) {
+static void attend_forward(head_forward_args args, int64_t query, int64_t d, float scale) {
   float panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64))),
       acc[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
   float rows[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
   float scores[KEYS * LANES] __attribute__((aligned(64)));
-  buffer tops, totals, rescale;
-  const int64_t lanes = min_i64(LANES, tokens - query), num_keys = query + lanes, width = padded_width(d);
-  load_panel(panel, rows, width, rows_view_from(q, query), lanes, d, scale);
-  for (int lane = 0; lane < LANES; lane++) tops[lane] = bits_to_float(0xff800000u), totals[lane] = 0.0f;
-  for (int64_t key = 0; key < num_keys; key += KEYS) {
+  buffer tops, maxima, totals, rescale;
+  const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
+  const int64_t first = first_block(query, args.window);
+  load_panel(panel, rows, width, rows_view_from(args.q, query), lanes, d, scale);
+  for (int lane = 0; lane < LANES; lane++) maxima[lane] = bits_to_float(0xff800000u), totals[lane] = 0.0f;
+  memcpy(tops, maxima, sizeof tops);
+  for (int64_t key = first; key < num_keys; key += KEYS) {
     const int64_t count = min_i64(KEYS, num_keys - key);
-    masked_scores(scores, keys, key, count, panel, query, d);
+    masked_scores(scores, args.keys, key, count, panel, query, d, args.window);
     buffer previous_tops;
     memcpy(previous_tops, tops, sizeof tops);
     for (int64_t j = 0; j < count; j++)
       for (int lane = 0; lane < LANES; lane++)
-        tops[lane] = scores[j * LANES + lane] > tops[lane] ? scores[j * LANES + lane] : tops[lane];
-    if (key) {
+        maxima[lane] = scores[j * LANES + lane] > maxima[lane] ? scores[j * LANES + lane] : maxima[lane];
+    /* A window may begin in a later block than the panel's first: until then all weights of the query are exp(-inf). */
+    for (int lane = 0; lane < LANES; lane++) tops[lane] = finite_top(maxima[lane], args.window);
+    if (key > first) {
       for (int lane = 0; lane < LANES; lane++) {
         rescale[lane] = exp_or_zero(previous_tops[lane] - tops[lane]);
         totals[lane] *= rescale[lane];
@@ -217,45 +154,55 @@ static void attend_forward(rows_view q, rows_view out, float *lse, const float *
         for (int lane = 0; lane < LANES; lane++) acc[i * LANES + lane] *= rescale[lane];
     }
     softmax_weights(scores, count, tops, totals);
-    tiled_gemm(key > 0, d, LANES, count, values + key * d, 1, d, scores, LANES, acc, LANES);
+    tiled_gemm(key > first, d, LANES, count, args.values + key * d, 1, d, scores, LANES, acc, LANES);
   }
-  for (int lane = 0; lane < lanes; lane++) lse[query + lane] = tops[lane] + logf(totals[lane]);
-  for (int lane = 0; lane < LANES; lane++) rescale[lane] = 1.0f / totals[lane];
-  store_panel(rows_view_from(out, query), rows, width, acc, lanes, d, rescale);
+  for (int lane = 0; lane < LANES; lane++) rescale[lane] = softmax_factor(&tops[lane], &totals[lane], args.sink);
+  for (int lane = 0; lane < lanes; lane++) args.lse[query + lane] = tops[lane] + logf(totals[lane]);
+  store_panel(rows_view_from(args.out, query), rows, width, acc, lanes, d, rescale);
 }
 
 /* Floats of a vector. */
 int attention_vector_width(void) { return VECTOR; }
 
-/* Floats of scratch memory for each thread. */
+/* Floats of scratch memory for each thread, where the longest document has so many tokens. */
 int64_t attention_scratch_floats(int64_t tokens, int64_t d) { return 2 * tokens * (d + padded_width(d)); }
 
 /* Write out [tokens, samples, heads, d] and lse [samples, heads, tokens]; head a reads key/value head a / group. */
 void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out, float *lse, float *scratch,
-                       int64_t tokens, int64_t samples, int64_t heads_each, int64_t group, int64_t d, int threads) {
+                       attention_limits limits, int64_t tokens, int64_t samples, int64_t heads_each, int64_t group,
+                       int64_t d, int threads) {
   const int64_t heads = samples * heads_each;
   const float scale = 1.0f / sqrtf((float)d);
   OMP_PARALLEL_FOR
   for (int64_t n = 0; n < heads; n++) {
     const int64_t sample = n / heads_each, head = n % heads_each;
-    float *keys = scratch + THREAD * attention_scratch_floats(tokens, d), *values = keys + tokens * d;
-    load_rows(keys, d, head_view(k, sample, head / group), tokens, d, 1.0f);
-    load_rows(values, d, head_view(v, sample, head / group), tokens, d, 1.0f);
-    for (int64_t query = 0; query < tokens; query += LANES)
-      attend_forward(head_view(q, sample, head), head_view(out, sample, head), lse + n * tokens, keys, values, query,
-                     tokens, d, scale);
+    float *keys = scratch + THREAD * attention_scratch_floats(limits.longest, d), *values = keys + limits.longest * d;
+    for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
+      load_rows(keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
+      load_rows(values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
+      const head_forward_args args = {.q = rows_view_from(head_view(q, sample, head), from),
+                                      .out = rows_view_from(head_view(out, sample, head), from),
+                                      .lse = lse + n * tokens + from,
+                                      .keys = keys,
+                                      .values = values,
+                                      .sink = limits.sinks ? limits.sinks + head : NULL,
+                                      .tokens = length,
+                                      .window = limits.window};
+      for (int64_t query = 0; query < length; query += LANES) attend_forward(args, query, d, scale);
+    }
   }
 }
 
-/* Arguments of one head's backward: its tensors, and contiguous keys, values and their gradients. */
+/* The tensors of one head in one document, backward, with contiguous keys, values and their gradients. */
 typedef struct {
   rows_view grad, q, out, dq;
   const float *lse;
   float *keys, *values, *grad_keys, *grad_values;
+  int64_t tokens, window;
 } head_backward_args;
 
 /* Backward of a panel of queries: its gradients, and its share of the gradients of keys and values. */
-static void attend_backward(head_backward_args args, int64_t query, int64_t tokens, int64_t d, float scale) {
+static void attend_backward(head_backward_args args, int64_t query, int64_t d, float scale) {
   float panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64))),
       grad_panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
   float rows[MAX_HEAD_DIM * LANES] __attribute__((aligned(64))),
@@ -263,7 +210,8 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t toke
   float acc[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
   float probs[KEYS * LANES] __attribute__((aligned(64))), grad_scores[KEYS * LANES] __attribute__((aligned(64)));
   buffer lse, delta, unused = {0}, scales;
-  const int64_t lanes = min_i64(LANES, tokens - query), num_keys = query + lanes, width = padded_width(d);
+  const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
+  const int64_t first = first_block(query, args.window);
   load_panel(acc, rows, width, rows_view_from(args.out, query), lanes, d, 1.0f);
   load_panel(panel, rows, width, rows_view_from(args.q, query), lanes, d, scale);
   load_panel(grad_panel, grad_rows, width, rows_view_from(args.grad, query), lanes, d, 1.0f);
@@ -274,9 +222,9 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t toke
   }
   for (int64_t i = 0; i < d; i++)
     for (int lane = 0; lane < LANES; lane++) delta[lane] += grad_panel[i * LANES + lane] * acc[i * LANES + lane];
-  for (int64_t key = 0; key < num_keys; key += KEYS) {
+  for (int64_t key = first; key < num_keys; key += KEYS) {
     const int64_t count = min_i64(KEYS, num_keys - key);
-    masked_scores(probs, args.keys, key, count, panel, query, d);
+    masked_scores(probs, args.keys, key, count, panel, query, d, args.window);
     softmax_weights(probs, count, lse, unused);
     tiled_gemm(0, count, LANES, d, args.values + key * d, d, 1, grad_panel, LANES, grad_scores, LANES);
     for (int64_t j = 0; j < count; j++)
@@ -284,37 +232,43 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t toke
         grad_scores[j * LANES + lane] = probs[j * LANES + lane] * (grad_scores[j * LANES + lane] - delta[lane]);
     tiled_gemm(1, count, width, lanes, probs, LANES, 1, grad_rows, width, args.grad_values + key * width, width);
     tiled_gemm(1, count, width, lanes, grad_scores, LANES, 1, rows, width, args.grad_keys + key * width, width);
-    tiled_gemm(key > 0, d, LANES, count, args.keys + key * d, 1, d, grad_scores, LANES, acc, LANES);
+    tiled_gemm(key > first, d, LANES, count, args.keys + key * d, 1, d, grad_scores, LANES, acc, LANES);
   }
   store_panel(rows_view_from(args.dq, query), rows, width, acc, lanes, d, scales);
 }
 
 /* Write the gradients of queries, and of keys and values per query head, all [tokens, samples, heads, d]. */
 void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view v, heads_view out, const float *lse,
-                        heads_view dq, heads_view dk, heads_view dv, float *scratch, int64_t tokens, int64_t samples,
-                        int64_t heads_each, int64_t group, int64_t d, int threads) {
-  const int64_t heads = samples * heads_each, width = padded_width(d);
+                        heads_view dq, heads_view dk, heads_view dv, float *scratch, attention_limits limits,
+                        int64_t tokens, int64_t samples, int64_t heads_each, int64_t group, int64_t d, int threads) {
+  const int64_t heads = samples * heads_each, width = padded_width(d), longest = limits.longest;
   const float scale = 1.0f / sqrtf((float)d);
   OMP_PARALLEL_FOR
   for (int64_t n = 0; n < heads; n++) {
     const int64_t sample = n / heads_each, head = n % heads_each;
-    float *grad_keys = scratch + THREAD * attention_scratch_floats(tokens, d), *keys = grad_keys + 2 * tokens * width;
-    const head_backward_args args = {.grad = head_view(grad, sample, head),
-                                     .q = head_view(q, sample, head),
-                                     .out = head_view(out, sample, head),
-                                     .lse = lse + n * tokens,
-                                     .dq = head_view(dq, sample, head),
-                                     .keys = keys,
-                                     .values = keys + tokens * d,
-                                     .grad_keys = grad_keys,
-                                     .grad_values = grad_keys + tokens * width};
-    memset(args.grad_keys, 0, 2 * tokens * width * sizeof(float));
-    load_rows(args.keys, d, head_view(k, sample, head / group), tokens, d, 1.0f);
-    load_rows(args.values, d, head_view(v, sample, head / group), tokens, d, 1.0f);
-    for (int64_t query = 0; query < tokens; query += LANES) attend_backward(args, query, tokens, d, scale);
-    for (int64_t t = 0; t < tokens; t++) {
-      store_row(head_view(dk, sample, head), t, args.grad_keys + t * width, d, 1.0f);
-      store_row(head_view(dv, sample, head), t, args.grad_values + t * width, d, 1.0f);
+    float *grad_keys = scratch + THREAD * attention_scratch_floats(longest, d), *keys = grad_keys + 2 * longest * width;
+    for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
+      const head_backward_args args = {.grad = rows_view_from(head_view(grad, sample, head), from),
+                                       .q = rows_view_from(head_view(q, sample, head), from),
+                                       .out = rows_view_from(head_view(out, sample, head), from),
+                                       .dq = rows_view_from(head_view(dq, sample, head), from),
+                                       .lse = lse + n * tokens + from,
+                                       .keys = keys,
+                                       .values = keys + length * d,
+                                       .grad_keys = grad_keys,
+                                       .grad_values = grad_keys + length * width,
+                                       .tokens = length,
+                                       .window = limits.window};
+      memset(args.grad_keys, 0, 2 * length * width * sizeof(float));
+      load_rows(args.keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
+      load_rows(args.values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
+      for (int64_t query = 0; query < length; query += LANES) attend_backward(args, query, d, scale);
+      const rows_view dk_rows = rows_view_from(head_view(dk, sample, head), from);
+      const rows_view dv_rows = rows_view_from(head_view(dv, sample, head), from);
+      for (int64_t t = 0; t < length; t++) {
+        store_row(dk_rows, t, args.grad_keys + t * width, d, 1.0f);
+        store_row(dv_rows, t, args.grad_values + t * width, d, 1.0f);
+      }
     }
   }
 }

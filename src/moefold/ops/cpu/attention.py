@@ -1,4 +1,7 @@
-"""Causal attention on a CPU in C, forward and backward; a `BlockKernel` (ops/block_attention.py).
+"""Causal attention on a CPU in C, forward and backward; a `LimitedCausalKernel` (ops/block_attention.py).
+
+Documents, sliding windows and sinks are limits of the kernel's loops, not masks in memory: keys that a query does not
+attend to are skipped, by document and by blocks. A document has the same bits wherever it lies in a sample.
 
 Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32: a result
 is rounded once, also where gradients of keys and values are summed over the query heads that share them, in the order
@@ -6,12 +9,15 @@ of the heads. Results are bitwise independent of the number of threads.
 """
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.ops.block_attention import BlockKernel, Mask, MathBlockAttention
+from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
 from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.documents import Segments
 from moefold.ops.interface import unit_stride
 
 MAX_HEAD_DIM = 256
@@ -38,6 +44,18 @@ class _HeadsStruct(ctypes.Structure):
     )
 
 
+class _LimitsStruct(ctypes.Structure):
+    """C struct `attention_limits`: address and number of the documents, longest one, window, and address of sinks."""
+
+    _fields_ = (
+        ("document_ends", ctypes.c_void_p),
+        ("documents", ctypes.c_int64),
+        ("longest", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
 class CAttention:
     """Causal attention in float32, for tensors of float32 or bfloat16.
 
@@ -55,9 +73,10 @@ class CAttention:
         self._forward = library.attention_forward
         self._backward = library.attention_backward
         buffers = [ctypes.c_void_p] * 2
-        self._forward.argtypes = [*[_HeadsStruct] * 4, *buffers, *sizes, threads]
+        self._forward.argtypes = [*[_HeadsStruct] * 4, *buffers, _LimitsStruct, *sizes, threads]
         self._forward.restype = None
-        self._backward.argtypes = [*[_HeadsStruct] * 5, buffers[0], *[_HeadsStruct] * 3, buffers[1], *sizes, threads]
+        tensors = [*[_HeadsStruct] * 5, buffers[0], *[_HeadsStruct] * 3, buffers[1]]
+        self._backward.argtypes = [*tensors, _LimitsStruct, *sizes, threads]
         self._backward.restype = None
         self.is_fast: bool = library.attention_vector_width() >= MIN_FAST_VECTOR_WIDTH
         self._self_test()
@@ -75,41 +94,42 @@ class CAttention:
             and q.numel() > 0
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `BlockKernel`. Causal only."""
-        assert isinstance(block_mask, str), "the kernel supports causal attention only"
-        assert block_mask == "causal", block_mask
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse); see `LimitedCausalKernel`."""
         tokens, samples, heads, _ = q.shape
         out = q.new_empty(q.shape)
         lse = q.new_empty((samples, heads, tokens), dtype=torch.float32)
         inputs = [unit_stride(x) for x in (q, k, v)]
-        scratch, *sizes = self._scratch_and_sizes(q, k)
-        self._forward(*map(_to_heads_struct, (*inputs, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)
+        wide_sinks = None if sinks is None else sinks.float().contiguous()
+        limits = _to_limits_struct(block_mask, tokens, wide_sinks)
+        scratch, *sizes = self._scratch_and_sizes(q, k, limits.longest)
+        self._forward(*map(_to_heads_struct, (*inputs, out)), lse.data_ptr(), scratch.data_ptr(), limits, *sizes)
         return out, lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        assert isinstance(block_mask, str), "the kernel supports causal attention only"
-        assert block_mask == "causal", block_mask
         is_shared = k.shape[2] != q.shape[2]
         dq = q.new_empty(q.shape)
         # Gradients of shared heads are rounded after their sum.
         dk, dv = (q.new_empty(q.shape, dtype=torch.float32 if is_shared else q.dtype) for _ in range(2))
         inputs = [unit_stride(x) for x in (grad_out, q, k, v, out)]
         lse_BAS = lse.permute(1, 2, 0).contiguous()
-        scratch, *sizes = self._scratch_and_sizes(q, k)
+        limits = _to_limits_struct(block_mask, len(q), None)
+        scratch, *sizes = self._scratch_and_sizes(q, k, limits.longest)
         args = *map(_to_heads_struct, inputs), lse_BAS.data_ptr(), *map(_to_heads_struct, (dq, dk, dv))
-        self._backward(*args, scratch.data_ptr(), *sizes)
+        self._backward(*args, scratch.data_ptr(), limits, *sizes)
         if is_shared:
             dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) for x in (dk, dv))
         return dq, dk, dv
 
-    def _scratch_and_sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor, int, int, int, int, int, int]:
+    def _scratch_and_sizes(self, q: Tensor, k: Tensor, longest: int) -> tuple[Tensor, int, int, int, int, int, int]:
         tokens, samples, heads, d = q.shape
         threads = torch.get_num_threads()
-        scratch = q.new_empty((threads * self._scratch_floats(tokens, d),), dtype=torch.float32)
+        scratch = q.new_empty((threads * self._scratch_floats(longest, d),), dtype=torch.float32)
         return scratch, tokens, samples, heads, heads // k.shape[2], d, threads
 
     def _self_test(self) -> None:
@@ -123,18 +143,61 @@ class CAttention:
             torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
             for low, count in ((-2, heads), (5, heads), (-3, groups), (4, groups))
         )
+        # The documents of both samples, one after the other, and a window that begins inside blocks of the longest.
+        limits = FlashMask(True, 7, Segments(torch.tensor([0, 9, 37, 74], dtype=torch.int32), 37))
+        sinks = torch.linspace(-1, 2, heads)
         for dtype, error in TOLERANCES.items():
             inputs = [x.to(dtype) for x in (q, k, v, grad)]
-            actual = _forward_backward(self, *inputs)
-            expected = _forward_backward(MathBlockAttention(), *(x.double() for x in inputs))
-            for a, e in zip(actual, expected, strict=True):
-                if not torch.allclose(a.double(), e, rtol=error, atol=error):
-                    raise CompilerError("the compiled attention kernel is wrong")
+            wide = [x.double() for x in inputs]
+            for mask, dense, head_sinks in (("causal", "causal", None), (limits, _dense_mask(limits, q), sinks)):
+                actual = _run(self, inputs, mask, head_sinks)
+                expected = _run(MathBlockAttention(), wide, dense, head_sinks)
+                for a, e in zip(actual, expected, strict=True):
+                    if not torch.allclose(a.double(), e, rtol=error, atol=error):
+                        raise CompilerError("the compiled attention kernel is wrong")
 
 
-def _forward_backward(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    out, lse = kernel.forward(q, k, v, "causal")
-    return out, lse, *kernel.backward(grad, q, k, v, out, lse, "causal")
+def _run(
+    kernel: "CAttention | MathBlockAttention",
+    inputs: Sequence[Tensor],
+    mask: Any,
+    sinks: Tensor | None,
+) -> tuple[Tensor, ...]:
+    q, k, v, grad = inputs
+    if isinstance(kernel, CAttention):
+        out, lse = kernel.forward(q, k, v, mask, sinks)
+    else:
+        out, lse = fold_in_sinks(*kernel.forward(q, k, v, mask), sinks)
+    return out, lse, *kernel.backward(grad, q, k, v, out, lse, mask)
+
+
+def _dense_mask(limits: FlashMask, q: Tensor) -> Tensor:
+    """Return the limits of causal attention as a mask, bool [B, S, S]."""
+    assert limits.segments is not None
+    tokens, samples = q.shape[:2]
+    document_BS = torch.bucketize(torch.arange(samples * tokens), limits.segments.cu_seqlens, right=True)
+    document_BS = document_BS.view(samples, tokens)
+    positions = torch.arange(tokens)
+    distance = positions[:, None] - positions
+    in_window = (distance >= 0) & (distance <= limits.window_left)
+    return in_window & (document_BS[:, :, None] == document_BS[:, None, :])
+
+
+def _to_limits_struct(block_mask: BlockMask, tokens: int, sinks: Tensor | None) -> _LimitsStruct:
+    """Return the limits of a mask; the caller keeps its tensors and the sinks, float32 [A]."""
+    address = None if sinks is None else sinks.data_ptr()
+    if not isinstance(block_mask, FlashMask):
+        assert isinstance(block_mask, str), "the kernel reads no mask"
+        assert block_mask == "causal", block_mask
+        return _LimitsStruct(None, 0, tokens, 0, address)
+    assert block_mask.is_causal, "the kernel supports causal attention only"
+    window = block_mask.window_left + 1
+    if block_mask.segments is None:
+        return _LimitsStruct(None, 0, tokens, window, address)
+    ends = block_mask.segments.cu_seqlens
+    assert ends.dtype == torch.int32, ends.dtype
+    assert ends.is_contiguous(), ends.stride()
+    return _LimitsStruct(ends.data_ptr(), len(ends) - 1, block_mask.segments.max_length, window, address)
 
 
 def _to_heads_struct(x: Tensor) -> _HeadsStruct:

@@ -6,7 +6,7 @@
    whole panels are read in place if that costs no more: small operands with contiguous lines, and rows of a.
 
    Each result is summed in a fixed order, in chunks of STEPS of each term, independent of threads, strides and the
-   other rows and columns, and is rounded once. */
+   other rows and columns, of which there may be any number, and is rounded once. */
 
 #include <stdint.h>
 #include <string.h>
@@ -31,6 +31,8 @@
 /* Words of packed columns shared by all threads, and of packed rows of each thread; at least a panel. */
 #define SHARED_PACK_WORDS (1 << 20)
 #define THREAD_PACK_WORDS (1 << 16)
+/* Words of packed columns of each thread where one panel of rows reads them. */
+#define CORE_PACK_WORDS (1 << 17)
 /* Steps packed at a time where the dtype is converted: a multiple of 4. */
 #define CONVERT_STEPS 32
 /* Multiply-adds below which threads cost more than they save. */
@@ -57,13 +59,10 @@
 #define THREAD 0
 #define THREADS 1
 #endif
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+#include "multiply_add.h"
 
 typedef uint32_t packed_word;
 typedef uint32_t aliased_word __attribute__((may_alias));
-typedef float vector __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
 
 /* Dtypes in memory, and packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
 enum { FLOAT32, BFLOAT16 };
@@ -222,52 +221,85 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
   }
 }
 
-/* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES]. Lines of a have stride `a_line`, those of b
-   stride 1; steps have strides `a_step` and `b_step`, all in words. */
-#define TILE(NAME, MULTIPLY_ADD)                                                                                      \
-  ALWAYS_INLINE void NAME(const packed_word *a, int64_t a_line, int64_t a_step, const packed_word *b, int64_t b_step, \
-                          int64_t steps, int is_first, float *sums) {                                                 \
-    for (int64_t from = 0; from < steps; from += STEPS) {                                                             \
-      const int64_t stop = min_i64(steps, from + STEPS);                                                              \
-      vector s[ROWS][2];                                                                                              \
-      _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) s[r][0] = s[r][1] = (vector){0};                        \
-      for (int64_t k = from; k < stop; k++) {                                                                         \
-        const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                            \
-        const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                             \
-        _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) {                                                     \
-          s[r][0] = MULTIPLY_ADD(s[r][0], of_a[r * a_line], b_0);                                                     \
-          s[r][1] = MULTIPLY_ADD(s[r][1], of_a[r * a_line], b_1);                                                     \
-        }                                                                                                             \
-      }                                                                                                               \
-      _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) {                                                       \
-        vector *to = (vector *)(sums + r * LANES);                                                                    \
-        if (from || !is_first) s[r][0] += to[0], s[r][1] += to[1];                                                    \
-        to[0] = s[r][0], to[1] = s[r][1];                                                                             \
-      }                                                                                                               \
-    }                                                                                                                 \
+/* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
+   use. Lines of a have stride `a_line`, those of b stride 1; steps have strides `a_step` and `b_step`, all in words. */
+#define TILE(NAME, MULTIPLY_ADD)                                                                                       \
+  ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_line, int64_t a_step, const packed_word *b,  \
+                          int64_t b_step, int64_t steps, int is_first, float *sums) {                                  \
+    for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
+      const int64_t stop = min_i64(steps, from + STEPS);                                                               \
+      vector s[ROWS][2];                                                                                               \
+      _Pragma("GCC unroll 14") for (int r = 0; r < rows; r++) s[r][0] = s[r][1] = (vector){0};                         \
+      for (int64_t k = from; k < stop; k++) {                                                                          \
+        const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
+        const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                              \
+        _Pragma("GCC unroll 14") for (int r = 0; r < rows; r++) {                                                      \
+          s[r][0] = MULTIPLY_ADD(s[r][0], of_a[r * a_line], b_0);                                                      \
+          s[r][1] = MULTIPLY_ADD(s[r][1], of_a[r * a_line], b_1);                                                      \
+        }                                                                                                              \
+      }                                                                                                                \
+      _Pragma("GCC unroll 14") for (int r = 0; r < rows; r++) {                                                        \
+        vector *to = (vector *)(sums + r * LANES);                                                                     \
+        if (from || !is_first) s[r][0] += to[0], s[r][1] += to[1];                                                     \
+        to[0] = s[r][0], to[1] = s[r][1];                                                                              \
+      }                                                                                                                \
+    }                                                                                                                  \
   }
-#define FMA_FLOAT(sum, a, b) ((sum) + bits_to_float(a) * (b))
+#define FMA_FLOAT(sum, a, b) multiply_add(sum, bits_to_float(a), b)
 TILE(tile, FMA_FLOAT)
 
-/* Variants with a constant stride of 1 for lines or for steps of a. Arguments are scalars, not structs: loads of struct
-   members after the stores of the results would stall until these are done. */
-#define DEFINE_TILE_VARIANT(NAME, TILE, LINE, STEP)                                                        \
+/* Variants with a constant number of rows, and a constant stride of 1 for lines or for steps of a. Arguments are
+   scalars, not structs: loads of struct members after the stores of the results would stall until these are done. */
+#define DEFINE_TILE_VARIANT(NAME, TILE, COUNT, LINE, STEP)                                                 \
   static __attribute__((noinline)) void NAME(const packed_word *a, int64_t a_stride, const packed_word *b, \
                                              int64_t b_step, int64_t steps, int is_first, float *sums) {   \
-    TILE(a, LINE, STEP, b, b_step, steps, is_first, sums);                                                 \
+    TILE(COUNT, a, LINE, STEP, b, b_step, steps, is_first, sums);                                          \
   }
-DEFINE_TILE_VARIANT(tile_by_lines, tile, 1, a_stride)
-DEFINE_TILE_VARIANT(tile_by_steps, tile, a_stride, 1)
+/* Few rows are those of decoding, and of the last panel. */
+#define DEFINE_TILES_BY_LINES(NAME, TILE)                \
+  DEFINE_TILE_VARIANT(NAME##_1, TILE, 1, 1, a_stride)    \
+  DEFINE_TILE_VARIANT(NAME##_2, TILE, 2, 1, a_stride)    \
+  DEFINE_TILE_VARIANT(NAME##_4, TILE, 4, 1, a_stride)    \
+  DEFINE_TILE_VARIANT(NAME##_6, TILE, 6, 1, a_stride)
+#define DEFINE_HIGH_TILES_BY_LINES(NAME, TILE)           \
+  DEFINE_TILE_VARIANT(NAME##_10, TILE, 10, 1, a_stride)  \
+  DEFINE_TILE_VARIANT(NAME##_all, TILE, ROWS, 1, a_stride)
+DEFINE_TILES_BY_LINES(tile_by_lines, tile)
+DEFINE_TILE_VARIANT(tile_by_steps, tile, ROWS, a_stride, 1)
+#if ROWS > 6
+DEFINE_HIGH_TILES_BY_LINES(tile_by_lines, tile)
+#endif
 #ifdef __AVX512BF16__
 #define DOT_BFLOAT16_PAIR(sum, a, b) \
   ((vector)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(a)), (__m512bh)(b)))
 TILE(tile_of_pairs, DOT_BFLOAT16_PAIR)
-DEFINE_TILE_VARIANT(pairs_by_lines, tile_of_pairs, 1, a_stride)
+DEFINE_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
+DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 #define LOW_PRECISION_PACKING BFLOAT16_PAIRS
 #else
-#define pairs_by_lines tile_by_lines
 #define LOW_PRECISION_PACKING ROUND_TO_BFLOAT16
 #endif
+
+typedef void tile_variant(const packed_word *a, int64_t a_stride, const packed_word *b, int64_t b_step, int64_t steps,
+                          int is_first, float *sums);
+
+/* Return the variant of the fewest rows that computes the first `rows` rows of a packed panel. */
+static inline tile_variant *variant_by_lines(int64_t rows, int packing) {
+#ifdef __AVX512BF16__
+  if (packing == BFLOAT16_PAIRS)
+    return rows == 1   ? pairs_by_lines_1
+           : rows == 2 ? pairs_by_lines_2
+           : rows <= 4 ? pairs_by_lines_4
+           : rows <= 6 ? pairs_by_lines_6
+           : rows <= 10 ? pairs_by_lines_10
+                        : pairs_by_lines_all;
+#endif
+  (void)packing;
+#if ROWS > 6
+  if (rows > 6) return rows <= 10 ? tile_by_lines_10 : tile_by_lines_all;
+#endif
+  return rows == 1 ? tile_by_lines_1 : rows == 2 ? tile_by_lines_2 : rows <= 4 ? tile_by_lines_4 : tile_by_lines_6;
+}
 
 /* The output matrix, with row stride `row`. */
 typedef struct {
@@ -304,7 +336,7 @@ static inline strided_matrix operand_of(operand_side s, int t) { return s.is_b ?
 static int reads_in_place(operand_side s, int t) {
   const strided_matrix x = operand_of(s, t);
   if (s.packing != UNCHANGED) return 0;
-  if (x.line == 1) return x.step * s.terms[t].depth <= MAX_IN_PLACE_VALUES;
+  if (x.line == 1) return x.step * s.terms[t].depth <= MAX_IN_PLACE_VALUES || (s.is_b && s.others <= ROWS);
   return !s.is_b && x.step == 1 && x.line < MAX_IN_PLACE_STRIDE && s.others <= MAX_IN_PLACE_COLUMNS;
 }
 
@@ -338,10 +370,8 @@ ALWAYS_INLINE void compute_tile(operand_side of_a, operand_side of_b, int64_t i,
     if (!is_panel_packed(of_a, ROWS, t, i))
       a = (const packed_word *)float_at(x, i * ROWS, 0), a_line = x.line, a_step = x.step;
     if (!is_panel_packed(of_b, LANES, t, j)) b = (const packed_word *)float_at(y, j * LANES, 0), b_step = y.step;
-    if (of_a.packing == BFLOAT16_PAIRS)
-      pairs_by_lines(a, a_step, b, b_step, steps, is_first, sums);
-    else if (a_line == 1)
-      tile_by_lines(a, a_step, b, b_step, steps, is_first, sums);
+    if (a_line == 1)
+      variant_by_lines(min_i64(ROWS, of_a.lines - i * ROWS), of_a.packing)(a, a_step, b, b_step, steps, is_first, sums);
     else
       tile_by_steps(a, a_line, b, b_step, steps, is_first, sums);
     a_packed += steps * ROWS, b_packed += steps * LANES, is_first &= steps == 0;
@@ -387,7 +417,10 @@ void gemm(const gemm_args *args) {
   for (int t = 0; t < count; t++) steps += num_steps(terms[t].depth, packing);
   if ((double)rows * columns * steps < MIN_PARALLEL_WORK) threads = 1;
   const int64_t a_panels = ceil_div(rows, ROWS), b_panels = ceil_div(columns, LANES);
-  const int64_t shared_panels = max_column_panels(columns, steps), thread_panels = max_row_panels(rows, steps);
+  const int64_t thread_panels = max_row_panels(rows, steps);
+  /* Packed columns that only one panel of rows reads should not leave the cache of their core. */
+  const int64_t core_panels = a_panels == 1 ? threads * max_i64(1, CORE_PACK_WORDS / LANES / max_i64(1, steps)) : b_panels;
+  const int64_t shared_panels = min_i64(max_column_panels(columns, steps), core_panels);
   /* Rows are split into equally many chunks for each thread; columns are split where row panels are few, because chunks
      of them would be uneven. */
   const int64_t min_chunks = ceil_div(a_panels, thread_panels);

@@ -2,7 +2,7 @@
 
 Its speed is that of the libraries. Its advantage: it writes into any output, rows need no padding, transposed operands
 no copy, and weights no cast copy, because all of that is done while packing operands. Results are bitwise independent
-of the number of threads and, unless there are few rows, of the other rows.
+of the number of threads and of the other rows: a token has the same bits in training and in decoding.
 """
 
 import ctypes
@@ -16,14 +16,12 @@ from torch import Tensor
 
 from moefold.comm.torch_compat import has_amx_tiles
 from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.gemm import Gemm, is_faster_in_fp32, torch_mm_is_fastest
+from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """Dtypes as in `gemm.c`."""
 MIN_FAST_VECTOR_WIDTH = 8
 """Floats of a vector from which it is as fast as the libraries: those of AVX."""
-MIN_PACKED_ROWS = {torch.float32: 32, torch.bfloat16: 64}
-"""Rows below which packing, with one read of each operand, costs more than it saves: decoding."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
@@ -96,8 +94,6 @@ class CGemm(Gemm):
         """See `Gemm`; the result is bfloat16 if an operand is."""
         if not _supports(x_MK, w_NK):
             return super().matmul(x_MK, w_NK, out_MN)
-        if _prefers_torch_mm(x_MK, w_NK, out_MN):
-            return torch.mm(x_MK, w_NK.t(), out=out_MN)
         dtype = torch.bfloat16 if torch.bfloat16 in (x_MK.dtype, w_NK.dtype) else torch.float32
         out = x_MK.new_empty(len(x_MK), len(w_NK), dtype=dtype) if out_MN is None else out_MN
         self._multiply(out, [(x_MK, w_NK)])
@@ -106,10 +102,7 @@ class CGemm(Gemm):
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
         """See base class."""
         if _supports(x_MK, w_NK) and _is_supported_output(out_MN):
-            if _prefers_torch_mm(x_MK, w_NK, out_MN):
-                torch.mm(x_MK[: len(out_MN)], w_NK.t(), out=out_MN)
-            else:
-                self._multiply(out_MN, [(x_MK, w_NK)])
+            self._multiply(out_MN, [(x_MK, w_NK)])
         elif _supports(x_MK, w_NK):
             out_MN.copy_(self.matmul(x_MK[: len(out_MN)], w_NK))
         else:
@@ -216,14 +209,6 @@ def _is_supported_tensor(x: Tensor) -> bool:
 
 def _supports(*operands: Tensor) -> bool:
     return all(_is_supported_tensor(x) and x.dim() == 2 for x in operands)
-
-
-def _prefers_torch_mm(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
-    """Return whether torch.mm is faster, as for few rows of a single dtype."""
-    if x_MK.shape[0] >= MIN_PACKED_ROWS[x_MK.dtype]:
-        return False
-    dtypes = {x_MK.dtype, w_NK.dtype, x_MK.dtype if out is None else out.dtype}
-    return len(dtypes) == 1 and not is_faster_in_fp32(x_MK)
 
 
 def _is_supported_output(out: Tensor) -> bool:

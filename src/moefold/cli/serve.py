@@ -1,0 +1,73 @@
+"""`moefold serve`: an HTTP endpoint with the OpenAI API."""
+
+import argparse
+import importlib.util
+from dataclasses import fields
+from functools import partial
+
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv, read_rank_env
+
+EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Arguments of the form parallel.KEY=N are the
+mapping. Requests join the samples that run. There is no authentication: other addresses than the loopback are for
+networks in which everybody may use the server.
+
+examples:
+  moefold serve runs/quickstart
+  moefold serve mixtral-hf parallel.tp=2 parallel.ep=2 --port 9000 --cache-gib 4
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def", "max_tokens": 20}'
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run `moefold serve` and return the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        return _serve(arguments, rank_env)
+
+
+def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"the package {missing[0]} is not installed; pip install -e '.[serve]'")
+    from moefold.inference.serve.job import ServeOptions, prepare_server
+
+    options = ServeOptions(**{field.name: getattr(arguments, field.name) for field in fields(ServeOptions)})
+    job = prepare_server(
+        arguments.model, arguments.overrides, options, rank_env, partial(report_skipped, rank_env=rank_env)
+    )
+    # torch takes seconds to import: without a GPU, every error above is reported without it.
+    from moefold.inference.serve.worker import serve_worker
+    from moefold.launch.ranks import run_ranks
+
+    return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold serve",
+        description="Serve a model over HTTP: /v1/completions, /v1/chat/completions and /v1/models of the OpenAI API,\n"
+        "with continuous batching. Starts the ranks itself on one machine; joins them under torchrun or srun.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0: any that is free (8000)")
+    parser.add_argument("--name", default="", help="name of the model in the API (the name of its folder)")
+    parser.add_argument("--slots", type=int, default=64, metavar="N", help="samples decoded at once a dp rank (64)")
+    parser.add_argument("--cache-gib", type=float, default=1.0, metavar="G", help="GiB of the KV cache of a rank (1)")
+    parser.add_argument(
+        "--max-length", type=int, default=0, metavar="N", help="most tokens of prompt and completion (the context)"
+    )
+    parser.add_argument(
+        "--max-concurrent", type=int, default=256, metavar="N", help="most samples that run or wait (256)"
+    )
+    parser.add_argument("--max-body-kib", type=int, default=1024, metavar="N", help="largest request, in KiB (1024)")
+    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
+    add_inference_options(parser)
+    return parser

@@ -1,0 +1,54 @@
+"""Pages that a cache holds and that requests need. Torch-free."""
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import nlargest
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.inference.engine.pages import PAGE_POSITIONS, pages_for
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.settings import kv_cache_bytes
+
+
+def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:
+    """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
+
+    Raises:
+        ConfigError: not one fits.
+    """
+    if settings.cache_gib == 0:
+        return None
+    page_bytes = kv_cache_bytes(cfg, PAGE_POSITIONS, 1, settings.cache)
+    num_pages = int(settings.cache_gib * 2**30 // page_bytes)
+    if not num_pages:
+        raise ConfigError(
+            f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens, "
+            f"{page_bytes / 2**30:.3g} GiB; set at least that"
+        )
+    return num_pages
+
+
+def pages_needed(requests: Sequence[Request], settings: EngineSettings) -> int:
+    """Return the most pages that the requests can use at once, at least 1.
+
+    Samples that share a prompt have a copy of its last page each.
+    """
+    num_samples = Counter(request.prompt for request in requests)
+    shared = settings.share_prompts
+    sizes = (pages_for(r.max_positions) + (shared and num_samples[r.prompt] > 1) for r in requests)
+    return max(1, sum(nlargest(settings.slots, sizes)))
+
+
+def check_requests(requests: Sequence[Request], num_pages: int) -> None:
+    """Check that the cache holds each request by itself.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    longest = max((request.max_positions for request in requests), default=0)
+    if pages_for(longest) > num_pages:
+        raise ConfigError(
+            f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {longest} (prompt and new tokens); "
+            "set a larger cache_gib, or fewer new tokens"
+        )

@@ -1,0 +1,268 @@
+"""Rollout engine: continuous batching over a paged KV cache, of an inference model or of a model in training."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_reduce_max, broadcast
+from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
+from moefold.inference.engine.pages import PAGE_POSITIONS
+from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
+from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, NewToken, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.model.paged_cache import PassRows
+from moefold.parallel.forward_chain import ForwardChain
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain, shares_experts_over_samples
+from moefold.parallel.parallel_model import ParallelModel
+
+TokenCallback = Callable[[int, int], None]
+"""Callback for each new token: (request index, token)."""
+StopCondition = Callable[[int, Sequence[int]], bool]
+"""Predicate for a complete sample: (request index, its new tokens). Must return the same on ranks of one dp rank."""
+
+
+@dataclass
+class _Open:
+    """A sample that is not complete."""
+
+    request: Request
+    sampling: SamplingParams
+    uniforms: UniformStream
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def next_draw(self) -> Draw:
+        is_greedy = self.sampling.temperature == 0
+        return Draw(self.sampling, 0.0 if is_greedy else self.uniforms[len(self.tokens)])
+
+
+class RolloutEngine:
+    """Generates completions of any number of requests at once.
+
+    The tokens and log-probabilities of a request do not depend on the other requests nor on the settings. With ranks of
+    tp and pp, these pass the same requests; ranks of dp (and of cp, which takes part as dp does) pass their own.
+
+    Args:
+        model: an inference model, or a model in training, whose weights are used in place.
+        settings: checked limits.
+        sampling: checked sampling parameters.
+
+    Raises:
+        ConfigError: the cache is smaller than one page.
+    """
+
+    def __init__(
+        self, model: InferenceModel | ParallelModel, settings: EngineSettings, sampling: SamplingParams
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._sampling = sampling
+        cfg = model.cfg if isinstance(model, InferenceModel) else model.stages[0].cfg
+        self._max_pages = cache_pages(cfg, settings)
+
+    @contextmanager
+    def open(self, num_pages: int) -> Iterator["Generation"]:
+        """Open a generation, to which requests can be added while others run; collective over all ranks.
+
+        The weights must not change inside this context.
+
+        Args:
+            num_pages: pages of the cache, at most as many as the settings allow.
+        """
+        with ExitStack() as stack:
+            chain = stack.enter_context(forward_chain(self._model))
+            size = CacheSize(num_pages=num_pages, page_positions=PAGE_POSITIONS, kind=self._settings.cache)
+            decoder = stack.enter_context(PagedDecoder(chain, size))
+            limits = PassLimits(
+                slots=self._settings.slots,
+                pass_tokens=self._settings.pass_tokens,
+                num_pages=num_pages,
+                share_prompts=self._settings.share_prompts,
+            )
+            yield Generation(chain, decoder, PassScheduler(limits), self._sampling)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_token: TokenCallback | None = None,
+        is_complete: StopCondition | None = None,
+    ) -> list[Completion]:
+        """Generate a completion of every request, in their order; collective over all ranks.
+
+        Args:
+            requests: of this data-parallel rank, maybe none.
+            on_token: called for each new token, the end-of-text token included, on every rank of the requests.
+            is_complete: stop condition, called after each new token that does not end its sample.
+
+        Raises:
+            ConfigError: the cache is too small for a request.
+        """
+        num_pages = pages_needed(requests, self._settings)
+        if self._max_pages is not None:
+            check_requests(requests, self._max_pages)
+            num_pages = min(num_pages, self._max_pages)
+        completions: list[Completion | None] = [None] * len(requests)
+        with self.open(num_pages) as generation:
+            for number, request in enumerate(requests):
+                generation.add(number, request)
+            while generation.any_rank_has_work():
+                for new in generation.step(is_complete):
+                    if on_token is not None:
+                        on_token(new.number, new.token)
+                    if new.finish_reason is not None:
+                        completions[new.number] = generation.pop(new.number, new.finish_reason)
+        return [completion for completion in completions if completion is not None]
+
+
+class Generation:
+    """Samples that are generated together; see `RolloutEngine.open`."""
+
+    def __init__(
+        self, chain: ForwardChain, decoder: PagedDecoder, scheduler: PassScheduler, sampling: SamplingParams
+    ) -> None:
+        self._chain = chain
+        self._decoder = decoder
+        self._scheduler = scheduler
+        self._sampling = sampling
+        self._open: dict[int, _Open] = {}
+        self._steps_together = shares_experts_over_samples(chain.groups)
+
+    def add(self, number: int, request: Request) -> None:
+        """Add a request.
+
+        Args:
+            number: unique among the samples that are not popped; a smaller number has priority.
+            request: the cache must hold it, see `check_requests`.
+        """
+        assert request.prompt, "a prompt has at least one token"
+        sampling = request.sampling or self._sampling
+        self._open[number] = _Open(request, sampling, UniformStream(sampling.seed, request))
+        self._scheduler.add(number, request)
+
+    def cancel(self, number: int) -> None:
+        """Remove a sample that is not complete."""
+        del self._open[number]
+        self._scheduler.finish(number)
+
+    def pop(self, number: int, finish_reason: FinishReason) -> Completion:
+        """Return a complete sample and forget it."""
+        sample = self._open.pop(number)
+        return Completion(tokens=tuple(sample.tokens), log_probs=tuple(sample.log_probs), finish_reason=finish_reason)
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether this rank has an unfinished sample."""
+        return self._scheduler.has_work
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sample of this rank gave up its pages and was computed again."""
+        return self._scheduler.num_preemptions
+
+    def any_rank_has_work(self) -> bool:
+        """Return whether this rank must take part in another `step`; collective over the ranks that step together."""
+        if not self._steps_together:
+            return self._scheduler.has_work
+        groups = self._chain.groups
+        flag = torch.tensor([self._scheduler.has_work], dtype=torch.int32, device=groups.device)
+        return bool(all_reduce_max(flag, groups.attn.stage))
+
+    def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
+        """Run one forward pass, of no rows if this rank has no work; collective. Return the new tokens."""
+        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [])
+        self._decoder.copy_pages(work.copies)
+        tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
+        logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
+        numbers = [segment.number for segment in work.segments if segment.number >= 0]
+        if not numbers:
+            return []
+        return self._advance(numbers, *self._draw(logits_NV, numbers), is_complete)
+
+    def _draw(self, logits_NV: Tensor | None, numbers: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Draw the next token of each sample on the last stage; return tokens and log-probabilities on every rank."""
+        groups = self._chain.groups
+        both_2N = torch.zeros(2, len(numbers), dtype=torch.float64, device=groups.device)
+        stage = self._chain.last_stage
+        if logits_NV is not None:
+            assert stage is not None
+            draws = [self._open[number].next_draw() for number in numbers]
+            vocab_parallel = stage.head.vocab_parallel
+            whole_NV = vocab_parallel.gather(logits_NV)
+            tokens_N = torch.zeros(len(numbers), dtype=torch.int64, device=groups.device)
+            if groups.attn.tp.rank == 0:
+                tokens_N = choose_tokens(whole_NV, draws).to(groups.device)
+            # Ranks that each drew from their own rounding could disagree.
+            tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
+            scaled_NV = _divide_by_temperature(logits_NV, draws)
+            losses_N = vocab_parallel.cross_entropy(scaled_NV, tokens_N, stage.head.cross_entropy_ops)
+            both_2N[0] = tokens_N
+            both_2N[1] = -losses_N
+        tokens, log_probs = self._chain.broadcast_from_last_stage(both_2N).tolist()
+        return [int(token) for token in tokens], log_probs
+
+    def _advance(
+        self, numbers: Sequence[int], tokens: list[int], log_probs: list[float], is_complete: StopCondition | None
+    ) -> list[NewToken]:
+        """Append the drawn tokens to their samples, and finish complete ones."""
+        found = []
+        for number, token, log_prob in zip(numbers, tokens, log_probs, strict=True):
+            sample = self._open[number]
+            sample.tokens.append(token)
+            sample.log_probs.append(log_prob)
+            reason: FinishReason | None = None
+            if token in sample.request.eos_ids:
+                reason = "eos"
+            elif is_complete is not None and is_complete(number, sample.tokens):
+                reason = "stop"
+            elif len(sample.tokens) == sample.request.max_tokens:
+                reason = "length"
+            if reason is None:
+                self._scheduler.append(number, token)
+            else:
+                self._scheduler.finish(number)
+            found.append(NewToken(number, token, log_prob, reason))
+        return found
+
+
+def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:
+    """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
+    counts = [len(segment.tokens) for segment in segments]
+    num_rows = sum(counts)
+    tokens = np.empty(num_rows, np.int64)
+    positions = np.empty(num_rows, np.int64)
+    num_pages = max((segment.table.num_pages for segment in segments), default=1)
+    tables = np.zeros((len(segments), num_pages), np.int32)
+    picked = []
+    row = 0
+    for i, segment in enumerate(segments):
+        stop = row + counts[i]
+        tokens[row:stop] = segment.tokens
+        positions[row:stop] = np.arange(segment.first, segment.first + counts[i])
+        used = segment.table.num_pages
+        tables[i, :used] = segment.table.pages[:used]
+        if segment.number >= 0:
+            picked.append(stop - 1)
+        row = stop
+    pages = tables[np.repeat(np.arange(len(segments)), counts), positions // PAGE_POSITIONS]
+    slots = pages.astype(np.int64) * PAGE_POSITIONS + positions % PAGE_POSITIONS
+    tokens_R, slots_R, positions_R, tables_NP = (
+        torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
+    )
+    rows = PassRows(slots_R, positions_R, tables_NP, counts)
+    return tokens_R, rows, torch.tensor(picked, dtype=torch.int64, device=device)
+
+
+def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Divide each row by its temperature; rows of temperature 0 are unchanged."""
+    temperatures = {draw.params.temperature or 1.0 for draw in draws}
+    if len(temperatures) == 1:
+        (temperature,) = temperatures
+        return logits_NV if temperature == 1 else logits_NV / temperature
+    of_rows = [draw.params.temperature or 1.0 for draw in draws]
+    return logits_NV / torch.tensor(of_rows, dtype=logits_NV.dtype, device=logits_NV.device).unsqueeze(1)

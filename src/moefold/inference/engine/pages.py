@@ -1,0 +1,129 @@
+"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_POSITIONS = 64
+"""Positions of a page."""
+
+
+def pages_for(num_positions: int) -> int:
+    """Return the pages that hold a number of positions."""
+    return -(-num_positions // PAGE_POSITIONS)
+
+
+class PagePool:
+    """Free list and reference counts of the pages of a cache.
+
+    Args:
+        num_pages: pages in all, numbered from 0.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return len(self._num_references)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without a reference."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Allocate a page with one reference; None if no page is free."""
+        if not self._free:
+            return None
+        page = self._free.pop()
+        self._num_references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a reference to a page in use."""
+        assert self._num_references[page] > 0, f"page {page} is free"
+        self._num_references[page] += 1
+
+    def release(self, page: int) -> None:
+        """Remove a reference; the last one frees the page."""
+        assert self._num_references[page] > 0, f"page {page} is free"
+        self._num_references[page] -= 1
+        if not self._num_references[page]:
+            self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether a page has more than one reference; it must be copied before it is written."""
+        return self._num_references[page] > 1
+
+
+class PageTable:
+    """Pages of one sequence in the order of its positions.
+
+    Args:
+        pool: of the pages.
+        max_pages: pages that the sequence can have.
+    """
+
+    def __init__(self, pool: PagePool, max_pages: int) -> None:
+        self._pool = pool
+        self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
+        self._num_pages = 0
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """Page numbers, int32 [max_pages]; 0 after the last page."""
+        return self._pages
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of this sequence."""
+        return self._num_pages
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit into the pages of this sequence."""
+        return self._num_pages * PAGE_POSITIONS
+
+    def page_of(self, position: int) -> int:
+        """Return the page of a position."""
+        assert position < self.capacity, (position, self.capacity)
+        return int(self._pages[position // PAGE_POSITIONS])
+
+    def shares_page_of(self, position: int) -> bool:
+        """Return whether a position lies in a page that others refer to."""
+        return position < self.capacity and self._pool.is_shared(self.page_of(position))
+
+    def append(self, page: int) -> None:
+        """Add an allocated page at the end; this table takes over its reference."""
+        self._pages[self._num_pages] = page
+        self._num_pages += 1
+
+    def replace(self, position: int, page: int) -> int:
+        """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
+
+        Args:
+            position: a position in the shared page.
+            page: the allocated page, into which the contents of the shared one must be copied.
+        """
+        index = position // PAGE_POSITIONS
+        shared = int(self._pages[index])
+        self._pages[index] = page
+        self._pool.release(shared)
+        return shared
+
+    def share_from(self, other: "PageTable", num_positions: int) -> None:
+        """Refer to the pages of the first positions of another sequence; this table must be empty."""
+        assert not self._num_pages
+        self._num_pages = pages_for(num_positions)
+        self._pages[: self._num_pages] = other._pages[: self._num_pages]
+        for page in self._pages[: self._num_pages]:
+            self._pool.share(int(page))
+
+    def clear(self) -> None:
+        """Remove all references."""
+        for page in self._pages[: self._num_pages]:
+            self._pool.release(int(page))
+        self._pages[: self._num_pages] = 0
+        self._num_pages = 0

@@ -1,0 +1,265 @@
+"""Scheduling of forward passes: continuous batching with chunked prefill, shared prompts and preemption; torch-free.
+
+A pass mixes single tokens of samples that are decoded with chunks of prompts (arXiv:2308.16369), up to a number of
+tokens. Samples of equal prompts share the pages of all prompt tokens but the last: these are computed once, as a
+sequence of their own. If no page is free, the youngest sample gives up its pages and is computed again later.
+"""
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass
+
+from moefold.inference.engine.pages import PagePool, PageTable, pages_for
+from moefold.inference.engine.requests import Request
+
+
+@dataclass(frozen=True)
+class PassLimits:
+    """Limits of the passes."""
+
+    slots: int
+    """Most samples that have pages at once."""
+    pass_tokens: int
+    """Most tokens of a pass; at least `slots`."""
+    num_pages: int
+    """Pages of the cache; they must hold the longest sample."""
+    share_prompts: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one sequence in a pass."""
+
+    tokens: list[int]
+    first: int
+    """Position of the first of them."""
+    table: PageTable
+    """Pages of the sequence, those of these tokens included."""
+    number: int
+    """Number of the sample whose next token is drawn after the last of these tokens; -1: none is."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens of one forward pass."""
+
+    segments: list[Segment]
+    copies: list[tuple[int, int]]
+    """Pages to copy before the pass, (from, to), in this order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+class _Sequence:
+    """Tokens, and how many of them are in the cache."""
+
+    def __init__(self, tokens: list[int], table: PageTable) -> None:
+        self.tokens = tokens
+        self.table = table
+        self.num_cached = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not cached yet."""
+        return len(self.tokens) - self.num_cached
+
+    def clear(self) -> None:
+        """Give up all pages."""
+        self.table.clear()
+        self.num_cached = 0
+
+
+class _Sample(_Sequence):
+    """A request with its new tokens."""
+
+    def __init__(self, number: int, request: Request, table: PageTable) -> None:
+        super().__init__(list(request.prompt), table)
+        self.number = number
+        self.prompt = request.prompt
+        self.is_active = False
+        self.prefix: _Sequence | None = None
+        """The shared part of the prompt that this sample waits for."""
+
+    @property
+    def is_decoded(self) -> bool:
+        """Return whether all tokens but the last are cached."""
+        return self.prefix is None and self.num_pending == 1
+
+
+class PassScheduler:
+    """Decides which tokens run in the next pass.
+
+    After each `next_pass`, `append` or `finish` must be called for every segment that has a number. All decisions are
+    a function of the calls, so ranks that make the same calls agree.
+
+    Args:
+        limits: of the passes.
+    """
+
+    def __init__(self, limits: PassLimits) -> None:
+        assert limits.pass_tokens >= limits.slots > 0
+        self._limits = limits
+        self._pool = PagePool(limits.num_pages)
+        self._samples: dict[int, _Sample] = {}
+        # Both are sorted by number.
+        self._waiting: list[_Sample] = []
+        self._active: list[_Sample] = []
+        self._prefixes: dict[tuple[int, ...], _Sequence] = {}
+        self._num_unfinished: Counter[tuple[int, ...]] = Counter()
+        self._copies: list[tuple[int, int]] = []
+        self.num_preemptions = 0
+        """Times that a sample gave up its pages."""
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a sample is unfinished."""
+        return bool(self._samples)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without a reference."""
+        return self._pool.num_free
+
+    def add(self, number: int, request: Request) -> None:
+        """Add a sample; a smaller number has priority.
+
+        Args:
+            number: unique among the unfinished samples, at least 0.
+            request: the sample; its positions fit into the cache.
+        """
+        max_pages = pages_for(request.max_positions)
+        assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
+        assert number not in self._samples, number
+        sample = _Sample(number, request, PageTable(self._pool, max_pages))
+        self._samples[number] = sample
+        self._num_unfinished[sample.prompt] += 1
+        bisect.insort(self._waiting, sample, key=_number)
+
+    def append(self, number: int, token: int) -> None:
+        """Add a drawn token to its sample."""
+        sample = self._samples[number]
+        assert sample.is_active
+        assert not sample.num_pending, "the sample was not drawn"
+        sample.tokens.append(token)
+
+    def finish(self, number: int) -> None:
+        """Remove a sample, drawn or not, and free its pages."""
+        sample = self._samples.pop(number)
+        (self._active if sample.is_active else self._waiting).remove(sample)
+        sample.clear()
+        self._num_unfinished[sample.prompt] -= 1
+        if not self._num_unfinished[sample.prompt]:
+            del self._num_unfinished[sample.prompt]
+            if (prefix := self._prefixes.pop(sample.prompt, None)) is not None:
+                prefix.clear()
+
+    def next_pass(self) -> Pass:
+        """Return the tokens of the next pass; they count as cached from now on."""
+        self._copies = []
+        self._admit()
+        for sample in self._active:
+            if sample.prefix is not None and not sample.prefix.num_pending:
+                sample.table.share_from(sample.prefix.table, sample.prefix.num_cached)
+                sample.num_cached = sample.prefix.num_cached
+                sample.prefix = None
+        num_decodes = sum(sample.is_decoded for sample in self._active)
+        prefill_tokens = self._limits.pass_tokens - num_decodes
+        segments: list[Segment] = []
+        # Oldest first: the pages that an older sample needs come from younger ones, which are not in the pass yet.
+        for sample in list(self._active):
+            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
+            if not sample.is_active:
+                continue
+            sequence: _Sequence = sample if sample.prefix is None else sample.prefix
+            is_decoded = sample.is_decoded
+            count = 1 if is_decoded else min(sequence.num_pending, prefill_tokens)
+            count = self._reserve(sequence, count, sample.number)
+            if not count:
+                continue
+            if not is_decoded:
+                prefill_tokens -= count
+            first = sequence.num_cached
+            sequence.num_cached += count
+            is_drawn = sequence is sample and not sample.num_pending
+            tokens = sequence.tokens[first : first + count]
+            segments.append(Segment(tokens, first, sequence.table, sample.number if is_drawn else -1))
+        assert segments or not self.has_work, "a pass without tokens"
+        return Pass(segments, self._copies)
+
+    def _admit(self) -> None:
+        """Give slots to waiting samples, as long as there are pages for the tokens that they have."""
+        num_free = self._pool.num_free
+        while self._waiting and len(self._active) < self._limits.slots:
+            sample = self._waiting[0]
+            num_pages = pages_for(len(sample.tokens))
+            prefix = self._prefixes.get(sample.prompt)
+            if prefix is not None:
+                # The page of the last tokens of the prompt is copied.
+                num_pages += 1 - pages_for(len(prefix.tokens))
+            if self._active and num_pages > num_free:
+                return
+            num_free -= num_pages
+            del self._waiting[0]
+            sample.is_active = True
+            bisect.insort(self._active, sample, key=_number)
+            sample.prefix = prefix if prefix is not None else self._new_prefix(sample)
+
+    def _new_prefix(self, sample: _Sample) -> _Sequence | None:
+        """Return the shared part of a prompt as a new sequence; None if no other sample would share it."""
+        is_shared = self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1
+        if not is_shared or len(sample.prompt) == 1:
+            return None
+        shared = list(sample.prompt[:-1])
+        prefix = _Sequence(shared, PageTable(self._pool, pages_for(len(shared))))
+        self._prefixes[sample.prompt] = prefix
+        return prefix
+
+    def _reserve(self, sequence: _Sequence, count: int, number: int) -> int:
+        """Provide pages for the next tokens of a sequence; return for how many of them there are pages.
+
+        Args:
+            sequence: a sample, or the shared part of its prompt.
+            count: tokens.
+            number: of the sample; younger ones may have to give up their pages.
+        """
+        first = sequence.num_cached
+        table = sequence.table
+        while table.shares_page_of(first) or table.capacity < first + count:
+            page = self._pool.take()
+            if page is None:
+                if not self._free_pages(number):
+                    return 0 if table.shares_page_of(first) else max(0, table.capacity - first)
+            elif table.shares_page_of(first):
+                self._copies.append((table.replace(first, page), page))
+            else:
+                table.append(page)
+        return count
+
+    def _free_pages(self, number: int) -> bool:
+        """Remove one holder of pages; return False if there is none but older samples.
+
+        The holder is a shared part of a prompt that no sample waits for, or else the youngest sample.
+        """
+        in_use = {id(sample.prefix) for sample in self._active}
+        for prompt, prefix in self._prefixes.items():
+            if id(prefix) not in in_use and prefix.table.num_pages:
+                prefix.clear()
+                del self._prefixes[prompt]
+                return True
+        youngest = self._active[-1]
+        if youngest.number <= number:
+            return False
+        youngest.clear()
+        youngest.prefix = None
+        youngest.is_active = False
+        self._active.remove(youngest)
+        bisect.insort(self._waiting, youngest, key=_number)
+        self.num_preemptions += 1
+        return True
+
+
+def _number(sample: _Sample) -> int:
+    return sample.number

@@ -1,0 +1,96 @@
+"""Requests and completions of the rollout engine, and its settings. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moefold.errors import ConfigError
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import CacheKind
+
+FinishReason = Literal["eos", "length", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sample to generate: the continuation of a prompt.
+
+    The tokens are a pure function of the weights, the prompt, the sampling parameters, `prompt_number` and
+    `sample_number`; the other requests, their order and the engine's settings have no effect on them.
+    """
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    prompt_number: int = 0
+    """Key of the random numbers, at least 0."""
+    sample_number: int = 0
+    """Key of the random numbers, at least 0; the samples of one prompt differ in it."""
+    max_tokens: int
+    """Maximum number of new tokens, at least 1."""
+    eos_ids: frozenset[int] = frozenset()
+    """End-of-text tokens."""
+    sampling: SamplingParams | None = None
+    """Sampling parameters of this sample; None: those of the engine."""
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of which keys and values are cached at most: the last new token is never fed to the model."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Generated continuation of one prompt."""
+
+    tokens: tuple[int, ...]
+    """New tokens, including the end-of-text token that ended the sample, if one did."""
+    log_probs: tuple[float, ...]
+    """Log-probability of each token under softmax(logits / temperature), float32, before top-k and top-p filtering.
+
+    With temperature 0, under softmax(logits).
+    """
+    finish_reason: FinishReason
+    """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token that a pass added to a sample."""
+
+    number: int
+    """Of the request, as in `Generation.add`."""
+    token: int
+    log_prob: float
+    finish_reason: FinishReason | None
+    """None: the sample continues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Limits of the rollout engine on one rank. They change speed and memory, never a completion."""
+
+    slots: int = 64
+    """Most samples that are decoded at once."""
+    pass_tokens: int = 2048
+    """Most tokens of one forward pass, of prompts and of samples together; at least `slots`."""
+    cache_gib: float = 1.0
+    """GiB for the cached keys and values (or latents) of this rank's layers; 0: what the requests need."""
+    cache: CacheKind = "latents"
+    """What latent attention caches: latents, or heads, which take more memory and are computed as in training."""
+    share_prompts: bool = True
+    """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
+
+    def check(self) -> None:
+        """Check the ranges of the settings.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+        """
+        if self.slots < 1:
+            raise ConfigError(f"slots={self.slots} must be at least 1")
+        if self.pass_tokens < self.slots:
+            raise ConfigError(
+                f"pass_tokens={self.pass_tokens} must be at least slots={self.slots}: each sample that is decoded adds "
+                "one token to a pass; choose fewer slots or more tokens"
+            )
+        if not 0 <= self.cache_gib < float("inf"):
+            raise ConfigError(f"cache_gib={self.cache_gib:g} must be at least 0 (0: what the requests need)")

@@ -1,0 +1,132 @@
+"""Loop of a server around the rollout engine: requests join and leave between passes, in one order on all ranks."""
+
+import itertools
+import queue
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moefold.comm.collectives import all_gather_objects, broadcast_object
+from moefold.comm.groups import ParallelGroups
+from moefold.inference.engine.engine import Generation
+from moefold.inference.engine.requests import NewToken, Request
+
+HEARTBEAT_S = 10.0
+"""Interval of broadcasts without requests, far below the timeout of a collective."""
+
+Deliver = Callable[[NewToken], None]
+"""Receives the new tokens of a sample, on the thread of the loop."""
+
+
+@dataclass(frozen=True)
+class _Add:
+    number: int
+    dp_rank: int
+    """Data-parallel rank that generates the sample."""
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    number: int
+
+
+class _Stop:
+    pass
+
+
+_Command = _Add | _Cancel | _Stop
+
+
+class EngineLoop:
+    """Runs passes as long as there are samples. `run` is called on every rank, the other methods on rank 0.
+
+    Args:
+        generation: an open generation of the engine.
+        groups: the process groups of the model.
+    """
+
+    def __init__(self, generation: Generation, groups: ParallelGroups) -> None:
+        self._generation = generation
+        self._groups = groups
+        self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._deliver: dict[int, Deliver] = {}
+        self._dp_rank_of: dict[int, int] = {}
+        """Of the unfinished samples; the same on all ranks."""
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
+        """Add samples and return their numbers; thread-safe.
+
+        Args:
+            requests: that fit into the cache.
+            deliver: receives each new token, the last one of a sample with its finish reason.
+        """
+        load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
+        load.update(list(self._dp_rank_of.values()))
+        commands = []
+        for request in requests:
+            dp_rank = min(load, key=lambda rank: (load[rank], rank))
+            load[dp_rank] += 1
+            commands.append(_Add(next(self._numbers), dp_rank, request))
+        for command in commands:
+            self._deliver[command.number] = deliver
+        self._commands.put(commands)
+        return [command.number for command in commands]
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Stop samples; those that have ended are left alone. Thread-safe."""
+        self._commands.put([_Cancel(number) for number in numbers])
+
+    def stop(self) -> None:
+        """End `run` on all ranks; thread-safe."""
+        self._commands.put([_Stop()])
+
+    def run(self) -> None:
+        """Run passes until `stop`; collective over all ranks."""
+        while self._apply(self._next_commands()):
+            if not self._dp_rank_of:
+                continue
+            found = self._generation.step()
+            for new in found:
+                if new.finish_reason is not None:
+                    self._generation.pop(new.number, new.finish_reason)
+            for new in itertools.chain.from_iterable(all_gather_objects(found, self._groups.attn.dp)):
+                if new.finish_reason is not None:
+                    del self._dp_rank_of[new.number]
+                self._send(new)
+
+    def _send(self, new: NewToken) -> None:
+        deliver = self._deliver.get(new.number)
+        if deliver is None:
+            return
+        if new.finish_reason is not None:
+            del self._deliver[new.number]
+        deliver(new)
+
+    def _next_commands(self) -> list[_Command]:
+        """Return the commands since the last pass; waits for one if there is no sample. Collective."""
+        commands: list[_Command] = []
+        if self._groups.rank == 0:
+            try:
+                commands += self._commands.get(block=not self._dp_rank_of, timeout=HEARTBEAT_S)
+                while True:
+                    commands += self._commands.get_nowait()
+            except queue.Empty:
+                pass
+        return broadcast_object(commands, self._groups.world, 0)
+
+    def _apply(self, commands: Sequence[_Command]) -> bool:
+        """Execute commands; return False if one of them ends the loop."""
+        for command in commands:
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Add):
+                self._dp_rank_of[command.number] = command.dp_rank
+                if command.dp_rank == self._groups.attn.dp.rank:
+                    self._generation.add(command.number, command.request)
+            elif (dp_rank := self._dp_rank_of.pop(command.number, None)) is not None:
+                self._deliver.pop(command.number, None)
+                if dp_rank == self._groups.attn.dp.rank:
+                    self._generation.cancel(command.number)
+        return True

@@ -1,0 +1,139 @@
+"""Checked job of a server, made before any rank starts. Torch-free on the CPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from moefold.checkpoint.checkpoint_dir import check_file_sizes
+from moefold.config.schema import Config
+from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.inference.engine.capacity import cache_pages
+from moefold.inference.engine.pages import PAGE_POSITIONS
+from moefold.inference.engine.requests import EngineSettings
+from moefold.inference.jobs import CACHE_OPTION
+from moefold.inference.settings import InferenceRequest, inference_config, kv_cache_bytes
+from moefold.inference.source import ModelSource, find_source
+from moefold.inference.text import open_tokenizer
+from moefold.launch.fitting import check_inference, choose_checked_device
+
+OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and pp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Settings of a server apart from the model and its mapping."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port; 0: any that is free."""
+    name: str = ""
+    """Name of the model in the API; empty: that of its folder."""
+    slots: int = 64
+    """Samples that a data-parallel rank decodes at once."""
+    cache_gib: float = 1.0
+    """GiB of the KV cache of a rank."""
+    max_length: int = 0
+    """Most tokens of a prompt and its completion; 0: the context length of the model, or what the cache holds."""
+    max_concurrent: int = 256
+    """Most samples that run or wait; further requests are answered with status 429."""
+    max_body_kib: int = 1024
+    """Largest body of a request, in KiB."""
+    tokenizer: str = ""
+    """"bytes" or the path of a tokenizer.json, instead of the model's."""
+    chat_template: str = ""
+    """File of a chat template instead of the model's."""
+    dtype: str = "auto"
+    """Compute type; auto: the type of the stored weights."""
+    device: str = "auto"
+    """"cpu", "cuda" or "auto"."""
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """A server; checked."""
+
+    source: ModelSource
+    cfg: Config
+    device_type: str
+    """"cpu" or "cuda"."""
+    options: ServeOptions
+    name: str
+    """Name of the model in the API."""
+    settings: EngineSettings
+    num_pages: int
+    max_length: int
+    """Most tokens of a prompt and its completion."""
+
+
+def prepare_server(
+    model: str,
+    overrides: Sequence[str],
+    options: ServeOptions,
+    rank_env: RankEnv | None,
+    report_skipped: Callable[[Sequence[str]], None],
+) -> ServeJob:
+    """Check a server before any rank starts.
+
+    Args:
+        model: a checkpoint, a run folder or a Hugging Face folder.
+        overrides: the mapping.
+        options: further settings.
+        rank_env: environment of this process, if a launcher started it.
+        report_skipped: receives the damaged checkpoints that were skipped.
+
+    Raises:
+        ConfigError: the model, an option or the mapping cannot work, or the memory is too small.
+    """
+    _check_options(options)
+    source = find_source(model)
+    report_skipped(source.skipped)
+    inference = InferenceRequest(
+        overrides=tuple(overrides),
+        dtype=options.dtype,
+        device=options.device,
+        world_size=None if rank_env is None else rank_env.world_size,
+        seq_len=max(2, options.max_length or source.context),
+        batch_size=1,
+    )
+    cfg = inference_config(source, inference, "generate")
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
+    with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
+        open_tokenizer(source, options.tokenizer)
+    settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
+    with reworded_errors(*CACHE_OPTION, (r"slots=", "--slots ")):
+        settings.check()
+        num_pages = cache_pages(cfg, settings)
+    assert num_pages is not None
+    # The last token of a completion is never fed to the model.
+    num_tokens = num_pages * PAGE_POSITIONS + 1
+    if options.max_length > num_tokens:
+        raise ConfigError(
+            f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
+            "set a larger --cache-gib, or a smaller --max-length"
+        )
+    cache = {f"the cache of --cache-gib {options.cache_gib:g}": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=cache, suggestion=OOM_HINT)
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    if source.kind == "checkpoint":
+        check_file_sizes(source.path)
+    max_length = options.max_length or min(source.context, num_tokens)
+    name = options.name or Path(model).resolve().name
+    return ServeJob(source, cfg, device_type, options, name, settings, num_pages, max_length)
+
+
+def _check_options(options: ServeOptions) -> None:
+    for name, least in (("slots", 1), ("max_length", 0), ("max_concurrent", 1), ("max_body_kib", 1)):
+        value = getattr(options, name)
+        if value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if options.max_length == 1:
+        raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port} must lie in [0, 65535] (0: any that is free)")
+    if options.cache_gib <= 0:
+        raise ConfigError(f"--cache-gib {options.cache_gib:g} must be above 0: the requests are not known in advance")

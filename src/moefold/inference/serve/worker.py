@@ -1,0 +1,74 @@
+"""Worker of `moefold serve`: the function that each rank runs."""
+
+import socket
+import threading
+
+import uvicorn
+
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.load import load_model
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.serve.app import CompletionServer
+from moefold.inference.serve.engine_loop import EngineLoop
+from moefold.inference.serve.job import OOM_HINT, ServeJob
+from moefold.inference.settings import explain_oom
+from moefold.inference.text import open_tokenizer
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.ranks import init_distributed
+from moefold.terminal import print_escaped
+
+BACKLOG = 128
+
+
+def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
+    """Join the job, and serve until the process is interrupted; return the exit status."""
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(OOM_HINT),
+    ):
+        # A port in use is reported before the weights are read.
+        listener = _listen(job) if rank_env.rank == 0 else None
+        tokenizer = open_tokenizer(job.source, job.options.tokenizer)
+        loaded = load_model(job.source, job.cfg, device, tokenizer)
+        engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
+        with engine.open(job.num_pages) as generation:
+            loop = EngineLoop(generation, loaded.groups)
+            if listener is not None:
+                _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
+                host, port = listener.getsockname()[:2]
+                print_escaped(f"moefold: {job.name} at http://{host}:{port}/v1", flush=True)
+            loop.run()
+    return 0
+
+
+def _listen(job: ServeJob) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ConfigError: the address is not one of this machine, or the port is in use.
+    """
+    host, port = job.options.host, job.options.port
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, or "
+            "an address of this machine"
+        ) from error
+
+
+def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:
+    """Serve HTTP on a thread; when it ends, for whatever reason, so does the engine loop."""
+    config = uvicorn.Config(server.app(), log_level="warning", access_log=False, lifespan="off")
+    http = uvicorn.Server(config)
+
+    def run() -> None:
+        try:
+            http.run(sockets=[listener])
+        finally:
+            loop.stop()
+
+    threading.Thread(target=run, name="http", daemon=True).start()

@@ -1,0 +1,303 @@
+"""Paged KV cache (arXiv:2309.06180): attention for passes of any tokens of any samples.
+
+A pass is a flat batch of rows, each a token of some sample at some position: S rows, B = 1. `PagedAttention` replaces a
+layer's `core_attention` and caches keys and values of this rank's heads; `PagedLatents` is the `latent_cache` of latent
+attention. Keys are cached after RoPE. All rows of a pass are cached before any of them attends, so a chunk of a prompt
+attends to itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.model.attention import scale_queries
+from moefold.ops.block_attention import attention_block, fold_in_sinks
+from moefold.ops.documents import PackedDocuments
+from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
+
+MAX_GATHERED_ELEMENTS = 1 << 24
+"""Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Rows of one forward pass. Consecutive rows of one sample form a segment, at consecutive positions."""
+
+    slots_R: Tensor
+    """Index of each row in the cache, page * positions of a page + offset, int64 [R]."""
+    positions_R: Tensor
+    """Position of each row in its sample, int64 [R]."""
+    tables_NP: Tensor
+    """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
+    counts: Sequence[int]
+    """Rows of each segment, [segments]."""
+
+    @cached_property
+    def single_rows(self) -> list[int]:
+        """Segments of one row."""
+        return [i for i, count in enumerate(self.counts) if count == 1]
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, slice]]:
+        """Segments of several rows, and these rows."""
+        found = []
+        start = 0
+        for i, count in enumerate(self.counts):
+            if count > 1:
+                found.append((i, slice(start, start + count)))
+            start += count
+        return found
+
+    @cached_property
+    def rows_of_singles(self) -> Tensor:
+        """Row of each segment of one row, int64."""
+        starts = [0]
+        for count in self.counts:
+            starts.append(starts[-1] + count)
+        return torch.tensor([starts[i] for i in self.single_rows], device=self.slots_R.device)
+
+    @cached_property
+    def row_tables(self) -> Tensor:
+        """Pages of each row, int32 [R, pages]."""
+        if len(self.single_rows) == len(self.counts):
+            return self.tables_NP
+        counts = torch.tensor(self.counts, device=self.tables_NP.device)
+        return self.tables_NP.repeat_interleave(counts, 0)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Keys up to each row, its own included, int32 [R]."""
+        return (self.positions_R + 1).int()
+
+
+class CurrentPass:
+    """The rows of the pass that runs; shared by all layers."""
+
+    def __init__(self) -> None:
+        self.rows: PassRows | None = None
+
+    @property
+    def current(self) -> PassRows:
+        """The rows."""
+        assert self.rows is not None, "no pass runs"
+        return self.rows
+
+
+class _Pages:
+    """Pages of one layer, allocated when its first row is cached."""
+
+    def __init__(self, num_pages: int, page_positions: int) -> None:
+        self._shape = num_pages, page_positions
+        self.tensor: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages; 0 before the first pass."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def write(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
+        """Write rows; return the pages, [P, positions, G, D]."""
+        if self.tensor is None:
+            # Zeros: a masked value is multiplied by 0, and what lies in memory may be NaN.
+            self.tensor = new_RGD.new_zeros(*self._shape, *new_RGD.shape[1:])
+        self.tensor.flatten(0, 1).index_copy_(0, slots_R, new_RGD)
+        return self.tensor
+
+    def write_transposed(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
+        """Write rows of keys; return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions]."""
+        num_pages, positions = self._shape
+        if self.tensor is None:
+            self.tensor = new_RGD.new_zeros(num_pages, *new_RGD.shape[1:], positions)
+        self.tensor[slots_R // positions, :, :, slots_R % positions] = new_RGD
+        return self.tensor
+
+    def write_heads_first(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
+        """Write rows of values; return the pages as a `PagedAttentionKernel` reads them, [P, G, positions, D]."""
+        num_pages, positions = self._shape
+        if self.tensor is None:
+            self.tensor = new_RGD.new_zeros(num_pages, new_RGD.shape[1], positions, new_RGD.shape[2])
+        self.tensor[slots_R // positions, :, slots_R % positions] = new_RGD
+        return self.tensor
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages; a page may be source and target, and then its old contents are copied."""
+        if self.tensor is not None:
+            self.tensor[target] = self.tensor[source]
+
+
+class PagedAttention:
+    """Core attention over the tokens of this pass and the cached ones of the same samples.
+
+    Args:
+        current_pass: shared by the layers.
+        num_pages: pages of the cache.
+        page_positions: positions of a page.
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        kernel: used where it supports the tensors, if its pages have as many positions; None: torch operations.
+    """
+
+    def __init__(
+        self,
+        current_pass: CurrentPass,
+        num_pages: int,
+        page_positions: int,
+        window: int = 0,
+        kernel: PagedAttentionKernel | None = None,
+    ) -> None:
+        self._pass = current_pass
+        self._keys = _Pages(num_pages, page_positions)
+        self._values = _Pages(num_pages, page_positions)
+        self._window = window
+        self._kernel = kernel if page_positions == PAGE_SIZE else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached keys and values; 0 before the first pass."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages, int64 [n] each."""
+        self._keys.copy(source, target)
+        self._values.copy(source, target)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Cache the new keys and values, then attend; local.
+
+        Args:
+            q: queries, [R, 1, A, D].
+            k: keys of the same tokens, [R, 1, G, D].
+            v: values, [R, 1, G, D or narrower].
+            documents: None: a continued text is one document.
+            sinks: see `CoreAttention`, [A]; likewise `scale`.
+
+        Returns:
+            [R, 1, A, D].
+        """
+        assert documents is None, "a continued text is one document"
+        rows = self._pass.current
+        if not len(q):
+            return q.new_empty(0, 1, q.shape[2], v.shape[3])
+        q_RAD, k_RGD, v_RGD = (x.squeeze(1) for x in (q, k, v))
+        if self._kernel is not None and self._kernel.supports(q_RAD, k_RGD, v_RGD):
+            keys = self._keys.write_transposed(k_RGD, rows.slots_R)
+            values = self._values.write_heads_first(v_RGD, rows.slots_R)
+            scaled = scale_queries(q_RAD, scale)
+            out = self._kernel(scaled, keys, values, rows.row_tables, rows.lengths, self._window, sinks)
+            return out.unsqueeze(1)
+        keys = self._keys.write(k_RGD, rows.slots_R)
+        values = self._values.write(v_RGD, rows.slots_R)
+        return attend_pages(q_RAD, keys, values, rows, self._window, sinks, scale).unsqueeze(1)
+
+
+class PagedLatents:
+    """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
+
+    Args: as of `PagedAttention`.
+    """
+
+    def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
+        self._pass = current_pass
+        self._latents = _Pages(num_pages, page_positions)
+        self._window = window
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached latents and keys; 0 before the first pass."""
+        return self._latents.nbytes
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages, int64 [n] each."""
+        self._latents.copy(source, target)
+
+    def add(self, new_SBR: Tensor) -> bool:
+        """Cache the vectors of this pass, [R, 1, latent + rotated]; see `LatentCacheProtocol`."""
+        if len(new_SBR):
+            self._latents.write(new_SBR, self._pass.current.slots_R)
+        # Prompts too attend in the space of the latents: in one arithmetic, chunks do not matter.
+        return True
+
+    def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
+        """Attend to the cached vectors; see `LatentCacheProtocol`."""
+        if not len(query_SBAR):
+            return query_SBAR[..., :rank]
+        pages = self._latents.tensor
+        assert pages is not None
+        # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
+        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._window, None, scale)
+        return out[..., :rank].unsqueeze(1)
+
+
+def attend_pages(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PassRows,
+    window: int,
+    sinks: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Compute attention of each row to the keys at positions up to its own, within the window; local.
+
+    Args:
+        q: queries, [R, A, D].
+        key_pages: [P, positions of a page, G, D].
+        value_pages: [P, positions of a page, G, Dv].
+        rows: the pass.
+        window: most keys of a query; 0: no limit.
+        sinks: a logit for each query head that takes part in the softmax, [A].
+        scale: factor of the scores; None: 1/sqrt(D).
+
+    Returns:
+        [R, A, Dv].
+    """
+    q = scale_queries(q, scale)
+    out = q.new_empty(*q.shape[:2], value_pages.shape[-1])
+    positions_R = rows.positions_R
+
+    def attend(row_index: Tensor | slice, queries_NSAD: Tensor, tables_NP: Tensor, positions_NS: Tensor) -> None:
+        num_pages = int(positions_NS.max()) // key_pages.shape[1] + 1
+        keys, values = (x[tables_NP[:, :num_pages]].flatten(1, 2) for x in (key_pages, value_pages))
+        attended = _masked_attention(queries_NSAD, keys, values, positions_NS, window, sinks)
+        out[row_index] = attended.flatten(0, 1)
+
+    singles = rows.single_rows
+    if singles:
+        index = rows.rows_of_singles
+        tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[singles]
+        width = tables.shape[1] * key_pages.shape[1:].numel()
+        for part in torch.arange(len(singles), device=q.device).split(max(1, MAX_GATHERED_ELEMENTS // width)):
+            chosen = index[part]
+            attend(chosen, q[chosen].unsqueeze(1), tables[part], positions_R[chosen].unsqueeze(1))
+    for i, span in rows.chunks:
+        attend(span, q[span].unsqueeze(0), rows.tables_NP[i : i + 1], positions_R[span].unsqueeze(0))
+    return out
+
+
+def _masked_attention(
+    q_NSAD: Tensor, k_NLGD: Tensor, v_NLGD: Tensor, positions_NS: Tensor, window: int, sinks: Tensor | None
+) -> Tensor:
+    """Attend to keys at positions up to each query's own, [N, S, A, Dv]."""
+    key_positions = torch.arange(k_NLGD.shape[1], device=q_NSAD.device)
+    mask_NSL = key_positions <= positions_NS.unsqueeze(-1)
+    if window:
+        mask_NSL &= key_positions > positions_NS.unsqueeze(-1) - window
+    if sinks is not None:
+        sequence_first = (x.transpose(0, 1) for x in (q_NSAD, k_NLGD, v_NLGD))
+        block = attention_block(*sequence_first, block_mask=mask_NSL)
+        return fold_in_sinks(*block, sinks)[0].transpose(0, 1)
+    q, k, v = (x.transpose(1, 2) for x in (q_NSAD, k_NLGD, v_NLGD))
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_NSL.unsqueeze(1), enable_gqa=is_grouped)
+    return out.transpose(1, 2)

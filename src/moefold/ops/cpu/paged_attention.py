@@ -1,0 +1,166 @@
+"""Attention to a paged cache on a CPU in C; a `PagedAttentionKernel` (ops/paged_attention.py).
+
+A row has the bits that `ops.cpu.attention.CAttention` gives its token, whatever the other rows are: both share their
+tiles, exponentials and the order of all sums. That kernel is its reference.
+"""
+
+import ctypes
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moefold.ops.cpu.attention import MAX_HEAD_DIM, TOLERANCES, CAttention
+from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.interface import unit_stride
+from moefold.ops.paged_attention import PAGE_SIZE, new_pages, write_pages
+
+SELF_TEST_LENGTHS = (7, 64, 150)
+"""Tokens of the samples of the self-test: several pages, and no multiple of them."""
+
+
+class _QueriesStruct(ctypes.Structure):
+    """C struct `query_view`: address of [rows, heads, D], strides of the first two dims in elements, and dtype."""
+
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+    )
+
+
+class _CacheStruct(ctypes.Structure):
+    """C struct `paged_cache`."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("is_bfloat16", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("table_width", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
+class CPagedAttention:
+    """Attention to pages of float32 or bfloat16, computed in float32.
+
+    Args:
+        attention: the kernel of training, with which the self-test compares every bit.
+
+    Raises:
+        CompilerError: the library cannot be built, or has other bits than `attention`.
+    """
+
+    def __init__(self, attention: CAttention) -> None:
+        library = load_library("paged_attention")
+        assert library.paged_attention_page_size() == PAGE_SIZE, library.paged_attention_page_size()
+        self._attend = library.paged_attention
+        self._attend.argtypes = [
+            *[_QueriesStruct] * 2,
+            _CacheStruct,
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 3,
+            ctypes.c_int,
+        ]
+        self._attend.restype = None
+        self._self_test(attention)
+
+    def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
+        """See `PagedAttentionKernel`."""
+        return (
+            all(x.is_cpu and x.dtype == q_RAD.dtype in TOLERANCES for x in (q_RAD, k_RGD, v_RGD))
+            and k_RGD.shape == v_RGD.shape
+            and 0 < q_RAD.shape[-1] == k_RGD.shape[-1] <= MAX_HEAD_DIM
+            and q_RAD.shape[1] % k_RGD.shape[1] == 0
+        )
+
+    def __call__(
+        self,
+        q_RAD: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `PagedAttentionKernel`."""
+        rows, heads, d = q_RAD.shape
+        num_pages, groups = key_pages.shape[:2]
+        # The C code has no bounds checks.
+        assert key_pages.shape == (num_pages, groups, d, PAGE_SIZE), key_pages.shape
+        assert value_pages.shape == (num_pages, groups, PAGE_SIZE, d), value_pages.shape
+        assert key_pages.is_contiguous(), key_pages.stride()
+        assert value_pages.is_contiguous(), value_pages.stride()
+        assert q_RAD.dtype == key_pages.dtype == value_pages.dtype, (q_RAD.dtype, key_pages.dtype, value_pages.dtype)
+        assert heads % groups == 0, (heads, groups)
+        assert page_table.dtype == lengths.dtype == torch.int32, (page_table.dtype, lengths.dtype)
+        assert page_table.is_contiguous(), page_table.stride()
+        assert len(page_table) == len(lengths) == rows, (page_table.shape, lengths.shape, rows)
+        q_RAD = unit_stride(q_RAD)
+        out = q_RAD.new_empty(rows, heads, d)
+        if rows == 0:
+            return out
+        assert int(lengths.min()) > 0, lengths
+        assert int(lengths.max()) <= page_table.shape[1] * PAGE_SIZE, (lengths, page_table.shape)
+        lengths = lengths.contiguous()
+        wide_sinks = None if sinks is None else sinks.float().contiguous()
+        cache = _CacheStruct(
+            key_pages.data_ptr(),
+            value_pages.data_ptr(),
+            q_RAD.dtype == torch.bfloat16,
+            groups,
+            page_table.data_ptr(),
+            page_table.shape[1],
+            lengths.data_ptr(),
+            window,
+            None if wide_sinks is None else wide_sinks.data_ptr(),
+        )
+        first_rows = torch.empty(rows + 1, dtype=torch.int32)
+        queries = _to_queries_struct(q_RAD), _to_queries_struct(out)
+        self._attend(*queries, cache, first_rows.data_ptr(), rows, heads, d, torch.get_num_threads())
+        return out
+
+    def _self_test(self, attention: CAttention) -> None:
+        """Compare every bit with the kernel of training, to catch compilers that change the order of operations.
+
+        Raises:
+            CompilerError: bits differ.
+        """
+        tokens, heads, groups, d = max(SELF_TEST_LENGTHS), 4, 2, 24
+        samples = len(SELF_TEST_LENGTHS)
+        q, k, v = (
+            torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
+            for low, count in ((-2, heads), (-3, groups), (4, groups))
+        )
+        pages_each = -(-tokens // PAGE_SIZE)
+        page_table = torch.arange(samples * pages_each, dtype=torch.int32).view(samples, pages_each)
+        position = torch.arange(tokens)
+        for dtype in TOLERANCES:
+            q_SBAD, k_SBGD, v_SBGD = (x.to(dtype) for x in (q, k, v))
+            pages = new_pages(samples * pages_each, groups, d, q_SBAD)
+            for sample in range(samples):
+                page_R = page_table[sample].long()[position // PAGE_SIZE]
+                write_pages(*pages, k_SBGD[:, sample], v_SBGD[:, sample], page_R, position % PAGE_SIZE)
+            expected, _ = attention.forward(q_SBAD, k_SBGD, v_SBGD, "causal")
+            lengths = torch.tensor(SELF_TEST_LENGTHS, dtype=torch.int32)
+            sample_R = torch.arange(samples)
+            ends = lengths.long() - 1
+            decoded = self(q_SBAD[ends, sample_R], *pages, page_table, lengths)
+            is_equal = torch.equal(decoded, expected[ends, sample_R])
+            for start, stop in pairwise((0, 5, 70, tokens)):
+                rows = stop - start
+                counts = torch.arange(start + 1, stop + 1, dtype=torch.int32)
+                table = page_table[:1].expand(rows, -1).contiguous()
+                is_equal &= torch.equal(self(q_SBAD[start:stop, 0], *pages, table, counts), expected[start:stop, 0])
+            if not is_equal:
+                raise CompilerError("the compiled paged attention kernel has other bits than the attention kernel")
+
+
+def _to_queries_struct(x_RAD: Tensor) -> _QueriesStruct:
+    return _QueriesStruct(x_RAD.data_ptr(), *x_RAD.stride()[:2], x_RAD.dtype == torch.bfloat16)

@@ -1,0 +1,73 @@
+"""Attention of single tokens to the keys and values of a paged cache (arXiv:2309.06180 sec. 4): decoding.
+
+A cache has P pages of PAGE_SIZE positions, for all key/value heads of this rank: keys [P, G, D, PAGE_SIZE], whose last
+dim is the position, and values [P, G, PAGE_SIZE, D], in one dtype. A row is one token of one sample; position i of its
+sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length` of
+them, itself the last. Rows may share pages: those of consecutive tokens of a sample, or of samples with one prompt.
+
+`ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+PAGE_SIZE = 64
+"""Positions of a page: a block of keys of the C attention kernels, which rescale their sums after each."""
+
+
+class PagedAttentionKernel(Protocol):
+    """Attention of rows to their pages, without autograd; local."""
+
+    def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
+        """Return whether the kernel reads a cache of such keys and values; depends on shapes and dtypes only."""
+        ...
+
+    def __call__(
+        self,
+        q_RAD: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute softmax attention, with scores divided by sqrt(D).
+
+        Args:
+            q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
+            key_pages: [P, G, D, PAGE_SIZE], contiguous.
+            value_pages: [P, G, PAGE_SIZE, D], contiguous.
+            page_table: pages of each row, int32 [R, pages], contiguous, on the CPU for a kernel of the CPU.
+            lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
+            window: sliding window: most keys of a row, its own included; 0: no limit. Pages before it are not read.
+            sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
+
+        Returns:
+            [R, A, D], in the dtype of the queries.
+        """
+        ...
+
+
+def new_pages(num_pages: int, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate pages of zeros for keys [P, G, D, PAGE_SIZE] and values [P, G, PAGE_SIZE, D], as `like` is."""
+    keys = like.new_zeros(num_pages, num_groups, head_dim, PAGE_SIZE)
+    return keys, like.new_zeros(num_pages, num_groups, PAGE_SIZE, head_dim)
+
+
+def write_pages(
+    key_pages: Tensor, value_pages: Tensor, k_RGD: Tensor, v_RGD: Tensor, page_R: Tensor, slot_R: Tensor
+) -> None:
+    """Write the keys and values of rows into their slots, in place.
+
+    Args:
+        key_pages: [P, G, D, PAGE_SIZE].
+        value_pages: [P, G, PAGE_SIZE, D].
+        k_RGD: keys of the rows, [R, G, D].
+        v_RGD: values, [R, G, D].
+        page_R: page of each row, int64 [R].
+        slot_R: slot in that page, int64 [R]; no two rows have the same slot of a page.
+    """
+    key_pages[page_R, :, :, slot_R] = k_RGD
+    value_pages[page_R, :, slot_R] = v_RGD

@@ -1,0 +1,206 @@
+"""Forward passes over a paged KV cache, through the stages of an inference model or of a model in training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.groups import ParallelGroups
+from moefold.model.attention import SelfAttention
+from moefold.model.head import Head
+from moefold.model.mla import LatentAttention
+from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
+from moefold.model.moe.dispatch.local import LocalDispatcher
+from moefold.model.moe.layer import MoELayer
+from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
+from moefold.model.tp_interface import SequenceParallel
+from moefold.parallel.expert_parallel import build_dispatcher
+from moefold.parallel.forward_chain import ForwardChain
+from moefold.parallel.fsdp import gathered_parameters
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.pipeline import sync_tied_embedding
+from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+
+
+@contextmanager
+def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
+    """Prepare a model for forward passes without gradients, and return its stages; collective over all ranks.
+
+    The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP,
+    and it is in evaluation mode. They must not change inside.
+    """
+    if isinstance(model, InferenceModel):
+        yield model.chain
+        model.chain.wait_send()
+        return
+    stages = model.stages
+    was_training = stages[0].training
+    sync_tied_embedding(stages)
+    with gathered_parameters(stages), model.cast_copies.fresh():
+        model.train(False)
+        try:
+            chain = ForwardChain(stages, model.stage_plan, stages[0].cfg, model.groups)
+            yield chain
+            chain.wait_send()
+        finally:
+            model.train(was_training)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """Size and contents of the paged cache."""
+
+    num_pages: int
+    page_positions: int
+    kind: Literal["latents", "heads"] = "latents"
+    """What latent attention caches: latents, or the heads that are computed from them, as in training."""
+
+
+class PickedRows:
+    """Passes some rows of a pass to the head, so that only their logits are computed."""
+
+    def __init__(self, inner: SequenceParallel) -> None:
+        self._inner = inner
+        self.rows_N = torch.zeros(0, dtype=torch.int64)
+        """These rows, int64 [N]."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""
+        return self._inner.gather(x)[self.rows_N]
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Raise NotImplementedError: the head scatters nothing."""
+        raise NotImplementedError("the head gathers only")
+
+
+class PagedDecoder:
+    """Context manager for passes over a paged cache. Replaces attributes of modules, and restores them.
+
+    | attribute | becomes |
+    | --- | --- |
+    | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
+    | `sequence_parallel` | one for any number of tokens |
+    | `sequence_parallel` of the head | `PickedRows` |
+    | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
+    | `eval_capacity_policy` | None: no token is dropped |
+
+    Args:
+        chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
+        size: of the cache.
+    """
+
+    def __init__(self, chain: ForwardChain, size: CacheSize) -> None:
+        self._chain = chain
+        self._size = size
+        self._pass = CurrentPass()
+        self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
+        self._picked_rows: PickedRows | None = None
+        self._caches: list[PagedAttention | PagedLatents] = []
+        self._replaced: list[tuple[nn.Module, str, object]] = []
+        self._positions_before: list[Tensor | None] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache on this rank; a layer's pages are allocated by its first pass."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def __enter__(self) -> "PagedDecoder":
+        dispatcher = _replacement_dispatcher(self._chain)
+        for stage in self._chain.stages:
+            self._positions_before.append(stage.positions)
+            for module in stage.modules():
+                self._replace_attributes(module)
+                if dispatcher is not None and isinstance(module, MoELayer):
+                    self._replace(module, "dispatcher", dispatcher)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module, attribute, before in reversed(self._replaced):
+            setattr(module, attribute, before)
+        for stage, positions in zip(self._chain.stages, self._positions_before, strict=True):
+            if positions is not None:
+                stage.set_positions(positions)
+        self._replaced.clear()
+        self._caches.clear()
+
+    def _replace_attributes(self, module: nn.Module) -> None:
+        has_tp = self._chain.groups.attn.tp.size > 1
+        # Duck typing: any attention or feed-forward layer may have these attributes.
+        if isinstance(window := getattr(module, "window", None), int):
+            arguments = self._pass, self._size.num_pages, self._size.page_positions, window
+            if isinstance(module, LatentAttention) and self._size.kind == "latents":
+                self._add_cache(module, "latent_cache", PagedLatents(*arguments))
+            else:
+                kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
+        if isinstance(module, MoELayer):
+            self._replace(module, "eval_capacity_policy", None)
+        if isinstance(module, Head):
+            inner: SequenceParallel = self._sequence_parallel if has_tp else module.sequence_parallel
+            self._picked_rows = PickedRows(inner)
+            self._replace(module, "sequence_parallel", self._picked_rows)
+        elif has_tp and hasattr(module, "sequence_parallel"):
+            self._replace(module, "sequence_parallel", self._sequence_parallel)
+
+    def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
+        self._caches.append(cache)
+        self._replace(module, attribute, cache)
+
+    def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
+        self._replaced.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, replacement)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages of all layers, (from, to); no page is copied to twice."""
+        if not copies:
+            return
+        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        for cache in self._caches:
+            cache.copy_pages(source, target)
+
+    def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
+        """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.
+
+        Args:
+            tokens_R: int64 [R].
+            rows: of these tokens.
+            picked_N: rows whose logits are returned, int64 [N].
+
+        Returns:
+            Logits of this rank's vocabulary shard, [N, V/tp], float32 or higher, on the ranks of the last stage;
+            elsewhere None.
+        """
+        self._pass.rows = rows
+        if self._picked_rows is not None:
+            self._picked_rows.rows_N = picked_N
+        for stage in self._chain.stages:
+            stage.set_positions(rows.positions_R)
+        num_local = self._sequence_parallel.set_num_tokens(len(tokens_R))
+        logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
+        if logits is None:
+            return None
+        return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
+    """Return an all-to-all dispatcher if that of the layers needs more than it: equal token counts, or buffers."""
+    layers = [layer for stage in chain.stages for layer in stage.moe_layers().values()]
+    if not layers or type(layers[0].dispatcher) in (LocalDispatcher, AllToAllDispatcher):
+        return None
+    if chain.groups.moe.experts.size == 1:
+        return None
+    dispatcher = build_dispatcher("alltoall", chain.cfg, chain.groups)
+    assert isinstance(dispatcher, AllToAllDispatcher)
+    dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
+    return dispatcher
+
+
+def shares_experts_over_samples(groups: ParallelGroups) -> bool:
+    """Return whether ranks that hold parts of one set of experts run different samples, so that they step together."""
+    view = groups.layout.attention
+    coordinates = {(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in groups.moe.experts.ranks}
+    return len(coordinates) > 1

@@ -1,0 +1,105 @@
+"""Draws depend on their sample alone and follow the filtered distribution; parameters that mean nothing are refused."""
+
+import pytest
+import torch
+
+from moefold.data.index_shuffle import draw_bits, hash_ints
+from moefold.errors import ConfigError
+from moefold.inference.engine.draw import (
+    Draw,
+    UniformStream,
+    apply_top_k_top_p,
+    choose_tokens,
+    sample_inverse_cdf,
+)
+from moefold.inference.engine.requests import Request
+from moefold.inference.sampling import SamplingParams
+
+PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0, 1, 2, 3]),
+        (2, 1.0, [1, 3]),
+        (9, 1.0, [0, 1, 2, 3]),
+        (0, 0.4, [1]),
+        (0, 0.41, [1, 3]),
+        (0, 0.7, [1, 3]),
+        (0, 0.001, [1]),
+        (3, 0.8, [1, 2, 3]),
+        (3, 0.75, [1, 3]),
+    ],
+)
+def test_the_likeliest_tokens_stay_with_their_probabilities(top_k, top_p, kept):
+    found = apply_top_k_top_p(PROBS, top_k, top_p)
+    assert found[0].nonzero().flatten().tolist() == kept
+    torch.testing.assert_close(found[0, kept], PROBS[0, kept])
+
+
+def test_a_place_on_the_line_falls_on_its_token():
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]], dtype=torch.float64).repeat(5, 1)
+    places = torch.tensor([0.0, 0.49, 0.5, 0.75, 1.0 - 1e-16], dtype=torch.float64)
+    assert sample_inverse_cdf(probs, places).tolist() == [1, 1, 3, 4, 4]
+
+
+def stream(seed: int, prompt_number: int, sample_number: int, max_tokens: int = 300) -> UniformStream:
+    request = Request(
+        prompt=(1,),
+        prompt_number=prompt_number,
+        sample_number=sample_number,
+        max_tokens=max_tokens,
+        eos_ids=frozenset(),
+    )
+    return UniformStream(seed, request)
+
+
+def test_a_draw_is_a_function_of_seed_prompt_sample_and_position():
+    in_order = [stream(1, 2, 3)[t] for t in range(300)]
+    whole = stream(1, 2, 3, max_tokens=1000)
+    assert [whole[t] for t in reversed(range(300))] == in_order[::-1]
+    words = draw_bits(hash_ints(1, 2, 3), 300)
+    assert in_order == [int(word >> 11) / 2**53 for word in words.tolist()]
+    others = [stream(*key)[0] for key in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2))]
+    assert len({in_order[0], *others}) == 6
+
+
+def test_frequencies_are_the_probabilities():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    draws = [Draw(SamplingParams(temperature=0.5), stream(7, 0, i)[0]) for i in range(4000)]
+    counts = torch.bincount(choose_tokens(logits.expand(4000, 4), draws), minlength=4)
+    expected = (logits / 0.5).softmax(0)
+    # Four standard deviations.
+    assert ((counts / 4000 - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt()).all()
+
+
+def test_rows_with_other_parameters_change_no_row():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    kinds = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=3)]
+    draws = [Draw(kinds[i % 3], stream(1, i, 0)[0]) for i in range(6)]
+    alone = [int(choose_tokens(logits[i : i + 1], draws[i : i + 1])) for i in range(6)]
+    assert choose_tokens(logits, draws).tolist() == alone
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    greedy = Draw(SamplingParams(temperature=0.0), 0.0)
+    assert choose_tokens(torch.tensor([[1.0, 3, 3], [5, 0, 1]]), [greedy] * 2).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -1.0}, "--temperature -1 must be at least 0"),
+        ({"temperature": float("nan")}, "--temperature nan"),
+        ({"top_p": 0.0}, "--top-p 0 must lie in"),
+        ({"top_p": 1.5}, "--top-p 1.5 must lie in"),
+        ({"top_k": -1}, "--top-k -1 must be at least 0"),
+        ({"seed": -1}, "--seed -1 must be at least 0"),
+        ({"temperature": 0.0, "top_k": 3}, "no effect"),
+    ],
+)
+def test_numbers_that_mean_nothing(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**wrong).check()

@@ -1,0 +1,232 @@
+"""The engine computes what the whole text gives: tokens and log-probabilities, under every schedule and mapping."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.load import config_from_dict
+from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.pages import PAGE_POSITIONS
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import kv_cache_bytes
+from moefold.parallel.parallelize import parallelize
+from moefold.validate.config import check_config
+from tests.inference.example import CPU, KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.model.test_against_transformers import FAMILIES, SIZES
+
+PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7)]
+"""The first one is longer than a page."""
+SAMPLED = SamplingParams(temperature=1.3, top_k=30, seed=4)
+REQUESTS = [
+    Request(prompt=prompt, prompt_number=i, sample_number=j, max_tokens=6 + j, eos_ids=frozenset({5}))
+    for i, prompt in enumerate(PROMPTS)
+    for j in range(3)
+]
+
+
+def without_cache(path: Path, mapping: dict[str, Any], requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of each request by itself, the whole text through the model for each token."""
+    model = opened(path, "evaluate", mapping, 96, 1).model
+    found = []
+    for request in requests:
+        ids = list(request.prompt)
+        log_probs: list[float] = []
+        uniforms = UniformStream(SAMPLED.seed, request)
+        for step in range(request.max_tokens):
+            model.stage.set_positions(torch.arange(len(ids)))
+            logits = model.forward(torch.tensor([ids]))[-1]
+            token = int(choose_tokens(logits, [Draw(SAMPLED, uniforms[step])]))
+            log_probs.append(float((logits[0] / SAMPLED.temperature).log_softmax(-1)[token]))
+            ids.append(token)
+            if token in request.eos_ids:
+                break
+        found.append((ids[len(request.prompt) :], log_probs))
+    return found
+
+
+def run_engine(
+    path: Path, mapping: dict[str, Any], requests: list[Request], settings: EngineSettings
+) -> list[Completion]:
+    """The completions of an inference model."""
+    model = opened(path, "generate", mapping, 96, 1).model
+    return RolloutEngine(model, settings, SAMPLED).generate(requests)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", *KINDS])
+def test_the_engine_equals_the_whole_text(pool, mixtral, tmp_path, kind):
+    path = mixtral
+    if kind != "mixtral":
+        path = tmp_path
+        pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
+    wide = {"dtype": "float64"}
+    (expected,) = pool.run(1, without_cache, path, wide, REQUESTS)
+    caches = ("latents", "heads") if kind == "deepseek-v3" else ("latents",)
+    for cache in caches:
+        settings = EngineSettings(slots=4, pass_tokens=32, cache=cache)
+        (found,) = pool.run(1, run_engine, path, wide, REQUESTS, settings)
+        assert [list(completion.tokens) for completion in found] == [tokens for tokens, _ in expected]
+        for completion, (tokens, log_probs) in zip(found, expected, strict=True):
+            assert completion.log_probs == pytest.approx(log_probs, abs=1e-10)
+            assert completion.finish_reason == ("eos" if tokens[-1] == 5 else "length")
+
+
+MAPPINGS: list[dict[str, Any]] = [
+    {"world_size": 2, "tp": 2, "etp": 2},
+    {"world_size": 2, "ep": 2},
+    {"world_size": 2, "pp": 2, "pipeline_layout": "E|tttL"},
+    {"world_size": 4, "tp": 2, "ep": 4},
+    {"world_size": 4, "pp": 2, "ep": 2},
+    {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
+    {"world_size": 3},
+]
+"""Under dp, ranks pass requests of their own; with three ranks they share no experts."""
+
+
+def name(mapping: dict[str, Any]) -> str:
+    return "-".join(f"{key}{value}" for key, value in mapping.items()) or "one"
+
+
+def own_requests(groups: ParallelGroups) -> list[int]:
+    """Indices of the requests of this data-parallel rank: uneven shares, and none on the last of three or more."""
+    ranks = groups.attn.dp_cp.size
+    shares = [list(range(len(REQUESTS)))[i::ranks] for i in range(ranks)]
+    if ranks > 1:
+        shares[0] += shares.pop()
+        shares.append([])
+    return shares[groups.attn.dp_cp.rank]
+
+
+def run_on_mapping(path: Path, mapping: dict[str, Any]) -> dict[int, Completion]:
+    """The completions of this rank's requests by their index, from an inference model."""
+    loaded = opened(path, "generate", mapping | {"dtype": "float64"}, 96, 1)
+    mine = own_requests(loaded.groups)
+    engine = RolloutEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
+    return dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True))
+
+
+def assert_equal_completions(ranks: Sequence[dict[int, Completion]], expected: Sequence[Completion]) -> None:
+    assert set().union(*ranks) == set(range(len(REQUESTS)))
+    for found in ranks:
+        for i, completion in found.items():
+            assert completion.tokens == expected[i].tokens
+            assert completion.finish_reason == expected[i].finish_reason
+            assert completion.log_probs == pytest.approx(expected[i].log_probs, abs=1e-10)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
+def test_every_mapping_gives_the_completions_of_one_rank(pool, mixtral, mapping):
+    wide = {"dtype": "float64"}
+    (expected,) = pool.run(1, run_engine, mixtral, wide, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
+    assert_equal_completions(pool.run(mapping["world_size"], run_on_mapping, mixtral, mapping), expected)
+
+
+TRAINING_MAPPINGS: list[dict[str, Any]] = [
+    {},
+    {"world_size": 2, "ep": 2},
+    {"world_size": 2, "tp": 2, "ep": 2, "overlap_tp": True},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 2, "zero": 3},
+    {"world_size": 2, "cp": 2, "zero": 3, "ep": 2},
+    {"world_size": 2, "pp": 2, "virtual_stages": 2, "schedule": "interleaved"},
+    {"world_size": 2, "ep": 2, "dispatcher": "allgather"},
+    {"world_size": 2, "ep": 2, "overlap_experts": True, "dispatcher": "leastloaded"},
+]
+
+
+def training_config(mapping: dict[str, Any], run_dir: Path, family: str = "mixtral") -> Any:
+    """A recipe whose training drops tokens, which sampling must not."""
+    return config_from_dict(
+        {
+            "run": {"dtype": "float64", "seed": 5, "dir": str(run_dir)},
+            "model": SIZES | FAMILIES[family][0] | {"num_layers": 4},
+            "parallel": mapping,
+            "moe": {"capacity_factor": 0.5},
+            "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+def sample_in_training(run_dir: Path, mapping: dict[str, Any]) -> tuple[dict[int, Completion], dict[int, Completion]]:
+    """The completions of a model in training, twice."""
+    cfg = training_config(mapping, run_dir)
+    model = parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU))
+    model.train()
+    mine = own_requests(model.groups)
+    engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
+    found = [dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True)) for _ in range(2)]
+    assert all(stage.training for stage in model.stages)
+    return found[0], found[1]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", TRAINING_MAPPINGS, ids=name)
+def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, mapping):
+    pool.run(1, write_checkpoint, training_config({}, tmp_path))
+    (expected,) = pool.run(1, run_engine, tmp_path, {}, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
+    for ranks in zip(*pool.run(mapping.get("world_size", 1), sample_in_training, tmp_path, mapping), strict=True):
+        assert_equal_completions(ranks, expected)
+
+
+def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
+    """Compare completions under random schedules with those of each request alone; return the preemptions seen."""
+    model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
+    alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
+    requests = [
+        Request(prompt=PROMPTS[i % 3], prompt_number=i, sample_number=i // 3, max_tokens=3 + 4 * (i % 4))
+        for i in range(12)
+    ]
+    expected = [alone.generate([request])[0] for request in requests]
+    page_gib = kv_cache_bytes(model.cfg, PAGE_POSITIONS, 1) / 2**30
+    num_preemptions = 0
+
+    @given(
+        st.permutations(range(12)), st.integers(1, 12), st.integers(0, 90), st.integers(2, 12), st.booleans(), st.data()
+    )
+    @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    def check(order: list[int], slots: int, more: int, num_pages: int, shares: bool, data: st.DataObject) -> None:
+        nonlocal num_preemptions
+        engine_settings = EngineSettings(
+            slots=slots, pass_tokens=slots + more, cache_gib=num_pages * page_gib, share_prompts=shares
+        )
+        engine = RolloutEngine(model, engine_settings, SAMPLED)
+        late = data.draw(st.integers(0, 11))
+        found: dict[int, Completion] = {}
+        with engine.open(num_pages) as generation:
+            for place, i in enumerate(order[: 12 - late]):
+                generation.add(place, requests[i])
+            steps = 0
+            while generation.has_work or steps == 0:
+                steps += 1
+                if steps == 3:
+                    for place, i in enumerate(order[12 - late :], 12 - late):
+                        generation.add(place, requests[i])
+                for new in generation.step():
+                    if new.finish_reason is not None:
+                        found[order[new.number]] = generation.pop(new.number, new.finish_reason)
+            num_preemptions += generation.num_preemptions
+        assert len(found) >= 12 - late
+        for i, completion in found.items():
+            assert completion.tokens == expected[i].tokens
+            if tolerance:
+                assert completion.log_probs == pytest.approx(expected[i].log_probs, abs=tolerance)
+            else:
+                assert completion.log_probs == expected[i].log_probs
+
+    check()
+    return num_preemptions
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 0.0), ("bfloat16", 0.0)])
+def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
+    (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
+    assert num_preemptions > 0

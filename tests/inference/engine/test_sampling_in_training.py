@@ -1,0 +1,61 @@
+"""Sampling between steps changes no bit of training, and sees every change of the weights."""
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from tests.verify.recipes import tiny
+
+REQUESTS = [Request(prompt=(i, 7, 5, 2), prompt_number=i, max_tokens=5) for i in range(3)]
+
+
+def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
+    """Losses and weights of three steps, and completions between them if `samples`."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    sharder = BatchSharder(data.train, cfg, groups, model.positions)
+    engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=8), SamplingParams(temperature=0.7, seed=1))
+    losses: list[float] = []
+    completions: list[list[Completion]] = []
+    for step in range(1, 4):
+        if samples:
+            # The ranks of a stage run different numbers of passes.
+            completions.append(engine.generate(REQUESTS[groups.attn.dp_cp.rank :]))
+        losses.append(training.run(sharder.batch(step), step).loss)
+    return losses, [local_tensor(p.data).clone() for p in training.parameters.values()], completions
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 1},
+        {"zero": 0, "ep": 2},
+        {"zero": 3},
+        {"zero": 2, "cp": 2, "ep": 2, "overlap_experts": True},
+        {"world_size": 4, "pp": 2, "zero": 3, "ep": 2},
+        {"world_size": 4, "pp": 2, "zero": 1, "virtual_stages": 2, "schedule": "zbv"},
+    ],
+    ids=str,
+)
+def test_sampling_between_steps_changes_no_bit_of_training(pool, mapping):
+    model = {"mtp_layers": 1} if mapping == {"zero": 3} else {"tie_embeddings": True}
+    cfg = tiny(model, {"capacity_factor": 1.0, "input_jitter": 0.1}, **{"world_size": 2} | mapping)
+    found, expected = (pool.run(cfg.parallel.world_size, train, cfg, samples) for samples in (True, False))
+    for (losses, weights, completions), (expected_losses, expected_weights, _) in zip(found, expected, strict=True):
+        assert losses == expected_losses
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
+        # The weights have changed between the generations.
+        assert all(not c or c[-1].log_probs != completions[0][-1].log_probs for c in completions[1:])

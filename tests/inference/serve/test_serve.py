@@ -1,0 +1,156 @@
+"""`moefold serve` answers as `moefold generate` does, to several clients at once, whole and streamed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.cli.main import main
+from tests.inference.example import recipe, write_checkpoint
+
+pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
+pytest.importorskip("uvicorn", reason="uvicorn comes with the extra `serve`")
+pytestmark = pytest.mark.e2e
+
+OPTIONS = ["--tokenizer", "bytes", "--port", "0", "--max-length", "80", "--max-concurrent", "6", "--device", "cpu"]
+
+
+class Client:
+    """Requests to one server."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def send(self, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=60)
+        content = None if body is None else json.dumps(body)
+        connection.request(
+            "GET" if body is None else "POST", path, content, {"Content-Type": "application/json"} | headers
+        )
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+    def json(self, path: str, body: Any = None) -> Any:
+        status, text = self.send(path, body)
+        assert status == 200, text
+        return json.loads(text)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        status, text = self.send(path, body | {"stream": True})
+        assert status == 200, text
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+
+@contextmanager
+def serving(run_dir: Path, *words: str) -> Iterator[Client]:
+    """A server of its own process."""
+    command = [sys.executable, "-m", "moefold", "serve", str(run_dir), *OPTIONS, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("moefold: run at http://127.0.0.1:"), line
+            yield Client(int(line.rpartition(":")[2].removesuffix("/v1\n")))
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def byte_model(pool, tmp_path_factory) -> Path:
+    """The run folder of a small Mixtral over bytes."""
+    from dataclasses import replace
+
+    run_dir = tmp_path_factory.mktemp("serve") / "run"
+    cfg = recipe("mixtral", run_dir)
+    pool.run(1, write_checkpoint, replace(cfg, model=replace(cfg.model, vocab_size=258)))
+    return run_dir
+
+
+@pytest.mark.parametrize("mapping", [[], pytest.param(["parallel.ep=2"], marks=pytest.mark.slow)], ids=["one", "ep2"])
+def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
+    body = {"prompt": "a prompt", "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    assert main(["generate", str(byte_model), "a prompt", "--max-tokens", "6", "--temperature", "0", "--json",
+                 "--tokenizer", "bytes", "--device", "cpu"]) == 0  # fmt: skip
+    expected = json.loads(capsys.readouterr().out)
+    with serving(byte_model, *mapping) as client:
+        assert client.json("/v1/models")["data"][0]["id"] == "run"
+        found = client.json("/v1/completions", body)
+        (choice,) = found["choices"]
+        assert choice["text"] == expected["text"]
+        assert choice["finish_reason"] == {"length": "length", "eos": "stop"}[expected["end"]]
+        assert len(choice["logprobs"]["token_logprobs"]) == len(expected["tokens"])
+        assert found["usage"] == {
+            "prompt_tokens": 8,
+            "completion_tokens": len(expected["tokens"]),
+            "total_tokens": 8 + len(expected["tokens"]),
+        }
+        events = client.events("/v1/completions", body | {"stream_options": {"include_usage": True}})
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == expected["text"]
+        assert events[-1]["usage"] == found["usage"]
+        check_chat_and_clients(client)
+        check_refusals(client)
+
+
+def check_chat_and_clients(client: Client) -> None:
+    """Clients at once get what each gets by itself; a chat streams the text that it returns whole."""
+    bodies = [{"prompt": f"text {i}", "max_tokens": 9, "seed": i, "n": 2} for i in range(3)]
+    alone = [client.json("/v1/completions", body)["choices"] for body in bodies]
+    with ThreadPoolExecutor(3) as threads:
+        assert [found["choices"] for found in threads.map(lambda b: client.json("/v1/completions", b), bodies)] == alone
+    assert len({choice["text"] for choices in alone for choice in choices}) == 6
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}
+    (whole,) = client.json("/v1/chat/completions", chat)["choices"]
+    events = client.events("/v1/chat/completions", chat)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == whole["message"]["content"]
+    text = alone[0][0]["text"]
+    (stopped, _) = client.json("/v1/completions", bodies[0] | {"stop": text[3]})["choices"]
+    assert stopped["text"] == text[: text.index(text[3])]
+    assert stopped["finish_reason"] == "stop"
+
+
+def check_refusals(client: Client) -> None:
+    """Requests that cannot be answered have a status and a message, and the server goes on."""
+    path = "/v1/completions"
+    for body, status, message in (
+        ({"prompt": "x" * 90, "max_tokens": 1}, 400, "the prompt has 90 tokens"),
+        ({"prompt": "x", "max_tokens": 500}, 400, "longer than 80"),
+        ({"prompt": [999]}, 400, "outside the vocabulary"),
+        ({"prompt": "x", "n": 7}, 429, "takes at most 6"),
+        ({"prompt": "x", "logit_bias": {}}, 400, "logit_bias is not supported"),
+        ({"prompt": "x" * 2**21}, 413, "1024 KiB"),
+    ):
+        found, text = client.send(path, body)
+        assert found == status, text
+        assert message in json.loads(text)["error"]["message"]
+    assert client.send(path, {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
+    assert client.send(path, {"prompt": "x"}, Host="evil.example")[0] == 400
+    assert client.json("/health") == {"status": "ok", "samples": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "--port 70000 must lie in [0, 65535]"),
+        (["--cache-gib", "0"], "--cache-gib 0 must be above 0"),
+        (["--cache-gib", "1e-9"], "--cache-gib 1e-09 is smaller than one page"),
+        (["--cache-gib", "0.001", "--max-length", "100000"], "set a larger --cache-gib, or a smaller --max-length"),
+        (["--slots", "0"], "--slots 0 must be at least 1"),
+        (["--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
+    ],
+)
+def test_wrong_options_are_one_message(byte_model, capsys, words, message):
+    assert main(["serve", str(byte_model), *OPTIONS, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1

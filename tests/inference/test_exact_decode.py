@@ -1,0 +1,205 @@
+"""The sampler is the trainer: log-probabilities of the training forward pass and of decoding are equal by bits."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.ops.gemm import TORCH_GEMM
+from moefold.parallel import select_ops
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
+from moefold.validate.config import check_config
+from tests.inference.example import CPU, KINDS
+from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.ops.c_kernels import needs_compiler
+
+pytestmark = [pytest.mark.parity, needs_compiler]
+
+SHARPNESS = 8.0
+"""Factor of the weights of head and routers, so that a difference of one bit shows in log-probabilities and choices."""
+LATENT_HEADS = {k: v for k, v in KINDS["deepseek-v3"].items() if k != "mtp_layers"}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3-moe": FAMILIES["qwen3-moe"][0],
+    "qwen2-moe": FAMILIES["qwen2-moe"][0],
+    "qk-norm-of-all-heads": {"qk_norm": True, "qk_norm_width": "all_heads", "router_softmax": "pre"},
+    "latent": LATENT_HEADS,
+    "gpt-oss": KINDS["gpt-oss"],
+    "windows": {"attention_pattern": "WF", "sliding_window": 5},
+}
+PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7), tuple(range(20))]
+"""The first one is longer than a page."""
+SAMPLING = SamplingParams(temperature=1.3, seed=4)
+REQUESTS = [
+    Request(prompt=prompt, prompt_number=i, sample_number=j, max_tokens=30)
+    for i, prompt in enumerate(PROMPTS)
+    for j in (0, 1)
+]
+
+
+def recipe(model: str, dtype: str, **mapping: Any) -> Config:
+    """A small model in training, whose samples hold the longest request."""
+    return config_from_dict(
+        {
+            "run": {"dtype": dtype, "seed": 5, "kernels": "c"},
+            "model": SIZES | MODELS[model],
+            "train": {"seq_len": 100, "global_batch_size": 4, "micro_batch_size": 1},
+            "parallel": mapping,
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+class KeepLogProbs:
+    """A loss that keeps the log-probabilities of the labels at a temperature."""
+
+    terms = ("cross_entropy",)
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.kept: torch.Tensor | None = None
+
+    def __call__(self, output, columns):
+        logits = output.logits() / self.temperature if self.temperature != 1 else None
+        if logits is None:
+            log_probs = output.log_probs(columns["labels"])
+        else:
+            vocab_parallel = output._head.vocab_parallel
+            log_probs = -vocab_parallel.cross_entropy(logits, columns["labels"], output._head.cross_entropy_ops)
+        self.kept = log_probs
+        return log_probs.sum().unsqueeze(0)
+
+
+def build(cfg: Config) -> ParallelModel:
+    """A model in training with sharpened heads and routers, float32 masters."""
+    model = parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters.items():
+            if name == "head.weight" or name.endswith("router.weight"):
+                parameter.mul_(SHARPNESS)
+    return model
+
+
+def training_log_probs(
+    model: ParallelModel, rows: list[tuple[int, ...]], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Log-probabilities of every next token of each row, in one forward pass of training with autograd."""
+    (stage,) = model.stages
+    stage.train()
+    stage.loss = KeepLogProbs(temperature)
+    found = []
+    for row in rows:
+        tokens = torch.tensor([row])
+        stage.set_positions(torch.arange(len(row) - 1))
+        stage(tokens[:, :-1], labels=tokens[:, 1:], sample_ids=torch.zeros(1, dtype=torch.int64))
+        found.append(stage.loss.kept[0].detach())
+    return found
+
+
+def packed_log_probs(model: ParallelModel, rows: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """As `training_log_probs`, of all rows packed into one sample as its documents, and with another one beside it."""
+    (stage,) = model.stages
+    stage.train()
+    stage.loss = KeepLogProbs(1.0)
+    tokens = torch.tensor([[token for row in rows for token in row[:-1]]])
+    labels = torch.tensor([[token for row in rows for token in row[1:]]])
+    lengths = [len(row) - 1 for row in rows]
+    firsts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    starts = firsts.repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    stage.set_positions(torch.arange(sum(lengths)))
+    stage(
+        torch.cat((tokens, tokens.flip(1))),
+        labels=torch.cat((labels, labels)),
+        document_starts=torch.cat((starts, torch.zeros_like(starts))),
+        sample_ids=torch.arange(2),
+    )
+    return list(stage.loss.kept[0].detach().split(lengths))
+
+
+def compare(cfg: Config, settings: EngineSettings, sampling: SamplingParams = SAMPLING) -> tuple[float, float, int]:
+    """(share of bit-equal log-probabilities, largest difference in nats, tokens) of sampling against training."""
+    model = build(cfg)
+    completions = RolloutEngine(model, settings, sampling).generate(REQUESTS)
+    rows = [request.prompt + completion.tokens for request, completion in zip(REQUESTS, completions, strict=True)]
+    trained = training_log_probs(model, rows, sampling.temperature)
+    sampled = torch.cat([torch.tensor(completion.log_probs) for completion in completions])
+    expected = torch.cat([x[-len(c.tokens) :] for x, c in zip(trained, completions, strict=True)])
+    return (
+        float((sampled == expected).double().mean()),
+        float((sampled - expected).abs().max()),
+        len(sampled),
+    )
+
+
+SETTINGS = {
+    "whole prompts": EngineSettings(cache="heads"),
+    "pieces": EngineSettings(cache="heads", slots=3, pass_tokens=7, share_prompts=False),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_log_probability_is_that_of_training(pool, model, dtype, settings):
+    ((equal, largest, count),) = pool.run(1, compare, recipe(model, dtype), SETTINGS[settings])
+    assert count == 240
+    assert (equal, largest) == (1.0, 0.0)
+
+
+def compare_packed(cfg: Config) -> list[bool]:
+    """Whether each row has the same log-probabilities packed and by itself."""
+    model = build(cfg)
+    rows = [tuple((i * i + j) % 61 for i in range(length)) for j, length in enumerate((90, 2, 33, 65, 70))]
+    alone = training_log_probs(model, rows)
+    return [torch.equal(a, b) for a, b in zip(alone, packed_log_probs(model, rows), strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3-moe", "latent", "gpt-oss"])
+def test_packed_documents_have_the_bits_of_each_by_itself(pool, model, dtype):
+    assert pool.run(1, compare_packed, recipe(model, dtype)) == [[True] * 5]
+
+
+UNDONE = ["router", "head", "linears", "decode attention", "training attention"]
+"""Parts that are exact by the C kernels; each is put back to torch's operations, which sum by the number of rows."""
+
+
+def compare_without(cfg: Config, undone: str) -> tuple[float, float, int]:
+    """As `compare`, with one part undone."""
+    select = select_ops._cpu_kernels
+
+    def undo(cfg: Config) -> Any:
+        kernels = select(cfg)
+        changes: dict[str, Any] = {
+            "router": {},
+            "head": {"gemm": TORCH_GEMM},
+            "linears": {"linear_backend": None},
+            "decode attention": {"paged_attention": None},
+            "training attention": {"attention": None},
+        }
+        return replace(kernels, **changes[undone])
+
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(select_ops, "_cpu_kernels", undo)
+        if undone == "router":
+            from moefold.model.moe import router
+
+            upcast_linear = router.upcast_linear
+            patch.setattr(router, "upcast_linear", lambda x, w, gemm: upcast_linear(x, w))
+        return compare(cfg, SETTINGS["pieces"])
+
+
+@pytest.mark.parametrize("undone", UNDONE)
+def test_without_one_of_the_kernels_bits_differ(pool, undone):
+    ((equal, _, _),) = pool.run(1, compare_without, recipe("mixtral", "float32"), undone)
+    assert equal < 1.0
