@@ -73,7 +73,7 @@ class CompletionServer:
         return JSONResponse({"object": "list", "data": [model | {"max_model_len": self._job.max_length}]})
 
     def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Any]:
-        async def answer(http: HttpRequest) -> Response:
+        async def answer(http: HttpRequest) -> Response | _EventStream:
             with ExitStack() as held:
                 try:
                     request = parse_request(await self._read_body(http), kind, self._job.name)
@@ -240,7 +240,7 @@ class CompletionServer:
         return builder.whole(choices, usage_of(_num_prompt_tokens(request, samples), num_new))
 
 
-class _EventStream(StreamingResponse):
+class _EventStream:
     """Response of server-sent events.
 
     Args:
@@ -249,7 +249,6 @@ class _EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncGenerator[str, None], held: ExitStack) -> None:
-        super().__init__(events, media_type="text/event-stream")
         self._events = events
         self._held = held
 
@@ -257,7 +256,7 @@ class _EventStream(StreamingResponse):
         """Send the events."""
         with self._held:
             try:
-                await super().__call__(scope, receive, send)
+                await StreamingResponse(self._events, media_type="text/event-stream")(scope, receive, send)
             finally:
                 await self._events.aclose()
 
