@@ -74,8 +74,12 @@ parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank o
 	$(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
 
 # Each ends within 10 minutes and goes on with the next call where it stopped, see docs/gpu.md.
+HAS_PY = @command -v $(PY) > /dev/null \
+	|| { echo "no Python at PY=$(PY); name one that has torch: make $@ READY= PY=python3; or build .venv: make setup" >&2; \
+	exit 2; }
 HALF_HOUR = $(PY) benchmarks/gpu_half_hour.py
 gpu: $(READY) ## prove and measure on one GPU, 10 minutes a call: tests, kernels, layers, steps (READY= PY=python3: no .venv)
+	$(HAS_PY)
 	$(HALF_HOUR) proof $(ARGS)
 
 kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, and store what they use; no GPU
@@ -85,9 +89,11 @@ bench: $(STAMP) ## measure the training step beside plain torch and transformers
 	$(BIN)/moefold bench $(ARGS)
 
 bench-gpu: $(READY) ## compare two large shapes with other implementations on one GPU, within 10 minutes
+	$(HAS_PY)
 	$(HALF_HOUR) bench $(ARGS)
 
 bench-gpu-sweep: $(READY) ## compare every large shape on one GPU, 10 minutes a call
+	$(HAS_PY)
 	$(HALF_HOUR) sweep $(ARGS)
 
 clean: ## remove .venv and every cache; runs/ stays

@@ -2,11 +2,14 @@
 
     python benchmarks/gpu_roofline.py                 rates, the layers of the table in docs/kernels.md, their losses
     python benchmarks/gpu_roofline.py --part block    the same with attention and norms
+    python benchmarks/gpu_roofline.py --operations    bytes, FLOPs, rate and time of each operation of the layers
     python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels.md
 
 Forward and backward pass. Each traced operator or kernel takes its FLOPs or its bytes at an assumed rate, whichever is
-longer, and at least the time of an empty kernel; then collectives and host waits, nothing of which overlaps. The rates
-are assumptions, each with its source in `RATES`: an estimate says where time goes, not what a GPU will measure.
+longer, and at least the time of an empty kernel; what the epilogue of a GEMM writes beyond a value for each
+accumulator comes on top. Then collectives and host waits, nothing of which overlaps. Where the autotuner has several
+candidates, the one with the smallest estimate is taken. The rates are assumptions, each with its source in `RATES`: an
+estimate says where time goes, not what a GPU will measure.
 """
 
 import argparse
@@ -68,7 +71,8 @@ GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_fc1_kernel", "_weight_
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"
-EP8 = {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}
+SHORTEST_LISTED = 0.003
+"""Share of a layer's time from which `operations_table` lists an operation."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,20 @@ class Layer:
     tokens: int
     ep: int = 1
     goal: float | None = None
+    dispatcher: str = "alltoall"
 
     @property
     def name(self) -> str:
-        """Model, tokens of a rank and expert parallelism."""
-        return f"{self.preset}, {self.tokens:,}" + (f", EP {self.ep}" if self.ep > 1 else "")
+        """Model, tokens of a rank, expert parallelism and its dispatcher unless it is the all-to-all."""
+        parts = [self.preset, f"{self.tokens:,}"]
+        if self.ep > 1:
+            parts.append(f"EP {self.ep}")
+        return ", ".join(parts) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
 
     def config(self) -> Config:
         """Build the recipe."""
-        return layer_config(self.preset, self.tokens, parallel=EP8 if self.ep == 8 else {})
+        parallel = {"world_size": self.ep, "ep": self.ep, "dispatcher": self.dispatcher} if self.ep > 1 else {}
+        return layer_config(self.preset, self.tokens, parallel=parallel)
 
 
 LAYERS = (
@@ -101,7 +110,10 @@ LAYERS = (
     Layer("qwen3-30b-a3b", 16384, goal=0.57),
     Layer("qwen3-30b-a3b", 4096, ep=8),
     Layer("qwen3-30b-a3b", 16384, ep=8, goal=0.33),
+    Layer("qwen3-30b-a3b", 4096, ep=8, dispatcher="dedup_alltoall"),
+    Layer("qwen3-30b-a3b", 16384, ep=8, goal=0.33, dispatcher="dedup_alltoall"),
     Layer("mixtral-8x22b", 16384, ep=8),
+    Layer("mixtral-8x22b", 16384, ep=8, dispatcher="dedup_alltoall"),
 )
 
 
@@ -169,7 +181,11 @@ def event_seconds(event: Event) -> float:
     if event.name == "sort":
         return RATES["sort"].value
     by_flops = event.flops / flops_rate(event) if event.flops else 0.0
-    return max(by_flops, event.moved_bytes / RATES["memory"].value, RATES["kernel"].value)
+    # A program of a GEMM has a multiprocessor to itself, as its registers allow no second one: no other program
+    # computes while it writes.
+    epilogue = event.epilogue_bytes / RATES["memory"].value
+    by_bytes = (event.moved_bytes - event.epilogue_bytes) / RATES["memory"].value
+    return max(by_flops, by_bytes, RATES["kernel"].value) + epilogue
 
 
 def part_of(event: Event) -> str:
@@ -228,7 +244,33 @@ def estimate(events: Sequence[Event], flops: float) -> Estimate:
 def estimate_layer(layer: Layer, part: LayerPart = "layer") -> Estimate:
     """Trace a layer and estimate its time."""
     cfg = layer.config()
-    return estimate(trace_layer(cfg, part).events, model_flops(cfg, part))
+    return estimate(trace_events(layer, part), model_flops(cfg, part))
+
+
+def trace_events(layer: Layer, part: LayerPart = "layer") -> list[Event]:
+    """Trace a layer in which the autotuner takes the candidate with the smallest estimate."""
+    return trace_layer(layer.config(), part, event_seconds=event_seconds).events
+
+
+def operations_table(events: Sequence[Event]) -> str:
+    """Return a table of Markdown, one row for each operation at each line, in the order of their first events."""
+    rows: dict[tuple[str, str, int, int], list[Event]] = {}
+    for event in events:
+        rows.setdefault((event.name, event.source, event.contraction, event.width), []).append(event)
+    total = sum(map(event_seconds, events))
+    lines = ["| operation | line | times | GB | TFLOP | TFLOP/s | ms |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    rest = 0.0
+    for (name, source, contraction, width), group in rows.items():
+        seconds = sum(map(event_seconds, group))
+        if seconds < SHORTEST_LISTED * total:
+            rest += seconds
+            continue
+        flops = sum(event.flops for event in group)
+        rate = f"{flops_rate(group[0]) / 1e12:.0f}" if flops else ""
+        shape = f" K {contraction:,} N {width:,}" if flops else ""
+        moved = f"{sum(event.moved_bytes for event in group) / 1e9:.3f} | {flops / 1e12:.3f}"
+        lines.append(f"| {name}{shape} | {source} | {len(group)} | {moved} | {rate} | {seconds * 1e3:.3f} |")
+    return "\n".join([*lines, f"| others | | | | | | {rest * 1e3:.3f} |", f"| sum | | | | | | {total * 1e3:.3f} |"])
 
 
 def table(estimates: dict[Layer, Estimate]) -> str:
@@ -266,10 +308,15 @@ def main() -> int:
     """Print the rates, the estimates and the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["layer", "block"], default="layer")
+    parser.add_argument("--operations", action="store_true", help="print the operations of each layer")
     parser.add_argument("--write", action="store_true", help="save the tables of the layers in docs/kernels.md")
     args = parser.parse_args()
     if args.write:
         write_page(table({layer: estimate_layer(layer) for layer in LAYERS}))
+        return 0
+    if args.operations:
+        for layer in LAYERS:
+            print(f"{layer.name}\n\n{operations_table(trace_events(layer, args.part))}\n")
         return 0
     print(rates_table(), end="\n\n")
     layers = LAYERS if args.part == "layer" else [replace(layer, goal=None) for layer in LAYERS]

@@ -15,9 +15,11 @@ FLOORS = (
     ("comm",),
     ("ops",),
     ("model",),
+    ("objectives",),
     ("offload",),
     ("optim",),
     ("data",),
+    ("rl",),
     ("recipe",),
     ("checkpoint",),
     ("metrics",),
@@ -35,7 +37,7 @@ FLOORS = (
     ("cli", "__main__"),
 )
 """Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""
-TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "planner")
+TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "rl", "planner")
 """Folders that can be imported where torch is not installed."""
 
 

@@ -120,10 +120,25 @@ def test_missing_packages_are_named(capsys, monkeypatch):
     assert "-m pip install no-such-package\n" in capsys.readouterr().err
 
 
-def test_make_needs_no_environment():
-    words = ["make", "-n", "READY=", "PY=python3", "ARGS=--device cpu", "gpu", "bench-gpu", "bench-gpu-sweep"]
+def _make(*words: str) -> subprocess.CompletedProcess[str]:
     # A make that runs this test would have this one print the folder that it enters.
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return subprocess.run(["make", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_make_needs_no_environment():
+    done = _make("-n", "READY=", "PY=python3", "ARGS=--device cpu", "gpu", "bench-gpu", "bench-gpu-sweep")
+    assert done.returncode == 0
     call = "python3 benchmarks/gpu_half_hour.py"
-    assert done.stdout.splitlines() == [f"{call} {suite} --device cpu" for suite in ("proof", "bench", "sweep")]
+    commands = [line for line in done.stdout.splitlines() if line.startswith(call)]
+    assert commands == [f"{call} {suite} --device cpu" for suite in ("proof", "bench", "sweep")]
+
+
+@pytest.mark.parametrize("target", ["gpu", "bench-gpu", "bench-gpu-sweep"])
+def test_make_says_what_to_do_without_a_python(target):
+    done = _make("READY=", "PY=no-such-python", target)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        f"no Python at PY=no-such-python; name one that has torch: make {target} READY= PY=python3; "
+        "or build .venv: make setup"
+    )

@@ -19,6 +19,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], ["quickstart.toml"]),
         (["single"], ["single.toml"]),
         (["sft", "a/b"], ["a/b/sft.toml", "a/b/conversations.jsonl"]),
+        (["dpo"], ["dpo.toml", "preferences.jsonl"]),
         (["experiments"], ["experiments/quickstart.toml"]),
         (["slurm"], ["slurm.sbatch"]),
     ],
@@ -55,7 +56,7 @@ def test_list_describes_each_recipe(capsys):
     ("words", "message"),
     [
         (["sftt"], "did you mean 'sft'?"),
-        (["unknown", "folder"], "the recipes are mixtral-8x7b, quickstart,"),
+        (["xxxxxxx", "folder"], "the recipes are countdown, countdown-sft, dpo, mixtral-8x7b, quickstart,"),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],

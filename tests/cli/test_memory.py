@@ -33,6 +33,12 @@ def test_dry_has_a_row_for_each_stage_and_finds_the_model_as_computed(capsys):
     assert all(rank["total"] > rank["states"]["weights"] > 0 for rank in found["ranks"])
 
 
+@pytest.mark.parametrize("dispatcher", ["symm_mem", "deepep", "auto"])
+def test_dry_needs_no_kernels_of_the_dispatcher(capsys, dispatcher):
+    found = _json(capsys, "--dry", *TWO, f"parallel.dispatcher={dispatcher}", "run.device=cuda", "run.dtype=bfloat16")
+    assert found["faults"] == []
+
+
 def test_dry_as_a_table(capsys):
     assert main(["memory", RECIPE, *SMALL, "--dry", "--device", "cuda", "--imbalance", "1.5"]) == 0
     out = capsys.readouterr().out

@@ -13,13 +13,15 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
-from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS
+from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
+from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
+from moefold.model.loss import chunked_cross_entropy
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
@@ -91,8 +93,15 @@ def _on_one_rank(cfg: Config) -> MeasuredMemory:
         dist.destroy_process_group()
 
 
+def _formulas(cfg: Config, kernels: KernelProfile = CPU_KERNELS) -> tuple[RankMemory, ...]:
+    """The formulas without the gradient of the head, which is measured as workspace of the backward pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActivationMemory, "head_gradient_sum", 0)
+        return compute_rank_memory(cfg, kernels=kernels)
+
+
 def _assert_close(cfg: Config, ranks: list[MeasuredMemory], kernels: KernelProfile = CPU_KERNELS) -> None:
-    formulas = compute_rank_memory(cfg, kernels=kernels)
+    formulas = _formulas(cfg, kernels)
     for rank in ranks:
         formula = formulas[rank.pp_rank].activations
         assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
@@ -107,7 +116,7 @@ def _measure_ranks(pool: WorkerPool, cfg: Config, formula_cfg: Config | None = N
     Threads of gloo release the buffers of a finished collective late at times, when they wait for Python's lock.
     """
     size = cfg.parallel.world_size
-    formulas = compute_rank_memory(formula_cfg or cfg, kernels=CPU_KERNELS)
+    formulas = _formulas(formula_cfg or cfg)
     ranks = pool.run(size, measured, cfg)
     for _ in range(MEASUREMENTS - 1):
         if all((1 - WITHIN) * rank.activations <= formulas[rank.pp_rank].activations.total for rank in ranks):
@@ -124,6 +133,28 @@ def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
         states = formulas[rank.pp_rank].states
         found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
         assert found == (states.weights, states.gradients, states.optimizer), rank
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypatch, chunk):
+    monkeypatch.setattr(gemm, "_EMULATES_BFLOAT16", False)
+    cfg = _config("bfloat16", model={"vocab_size": 8192, "hidden_size": 96}, train={"loss_chunk": chunk})
+    tokens, hidden, rows = cfg.train.seq_len * cfg.train.micro_batch_size, 96, 8192
+    x, weight = (torch.randn(size, hidden, dtype=torch.bfloat16, requires_grad=True) for size in (tokens, rows))
+    labels = torch.randint(0, rows, (tokens,))
+    with MemoryTracker() as tracker:
+        tracker.tag("before", [x, weight, labels])
+        tracker.phase = "forward"
+        loss = chunked_cross_entropy(x, weight, labels, chunk)
+        tracker.phase = "backward"
+        loss.backward(torch.ones_like(loss))
+    found = tracker.peak(lambda part: part == "workspace").total
+    formula = ActivationMemory(cfg, kernels=CPU_KERNELS)
+    assert formula.head_gradient_sum == rows * hidden * 4
+    assert formula.transient_loss == pytest.approx(found, rel=WITHIN)
+    # It is the gradient itself where that is in high precision, and there is none for one GEMM of all tokens.
+    assert ActivationMemory(replace(cfg, run=replace(cfg.run, dtype="float32"))).head_gradient_sum == 0
+    assert ActivationMemory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
 
 
 def test_sizes_of_the_loss_are_those_of_the_runtime():

@@ -1,5 +1,6 @@
 """Bytes of weights and optimizer state by formula are those of the real sharded model, of any rank, to the byte."""
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -75,6 +76,27 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
     assert found.optimizer <= rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(factor, pp):
+    # Rows of 66 bytes, which are aligned to 80; two stages on each rank of a pipeline.
+    model = ModelConfig(num_layers=4, hidden_size=33, head_dim=8, vocab_size=96, num_experts=4, moe_ffn_hidden_size=32)
+    parallel = ParallelConfig(
+        world_size=4 * pp, ep=2, tp=2, pp=pp, dispatcher="symm_mem", receive_factor=factor,
+        schedule="interleaved" if pp > 1 else "1f1b", virtual_stages=pp,
+    )  # fmt: skip
+    train = TrainConfig(seq_len=16, micro_batch_size=3, global_batch_size=24)
+    cfg = Config(run=RunConfig(dtype="bfloat16", device="cuda"), model=model, parallel=parallel, train=train)
+    check_config(cfg)
+    routed = 16 // 2 * 3 * model.top_k
+    expected = 3 * max(routed, math.ceil(routed * factor)) * 80 + 4 * 2 * 4 * 8
+    plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall", receive_factor=2.0))
+    for pp_rank in range(pp):
+        added = rank_state_bytes(cfg, pp_rank).buffers - rank_state_bytes(plain, pp_rank).buffers
+        assert added == expected
+        assert rank_state_bytes(cfg, pp_rank).buffers == sharded_state_bytes(cfg, 4 * pp_rank).buffers
 
 
 @pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])

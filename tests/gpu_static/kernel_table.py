@@ -43,6 +43,7 @@ CASES = (
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"capacity_factor": 1.0}},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": PADDED, "parallel": EP8, "train": FP8},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"dispatch_precision": "fp8-blockwise"}, "parallel": EP8},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "parallel": EP8 | {"dispatcher": "dedup_alltoall"}},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "run": {"dtype": "float32", "kernels": "triton"}},
 )
 """Models of one layer, with embedding, head and loss."""

@@ -72,6 +72,17 @@ def test_bytes_and_flops_of_a_matrix_product():
     assert (product.moved_bytes, product.flops, product.contraction) == (4 * (128 + 64 + 32), 2 * 8 * 16 * 4, 16)
 
 
+def test_an_output_tensor_is_written_and_few_elements_are_scattered():
+    with trace_cuda(Trace()) as trace:
+        x, y = on_device(100, 200), on_device(100, 200)
+        torch.add(x, x, out=y)
+        y.scatter_add_(1, on_device(100, 1, dtype=torch.int64), on_device(100, 1))
+    added, scattered = trace.of("op")
+    assert added.moved_bytes == 3 * 4 * 20_000
+    # Indices and values, and the elements twice.
+    assert scattered.moved_bytes == 100 * (8 + 4) + 2 * 100 * 4
+
+
 def test_flops_of_fused_attention():
     def heads():
         return on_device(2, 4, 64, 16, dtype=torch.bfloat16).requires_grad_()

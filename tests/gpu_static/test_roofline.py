@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from benchmarks.gpu_roofline import (
     DEPTHS,
@@ -16,9 +18,11 @@ from benchmarks.gpu_roofline import (
     event_seconds,
     flops_rate,
     interpolated,
+    operations_table,
     part_of,
 )
-from moefold.testing.cuda_trace import Event
+from moefold.ops.autotune import Autotuner, TuningKey
+from moefold.testing.cuda_trace import CUDA, Event, Trace, trace_cuda
 from tests.gpu_static.test_traces import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
@@ -67,6 +71,8 @@ def test_flops_that_are_not_the_models_are_a_loss():
         (Event("op", "mm", "x:1", moved_bytes=3.9e9, flops=790e6), 1e-3),
         (Event("op", "mm", "x:1", flops=45e9, is_float32=True), 1e-3),
         (Event("op", "sort", "x:1", moved_bytes=12), RATES["sort"].value),
+        # A GEMM hides what it reads and writes, but not what its epilogue writes beyond its results.
+        (Event("op", "mm", "x:1", moved_bytes=3.9e9, epilogue_bytes=1.95e9, flops=790e9), 1.5e-3),
         (Event("wait", "item", "x:1"), RATES["host wait"].value),
         (Event("host", "sum", "x:1", moved_bytes=1e9), 0.0),
         (Event("copy", "copy to the host", "x:1", moved_bytes=1e9), 0.0),
@@ -89,6 +95,32 @@ def test_triton_and_weight_gradients_have_rates_of_their_own():
     assert flops_rate(Event("op", "_grouped_mm", "x:1", **deep)) == 540e12
     assert flops_rate(Event("kernel", "_grouped_gemm_kernel", "x:1", **deep)) == pytest.approx(0.83 * 540e12)
     assert flops_rate(Event("op", "_grouped_mm", "x:1", is_weight_gradient=True, **deep)) == 500e12
+
+
+def test_a_trace_takes_the_candidate_with_the_smallest_estimate_and_records_it_alone():
+    trace = Trace(event_seconds=event_seconds)
+    x = torch.empty(1000, 1000, device="meta")
+
+    def run(name):
+        for _ in range({"one": 1, "three": 3}[name]):
+            x.sin()
+
+    with trace_cuda(trace):
+        chosen = Autotuner(is_enabled=False).choose(
+            TuningKey("sin", 1000, ()), {name: partial(run, name) for name in ("three", "one")}, CUDA
+        )
+        assert chosen == "one"
+        assert trace.events == []
+        run(chosen)
+    assert [event.name for event in trace.events] == ["sin"]
+
+
+def test_the_operations_of_a_table_sum_to_its_time():
+    copy = Event("op", "copy_", "model/moe/layer.py:1", moved_bytes=3.9e9)
+    rows = operations_table([GEMM, copy, copy, Event("op", "add", "x:1", moved_bytes=12)]).splitlines()
+    assert "| mm K 8,192 N 8,192 | model/linear.py:1 | 1 | 0.000 | 0.790 | 790 | 1.000 |" in rows
+    assert "| copy_ | model/moe/layer.py:1 | 2 | 7.800 | 0.000 |  | 2.000 |" in rows
+    assert rows[-2:] == ["| others | | | | | | 0.003 |", "| sum | | | | | | 3.003 |"]
 
 
 def test_parts_of_a_layer():

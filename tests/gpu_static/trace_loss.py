@@ -29,7 +29,7 @@ def counts(kernels: str, chunk: int) -> dict[str, object]:
         x = torch.empty(TOKENS, 1, cfg.model.hidden_size, dtype=stage.dtype, device=CUDA, requires_grad=True)
         labels = torch.zeros(TOKENS, 1, dtype=torch.int64, device=CUDA)
         trace.events.clear()
-        losses = stage.head.losses(x, None, labels, cfg.loss_chunk_tokens(CUDA.type))
+        losses = stage.head.losses(x, None, labels, cfg.loss_chunk_tokens(CUDA.type)).loss
         losses.backward(torch.empty_like(losses))
     device = trace.of("op", "kernel")
     return {

@@ -1,4 +1,4 @@
-"""Trace the CUDA step under thirteen mappings and print its counts as JSON; with --write, save them as the table.
+"""Trace the CUDA step under fourteen mappings and print its counts as JSON; with --write, save them as the table.
 
 Launches are only recorded where Triton does not interpret kernels, so this runs in a process of its own.
 """
@@ -23,6 +23,9 @@ MAPPINGS = {
     "ep8 alltoall": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}},
     "ep8 alltoall, padded": {
         "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}, "moe": PADDED,
+    },
+    "ep8 dedup_alltoall": {
+        "part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "dedup_alltoall"},
     },
     "ep8 symm_mem": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "symm_mem"}},
     "ep8 allgather": {"part": "layer", "parallel": {"world_size": 8, "ep": 8, "dispatcher": "allgather"}},

@@ -29,20 +29,20 @@ del large
 print(resident() - before)
 """
 STEPS = """
-import resource, sys, torch
+import sys, torch
+from pathlib import Path
 from moefold.launch.runtime_env import keep_freed_blocks
 if sys.argv[1] == "yes":
     keep_freed_blocks("cpu")
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 def step():
-    # 40 MB that glibc maps by themselves, and a heap of 120 MB that it trims.
-    return [torch.ones(10_000_000), *(torch.ones(1_000_000) for _ in range(30))]
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    # Blocks of 40 MB, which glibc maps by themselves, however often they were freed: its limit is 32 MB.
+    return [torch.ones(10_000_000) for _ in range(4)]
+torch.ones(10)
+before = resident()
 for _ in range(4):
     step()
-before = faults()
-for _ in range(4):
-    step()
-print((faults() - before) / 4)
+print(resident() - before)
 """
 
 
@@ -103,13 +103,14 @@ def test_an_older_glibc_takes_a_smaller_size_or_is_left_alone(monkeypatch):
 
 
 def test_a_step_has_the_memory_of_the_one_before():
-    """By default the system clears the pages of 160 MB again; fewer pages if huge pages are enabled."""
-    assert 4 * max(_found(STEPS, "yes"), 1.0) < _found(STEPS, "no")
+    """The 160 MB of a step stay resident; by default they go back to the system, which would clear them again."""
+    # Page faults are not counted: their number depends on the kernel and its huge pages, and may be 0.
+    assert _found(STEPS, "no") < 60 < 120 < _found(STEPS, "yes")
 
 
 def test_glibc_settings_of_the_user_are_preserved():
     # Mapped by itself is each block of a page or more.
-    assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") > 10
+    assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") < 60
 
 
 def test_who_keeps_freed_blocks():

@@ -35,6 +35,8 @@ KEYS = [
     "memory_by_part",
     "rank_times",
     "loss_terms",
+    "loss_metrics",
+    "rl",
 ]
 
 

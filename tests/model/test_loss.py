@@ -9,7 +9,15 @@ from torch.nn import functional as F
 from moefold.comm.collectives import all_gather, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.loss import (
+    PLAIN_SOFTMAX,
+    ChunkOptions,
+    SoftmaxOptions,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    cross_entropy,
+    token_losses,
+)
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
 from moefold.testing.pool import make_group
@@ -56,16 +64,18 @@ def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-12, atol=1e-9)
 
 
-def _on_shards(chunk: int, keeps: bool) -> list[Tensor]:
+def _on_shards(chunk: int, keeps: bool, softmax: SoftmaxOptions) -> list[Tensor]:
     """Losses and gradients, with the vocabulary cut over two ranks."""
     rank = torch.distributed.get_rank()
     tp = make_group((0, 1), rank, torch.distributed.group.WORLD)
     x, weight, labels, share = _case()
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
-    losses = TPVocabParallel(tp, V).chunked_cross_entropy(x, mine, labels, chunk, saves_exponentials=keeps)
+    options = ChunkOptions(chunk, TPVocabParallel(tp, V).vocab_range, keeps, softmax=softmax)
+    losses, entropy = chunked_token_losses(x, mine, labels, options)
     by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
     assert torch.equal(all_reduce_max(losses, tp), losses)
-    return [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
+    found = [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
+    return found if entropy is None else [*found, entropy]
 
 
 @pytest.mark.parity
@@ -75,9 +85,53 @@ def test_a_vocabulary_in_two_parts(pool, chunk, keeps):
     x, weight, labels, share = _case()
     losses = cross_entropy(x @ weight.t(), labels)
     expected = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight))]
-    for found in pool.run(2, _on_shards, chunk, keeps):
+    for found in pool.run(2, _on_shards, chunk, keeps, PLAIN_SOFTMAX):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+def test_temperature_and_entropy_of_a_vocabulary_in_two_parts(pool, keeps):
+    for found in pool.run(2, _on_shards, 4, keeps, SoftmaxOptions(0.7, has_entropy=True)):
+        for mine, theirs in zip(found, _by_definition(0.7), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def _by_definition(temperature: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Losses, both gradients and entropies, from the whole law of each token in float64."""
+    x, weight, labels, share = _case(dtype)
+    log_law = (x.double() @ weight.double().t() / temperature).log_softmax(-1)
+    losses = -log_law.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    gradients = torch.autograd.grad((losses * share.double()).sum(), (x, weight), retain_graph=True)
+    return [losses.detach(), *gradients, -(log_law.exp() * log_law).sum(-1).detach()]
+
+
+@pytest.mark.parametrize("path", ["whole", "again", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5])
+def test_temperature_and_entropy(path, dtype, temperature):
+    x, weight, labels, share = _case(dtype)
+    softmax = SoftmaxOptions(temperature, has_entropy=True)
+    if path == "whole":
+        losses, entropy = token_losses(x @ weight.t(), labels, softmax=softmax)
+    else:
+        losses, entropy = chunked_token_losses(
+            x, weight, labels, ChunkOptions(4, saves_exponentials=path == "kept", softmax=softmax)
+        )
+    assert not entropy.requires_grad
+    found = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight)), entropy]
+    tolerance = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-2}[dtype]
+    for mine, theirs in zip(found, _by_definition(temperature, dtype), strict=True):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance * scale)
+
+
+def test_entropy_of_a_law_of_one_token():
+    logits = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, 0.0]])
+    losses, entropy = token_losses(logits, torch.tensor([0, 1]), softmax=SoftmaxOptions(has_entropy=True))
+    torch.testing.assert_close(entropy, torch.tensor([3.0]).log() * torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(losses, entropy)
 
 
 def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Attention blocks by cuDNN: the calls equal the definition, and a device that does not agree is not used."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -101,6 +102,24 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
         kernel, message = select_ops._block_attention(cfg, torch.device(device))
         assert (kernel is not None) == (is_used and not reason)
         assert ("as it differs" in message) == (is_used and bool(reason))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+@pytest.mark.parametrize("precision", ["dtype", "fp8-blockwise"])
+def test_kernels_of_every_precision_have_it(monkeypatch, precision):
+    cfg = tiny(world_size=2, cp=2, context="ring")
+    cfg = replace(
+        cfg,
+        run=replace(cfg.run, dtype="bfloat16", kernels="auto", deterministic=False),
+        train=replace(cfg.train, precision=precision),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(select_ops, "scaled_mm_unsupported_reason", lambda *args: "it differs")
+    for reason in ("", "it differs"):
+        monkeypatch.setattr(select_ops, "probe_cudnn_attention", lambda device, reason=reason: reason)
+        kernels = select_ops.select_kernels(cfg, torch.device("cuda"))
+        assert (kernels.block_attention is None) == bool(reason)
+        assert ("flash attention for blocks, as it differs" in kernels.message) == bool(reason)
 
 
 def test_layers_get_the_kernel():

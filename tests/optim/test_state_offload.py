@@ -8,7 +8,7 @@ from torch import nn
 from moefold.config.schema import Config, TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
-from moefold.optim.adamw import build_optimizer, named_moments
+from moefold.optim.adamw import build_optimizer, named_moments, reset_moments
 from moefold.optim.muon import build_muon
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.testing.pool import make_group
@@ -134,3 +134,26 @@ def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path)
     for (here,) in home.prefetch([[moment]]):
         here.add_(1)
     assert moment.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_after_a_reset_an_optimizer_goes_on_as_a_new_one(tmp_path, kind, moment_dtype, is_offloaded):
+    cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
+
+    def build(given: dict[str, nn.Parameter], store: MmapStore | None) -> torch.optim.Optimizer:
+        if kind == "muon":
+            return build_muon(given, Config(train=cfg), ALONE, store)
+        return build_optimizer(given, cfg, state_store=store)
+
+    given = _parameters()
+    optimizer = build(given, MmapStore(CopyEngine(CPU), tmp_path, 0) if is_offloaded else None)
+    _train(given, optimizer)
+    reset_moments(optimizer)
+    assert not any(bool(moment.any()) for moment in named_moments(optimizer, given).values())
+    other = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in given.items()}
+    _train(given, optimizer)
+    _train(other, build(other, None))
+    for name in given:
+        assert torch.equal(given[name], other[name]), name

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.module_wrapper import wrap_method
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope
+from moefold.parallel import cuda_graphs
 from moefold.parallel.cuda_graphs import GraphedModule, apply_cuda_graphs
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -28,7 +30,7 @@ def _train(cfg: Config, has_graphs: bool) -> tuple[list[tuple[float, float]], fl
     capture = RecordingCapture()
     if has_graphs:
         for stage in model.stages:
-            apply_cuda_graphs(stage, capture)
+            apply_cuda_graphs(stage, model.weight_cache, capture)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     sharder = BatchSharder(data.train, cfg, model.groups, model.positions)
@@ -88,7 +90,7 @@ class _OneGraphOnly(GraphedModule):
 def _run_two(graphed: type[GraphedModule]) -> tuple[_Scale, list[Tensor], list[Tensor]]:
     """Return a module, and its inputs and outputs, 1 and 2, after two forward passes."""
     module = _Scale()
-    wrap_method(module, "forward", lambda forward: graphed(module, forward, RecordingCapture()))
+    wrap_method(module, "forward", lambda forward: graphed(module, forward, RecordingCapture(), WeightCache()))
     inputs = [torch.full((2, 4), value, requires_grad=True) for value in (1.0, 2.0)]
     return module, inputs, [module(x, ROPE) for x in inputs]
 
@@ -109,10 +111,49 @@ def test_shared_graphs_would_give_wrong_results_and_gradients():
     assert torch.equal(inputs[0].grad, torch.full((2, 4), 12.0))
 
 
+def _copied_weights(monkeypatch, weight_cache: WeightCache) -> list[int]:
+    """Return how many tensors each forward pass copies: two in a step, one in the next; gathered weights move."""
+    module = _Scale()
+    copied = []
+    write = cuda_graphs._write
+
+    def counted(statics, tensors):
+        copied.append(sum(a.data_ptr() != b.data_ptr() for a, b in zip(statics, tensors, strict=True)))
+        write(statics, tensors)
+
+    monkeypatch.setattr(cuda_graphs, "_write", counted)
+    monkeypatch.setattr(cuda_graphs, "local_param", lambda parameter: parameter * 1.0)
+    wrap_method(module, "forward", lambda forward: GraphedModule(module, forward, RecordingCapture(), weight_cache))
+    for factor, num_micro_batches in ((3.0, 2), (5.0, 1)):
+        with torch.no_grad():
+            module.weight.fill_(factor)
+        with weight_cache.step():
+            for _ in range(num_micro_batches):
+                x = torch.full((2, 4), 2.0, requires_grad=True)
+                y = module(x, ROPE)
+                assert torch.equal(y, torch.full((2, 4), 4 * factor))
+                y.sum().backward()
+                assert torch.equal(x.grad, torch.full((2, 4), 4 * factor))
+    return copied
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_gathered_weights_are_copied_once_a_step(monkeypatch, is_enabled):
+    # The weights of the first micro-batch are at their fixed address already.
+    assert _copied_weights(monkeypatch, WeightCache(is_enabled=is_enabled)) == [1, 1, 2]
+
+
+def test_outside_of_a_step_weights_are_copied_each_time(monkeypatch):
+    class NoScope(WeightCache):
+        scope = None
+
+    assert _copied_weights(monkeypatch, NoScope()) == [1, 2, 2]
+
+
 def test_nothing_is_captured_without_gradients():
     module = _Scale()
     capture = RecordingCapture()
-    wrap_method(module, "forward", lambda forward: GraphedModule(module, forward, capture))
+    wrap_method(module, "forward", lambda forward: GraphedModule(module, forward, capture, WeightCache()))
     with torch.no_grad():
         y = module(torch.ones(2, 4), ROPE)
     assert capture.count == 0

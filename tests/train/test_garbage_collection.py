@@ -63,6 +63,23 @@ def test_what_was_set_before_is_restored_after_an_error(was_enabled):
         gc.enable()
 
 
+def test_objects_that_the_caller_froze_stay_frozen():
+    kept = _Node()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collect_at_fixed_steps() as collect:
+            found = _cycle()
+            collect(STEPS_BETWEEN_COLLECTIONS)
+            assert found() is None
+        # The caller's objects may be freed meanwhile, but none is unfrozen.
+        assert 0 < gc.get_freeze_count() <= frozen
+        assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(one is kept for one in gc.get_objects())
+
+
 class _Watch(Callback):
     def __init__(self) -> None:
         self.seen = []

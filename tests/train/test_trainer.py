@@ -6,6 +6,7 @@ import signal
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
@@ -250,3 +253,28 @@ def test_a_dense_model_has_no_expert_load(pool, tmp_path):
     pool.run(1, _train, dense)
     (record,) = records(tmp_path)
     assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tmp_path, optimizer):
+    """Resets follow steps 3 and 6; the run stops after step 4, one update after a reset."""
+    train = {"optimizer": optimizer, "reset_moments_every": 3}
+    whole, first, second = (
+        recipe(tmp_path / name, steps, train=train, world_size=2, ep=2)
+        for name, steps in (("whole", 7), ("parts", 4), ("parts", 7))
+    )
+    for cfg in (whole, first, second):
+        pool.run(2, _train, cfg)
+    last = [tmp_path / name / "checkpoints" / "step-000007" for name in ("whole", "parts")]
+    assert differing_tensors(*last) == []
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    assert [read_meta(path).moment_updates for path in last] == [1, 1]
+
+
+def test_a_reset_zeroes_the_moments_after_its_step_and_no_other(pool, tmp_path):
+    pool.run(2, _train, recipe(tmp_path, 4, every=1, train={"reset_moments_every": 2}, world_size=2, zero=3))
+    saved = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in (1, 2, 3, 4)]
+    moments = {tensor.name for tensor in stored_tensors(saved[0]) if tensor.name.startswith("optimizer.")}
+    assert differing_tensors(saved[1], saved[3], "optimizer.") == []
+    for before, after in pairwise(saved):
+        assert {tensor.name for tensor in differing_tensors(before, after, "optimizer.")} == moments

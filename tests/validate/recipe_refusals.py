@@ -278,16 +278,16 @@ DATA = {
         "leave column out"
     ),
     "data.weights=[1]": (
-        "data.weights=(1.0,) has no effect: data.kind has no paths; choose data.kind='text', 'tokens', 'huggingface' "
-        "or 'sft', or leave weights out"
+        "data.weights=(1.0,) has no effect: data.kind has no paths; choose data.kind='text', 'tokens', "
+        "'huggingface', 'sft' or 'preference', or leave weights out"
     ),
     "data.kind=huggingface data.path=owner/name data.overlong=refuse": (
-        "data.overlong='refuse' has no effect: only data.kind='sft' reads it; choose data.kind='sft', or leave "
-        "overlong out"
+        "data.overlong='refuse' has no effect: only data.kind='sft' and 'preference' read it; choose one of "
+        "these, or leave overlong out"
     ),
     "data.kind=huggingface data.path=owner/name data.chat_template=a": (
-        "data.chat_template='a' has no effect: only data.kind='sft' reads it; choose data.kind='sft', or leave "
-        "chat_template out"
+        "data.chat_template='a' has no effect: only data.kind='sft', 'preference' and 'prompts' read it; choose one of "
+        "these, or leave chat_template out"
     ),
     "data.kind=huggingface data.path=owner/name data.document_index=true": (
         "data.document_index=true has no effect: only data.kind='tokens' reads it; choose data.kind='tokens', or "
@@ -304,6 +304,41 @@ DATA = {
     "data.kind=sft data.path=chats.jsonl data.split=test": (
         "data.split='test' has no effect: only data.kind='huggingface' reads it; choose data.kind='huggingface', or "
         "leave split out"
+    ),
+}
+
+_PREFERENCE = "data.kind=preference data.path=pairs.jsonl"
+_SCORED = "data.kind=sft data.path=scored.jsonl"
+ALIGNMENT = {
+    "align.method=weight": (
+        "align.method='weight' needs data.kind=\"sft\" with a reward in each row, and it is 'python-docs'; set it"
+    ),
+    f"align.method=dpo {_SCORED}": "align.method='dpo' needs data.kind=\"preference\", and it is 'sft'; set it",
+    _PREFERENCE: (
+        "data.kind=\"preference\" needs a loss for pairs, and align.method='none' is none; choose dpo, ipo, simpo, kto"
+    ),
+    f"{_PREFERENCE} align.method=dpo data.weights=[1]": (
+        "align.method='dpo' reads its rows as one data set; leave data.weights out, and name the files in data.path"
+    ),
+    f"{_PREFERENCE} align.method=ipo model.mtp_layers=1": (
+        "align.method='ipo' has no loss for the MTP layers, as they would learn the rejected completions too, and "
+        "model.mtp_layers=1; set it to 0"
+    ),
+    **{
+        f"{_SCORED} align.method=filter align.threshold={threshold}": (
+            f'align.threshold={threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", or "best"'
+        )
+        for threshold in ("good", "q1.5", "qx")
+    },
+    f"{_SCORED} align.method=condition align.template={{prompt}}": (
+        "align.template='{prompt}' lacks {reward}; write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
+    ),
+    f"{_SCORED} align.method=condition align.template={{reward}}{{prompt}}{{x}}": (
+        "align.template='{reward}{prompt}{x}' has the field {x}; only {prompt} and {reward} are filled in"
+    ),
+    f"{_SCORED} align.method=condition align.template={{prompt}}{{reward:.2q}}": (
+        "align.template='{prompt}{reward:.2q}' cannot be filled in (Unknown format code 'q' for object of type "
+        "'float'); write a brace of the text twice, as {{ or }}"
     ),
 }
 
@@ -365,6 +400,50 @@ MEMORY = {
     ),
 }
 
+RL = "data.kind=task rl.group_size=4"
+REINFORCEMENT = {
+    "rl.group_size=4": (
+        "rl.group_size=4 samples rollouts of prompts, and data.kind='python-docs' has none; choose data.kind='task' or "
+        "'prompts', or rl.group_size=0"
+    ),
+    "data.kind=prompts": (
+        "data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'"
+    ),
+    "data.kind=prompts rl.group_size=4": (
+        "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or FILE.py:FUNCTION"
+    ),
+    f"{RL} train.global_batch_size=6": (
+        "train.global_batch_size=6 must be a multiple of rl.group_size=4: it counts rollouts; choose group_size ..."
+    ),
+    f"{RL} rl.updates=2": (
+        "rl.updates=2 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
+        "objective 'clip', 'cispo' or 'sequence', or updates=1"
+    ),
+    f"{RL} rl.updates=3 rl.objective=clip run.steps=9": (
+        "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
+        "choose 498 or 501"
+    ),
+    f"{RL} rl.length_penalty_from=64": (
+        "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
+        "(none) to 63"
+    ),
+    f"{RL} rl.kl=0.1 rl.reset_patience=2": (
+        "rl.reset_patience=2 counts evaluations, and train.eval_every=0 makes none; set eval_every, or reset_patience=0"
+    ),
+    f"{RL} rollout.pass_tokens=128": (
+        "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
+        "fewer slots or more tokens"
+    ),
+    f"{RL} moe.choice=sinkhorn": (
+        "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
+        "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
+    ),
+    f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 does not go with reinforcement learning: ...",
+    f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
+    f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
+    f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",
+}
+
 ACCEPTED = [
     "model.hidden_size=100 model.head_dim=16",
     "model.num_query_groups=1",
@@ -415,6 +494,10 @@ ACCEPTED = [
     'data.kind=text data.path=["a","b"] data.weights=[1,2.5]',
     "data.kind=tokens data.path=a data.weights=[1] data.document_index=true",
     "data.kind=sft data.path=chats.jsonl data.overlong=refuse data.chat_template=t.jinja",
+    "data.kind=preference data.path=pairs.jsonl data.overlong=refuse align.method=kto align.desirable_weight=2",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=q0.8 model.mtp_layers=1",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=0.5",
+    "data.kind=sft data.path=scored.jsonl align.method=condition align.template={reward:+.1f}{prompt}{{}}",
     "faults.nonfinite=rollback checkpoint.every=5",
     "faults.spike=rollback checkpoint.every=5",
 ]

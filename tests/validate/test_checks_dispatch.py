@@ -87,6 +87,29 @@ def test_each_obstacle_is_refused_by_name_and_accepted_under_auto(sections, reas
     check_config(replace(cfg, parallel=replace(cfg.parallel, dispatcher="auto")))
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": {"ep": 2, "etp": 2}},
+            "sends tokens to whole experts, and parallel.etp=2 shards the experts; choose 'alltoall', or etp=1",
+        ),
+        (
+            {"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}},
+            "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert; choose "
+            "'alltoall', or pad_to_capacity=false",
+        ),
+        ({"parallel": {"world_size": 1, "ep": 1}}, "choose 'alltoall' or 'auto', or ep or etp of 2 or more"),
+    ],
+    ids=str,
+)
+def test_dispatch_without_duplicates_refuses_what_it_cannot_run(sections, message):
+    check_config(_recipe("dedup_alltoall"))
+    with pytest.raises(ConfigError) as caught:
+        check_config(_recipe("dedup_alltoall", **sections))
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["auto", "alltoall"])
 def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)

@@ -15,7 +15,9 @@ REFUSED = {
     **recipe_refusals.ROUTING,
     **recipe_refusals.TRAINING,
     **recipe_refusals.DATA,
+    **recipe_refusals.ALIGNMENT,
     **recipe_refusals.MEMORY,
+    **recipe_refusals.REINFORCEMENT,
 }
 
 

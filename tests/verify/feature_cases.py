@@ -213,6 +213,13 @@ LOSS_CHUNK = [
 
 # Muon on shards equals Muon on whole matrices; three steps.
 
+RESET = {"reset_moments_every": 2, "global_batch_size": 4}
+MOMENTS_RESET = [
+    {"train": RESET, "world_size": 2, "zero": 3},
+    {"train": RESET | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
+    {"train": RESET | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
+]
+
 MUON = {"optimizer": "muon", "global_batch_size": 4}
 MUON_MODEL = SHARED | {"layer_pattern": "DM"}
 MUON_MAPPED = [
@@ -265,6 +272,24 @@ FP8_ROWS = [
         ({}, {}, {"world_size": 2, "tp": 2, "etp": 2}),
         ({}, {}, {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}),
         ({"llep_min_tokens": 1, "choice": "skewed"}, {}, {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}),
+    )
+]
+
+# Tokens that are sent to a rank once, whatever the number of their experts there.
+
+DEDUP = [
+    {"moe": moe, "train": train, "dispatcher": "dedup_alltoall", **mapping}
+    for moe, train, mapping in (
+        ({}, {}, {"world_size": 2, "ep": 2}),
+        (
+            {"capacity_factor": 0.75, "weight_in_expert": True},
+            {"recompute": ("moe",)},
+            {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
+        ),
+        ({"dispatch_precision": "fp8-blockwise"}, {}, {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}),
+        ({"capacity_factor": 1.0, "drop_policy": "position"}, {}, {"world_size": 4, "cp": 2, "ep": 2, "zero": 3}),
+        ({"choice": "skewed"}, {}, {"world_size": 4, "ep": 4, "zero": 2}),
+        ({}, {}, {"world_size": 8, "pp": 2, "tp": 2, "ep": 4, "schedule": "interleaved", "virtual_stages": 2}),
     )
 ]
 
@@ -376,8 +401,10 @@ CASES = [
     *cases("multi-token prediction", MTP, MTP_WIDE),
     *cases("loss in chunks", LOSS_CHUNK[:2], LOSS_CHUNK[2:]),
     *cases("muon", MUON_MAPPED[:3], MUON_MAPPED[3:], steps=3),
+    *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", FP8_ROWS[:3], FP8_ROWS[3:]),
+    *cases("dispatch without duplicates", DEDUP[:2], DEDUP[2:]),
     *cases("tensor-parallel overlap", OVERLAP_TP[:4], OVERLAP_TP[4:]),
     *cases("recomputation with a split backward", RECOMPUTE_SPLIT[:1], RECOMPUTE_SPLIT[1:]),
     *_memory_strategies(),

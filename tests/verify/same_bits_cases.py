@@ -104,6 +104,10 @@ OVERLAP_LOANS = [
     _overlap({"world_size": 4, "ep": 4, "dispatcher": "leastloaded"}, moe=SKEWED),
     _overlap({"world_size": 4, "ep": 2, "etp": 2, "dispatcher": "leastloaded"}, {}, SKEWED, ("moe",)),
 ]
+OVERLAP_DEDUP = [
+    _overlap({"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"}, OVERLAP_MODEL),
+    _overlap({"world_size": 4, "pp": 2, "ep": 2, "dispatcher": "dedup_alltoall"}, OVERLAP_MODEL, {}, ("moe",)),
+]
 OVERLAP = [
     _overlap({"world_size": 4, "pp": 2, "ep": 2, "zero": 2}, moe=DROPS_AND_NOISE, recompute=("moe", "norms")),
     _overlap({"world_size": 4, "etp": 2, "zero": 0, **INTERLEAVED}, OVERLAP_MODEL),
@@ -272,7 +276,7 @@ CASES: list[Case] = [
     *cases("recomputation", RECOMPUTE_MAPPED[:2], RECOMPUTE_MAPPED[2:]),
     *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
     *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
-    *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP[1:]]),
+    *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP[1:]]),
     *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
     *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
     *cases("offload", OFFLOAD_MAPPED[:2], OFFLOAD_MAPPED[2:]),

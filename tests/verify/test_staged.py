@@ -22,6 +22,7 @@ FAST = [
 WIDE = [
     {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 2, "ep": 2, "dispatcher": "allgather"},
+    {"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"},
     {"world_size": 2, "tp": 2, "overlap_tp": True},
     {"world_size": 2, "zero": 0},
     {"world_size": 2, "cp": 2, "context": "ulysses"},

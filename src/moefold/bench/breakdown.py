@@ -258,7 +258,7 @@ class StepBreakdown:
         logits_bytes = self._tokens * model.vocab_size * 4
         yield StepPart(
             "loss",
-            _forward_backward(lambda x: head.losses(x, tied, labels).mean(), self._x, head),
+            _forward_backward(lambda x: head.losses(x, tied, labels).loss.mean(), self._x, head),
             1,
             TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.vocab_size,
             3 * logits_bytes + self._weight_bytes(head),

@@ -173,7 +173,9 @@ class _RankTrainer:
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
         self._gemm: CGemm | None = None
-        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        data = open_dataset(
+            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+        )
         for stage in model.stages:
             self._wrap_kernels(stage)
         self._training = TrainingStep(model, cfg)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
+from moefold.config.align import REWARD_METHODS, AlignConfig
 from moefold.config.model import ModelConfig, layer_windows
 from moefold.config.schema import Config
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
+from moefold.rl.plateau import Plateau
 
 if TYPE_CHECKING:
     from moefold.comm.groups import World
@@ -59,12 +61,16 @@ class TrainState:
     """State of the step guard (faults and recent losses): `StepGuard.state`; None in old checkpoints."""
     checked_step: int | None = None
     """Step of the last successful replica check; None if there was none."""
+    moment_updates: int | None = None
+    """Updates since the optimizer moments were zero; None in old checkpoints: all of the run's."""
     data_files: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
     data_tokens: dict[str, int] = field(default_factory=dict)
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    rl: Any = None
+    """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,9 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    # The keys of a preference loss may change between the steps of a run.
+    align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
+    order |= {f"align.{key}": value for key, value in asdict(align).items()}
     # The list of dropped files is compared instead.
     del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
@@ -284,8 +293,11 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    if meta.checked_step is not None and (type(meta.checked_step) is not int or meta.checked_step < 0):
-        raise TypeError(f"checked_step is {meta.checked_step!r}")
+    for name in ("checked_step", "moment_updates"):
+        value = getattr(meta, name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise TypeError(f"{name} is {value!r}")
+    Plateau.from_json(meta.rl)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")

@@ -106,7 +106,34 @@ def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
                     raise ValueError(f"file {file} holds something else where {part.name} belongs: {error}") from None
 
 
-def _check_part(file: BinaryIO, part: StoredPart) -> None:
+def values_offset(file: BinaryIO, part: StoredPart) -> int:
+    """Return where the values of a shard begin in a data file, in bytes; they follow in row-major order.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the shard is not the tensor of the index, or its values are not contiguous.
+    """
+    try:
+        tensor, values = _check_part(file, part)
+        expected = 1
+        for stride, size in reversed(list(zip(tensor.stride, tensor.size, strict=True))):
+            if size > 1 and stride != expected:
+                raise ValueError("a tensor whose rows are not contiguous")
+            expected *= size
+        header_at = part.storage_info.offset + values.header_offset
+        file.seek(header_at)
+        header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        if header[0] != b"PK\3\4":
+            raise ValueError("a broken archive")
+    except (ValueError, struct.error) as error:
+        name = part.storage_info.relative_path
+        raise ValueError(f"file {name} holds something else where {part.name} belongs: {error}") from None
+    start: int = header_at + _LOCAL_HEADER.size + header[9] + header[10] + tensor.offset * part.dtype.itemsize
+    return start
+
+
+def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, _ZipEntry]:
+    """Check a shard against its index entry; return the arguments of its tensor and the file of its values."""
     entries = _read_directory(file, part.storage_info.offset, part.storage_info.length)
     if "data.pkl" not in entries:
         raise ValueError("it has no data.pkl")
@@ -127,6 +154,7 @@ def _check_part(file: BinaryIO, part: StoredPart) -> None:
     fits = not part.sizes.numel() or (last + 1) * dtype.itemsize <= num_bytes
     if values is None or values.size != num_bytes or not fits:
         raise ValueError("a tensor without its values")
+    return tensor, values
 
 
 def _read_directory(file: BinaryIO, start: int, length: int) -> dict[str, _ZipEntry]:

@@ -190,7 +190,7 @@ def load_checkpoint(
     """
     meta = read_meta(path)
     _load_state(path, checkpoint_state(parameters, buffers, optimizer))
-    set_step_count(optimizer, meta.step)
+    set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
 
 
@@ -203,6 +203,15 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     read_meta(path)
     check_integrity(path, current_world())
     _load_state(path, _model_state(parameters, buffers))
+
+
+def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
+    """Load further entries of a checkpoint into this rank's shards; collective over all ranks.
+
+    Raises:
+        ConfigError: the checkpoint lacks an entry; raised on every rank.
+    """
+    _load_state(path, entries)
 
 
 def _load_state(path: Path, state: dict[str, Tensor]) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from moefold.bounded_read import open_regular
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
-from moefold.checkpoint.part_file import StoredPart, check_parts
+from moefold.checkpoint.part_file import StoredPart, check_parts, values_offset
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
 from moefold.comm.groups import World
@@ -111,9 +111,45 @@ class CheckpointSource:
             values[_relative_to(boxes[offsets], start)] = part
         return values
 
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows (first dimension) of a tensor, and read nothing else from the files; fills no cache.
+
+        Raises:
+            ConfigError: the checkpoint is damaged.
+        """
+        stored = self._stored[name]
+        shape = self.shapes[name]
+        region = (rows, *(slice(0, size) for size in shape[1:]))
+        values = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=self.dtype(name))
+        for chunk in stored.chunks:
+            offsets = tuple(chunk.offsets)
+            common = _intersect(region, offsets, tuple(chunk.sizes))
+            if common is not None:
+                rows_of_chunk = _relative_to(common, offsets)[0]
+                values[_relative_to(common, (rows.start, *(0 for _ in shape[1:])))] = self._load_rows(
+                    name, chunk, rows_of_chunk
+                )
+        return values
+
     def clear_cache(self) -> None:
         """Free the cached chunks."""
         self._cached_chunks.clear()
+
+    def _load_rows(self, name: str, chunk: ChunkStorageMetadata, rows: slice) -> Tensor:
+        """Load some rows of one chunk from their place in the file."""
+        places = self._metadata.storage_data
+        assert places is not None
+        place = places[MetadataIndex(f"model.{name}", chunk.offsets)]
+        part = StoredPart(name, place, chunk.sizes, self.dtype(name))
+        shape = (rows.stop - rows.start, *chunk.sizes[1:])
+        row_bytes = math.prod(shape[1:]) * part.dtype.itemsize
+        content = bytearray(row_bytes * shape[0])
+        with translate_read_errors(self.path), open_regular(regular_file(self.path, place.relative_path)) as opened:
+            opened.seek(values_offset(opened, part) + rows.start * row_bytes)
+            # The index promised these bytes, and `check_tensor_files` found the file long enough.
+            if opened.readinto(content) != len(content):
+                raise ValueError(f"file {place.relative_path} ends within {name}")
+        return torch.frombuffer(content, dtype=part.dtype).view(shape)
 
     def _load(self, name: str, offsets: Offsets) -> Tensor:
         """Load one chunk with `torch.load`, as DCP's reader would make one more copy."""

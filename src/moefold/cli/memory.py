@@ -157,7 +157,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     from moefold.testing.pool import WorkerPool
     from moefold.train.memory_profile import measure_rank
 
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
         progress.report(f"starting {world_size} ranks")

@@ -88,7 +88,7 @@ def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: st
     from moefold.verify.compare import compare_records, run_oracle
 
     print_escaped(_header(cfg, message), flush=True)
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
         oracle = run_oracle(cfg, steps, progress.report)
         progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")

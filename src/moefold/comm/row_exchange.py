@@ -75,6 +75,11 @@ class RowExchange:
         self._out_splits = [ops.empty(2 * num_experts, torch.int64) for _ in range(2)]
         self._turn = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in (*self._send, self._receive, *self._splits, *self._out_splits))
+
     def dispatch(self, rows_NW: Tensor, splits_E: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to the ranks of their experts.
 
@@ -116,6 +121,20 @@ class RowExchange:
         self._turn = 1 - self._turn
         sent = _rows_view(self._send[self._turn], len(rows), rows).copy_(rows)
         return sent, self._splits[self._turn][: splits.numel()].view_as(splits).copy_(splits)
+
+
+class MetaSymmetricMemory:
+    """`SymmetricMemoryOps` on the meta device, where an exchange transfers nothing."""
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """See `SymmetricMemoryOps`."""
+        return torch.empty(num_elements, dtype=dtype, device="meta")
+
+    def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
+        """See `SymmetricMemoryOps`."""
+
+    def combine(self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor) -> None:
+        """See `SymmetricMemoryOps`."""
 
 
 def open_row_exchange(ep: Group, num_experts: int, max_rows: int, capacity: int, row_bytes: int) -> RowExchange:

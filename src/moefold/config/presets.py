@@ -45,7 +45,7 @@ def _read(name: str) -> str:
     return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
 
 
-EXTRA_FILES = {"sft": ("conversations.jsonl",)}
+EXTRA_FILES = {"dpo": ("preferences.jsonl",), "sft": ("conversations.jsonl",)}
 """Additional files that a recipe reads, by recipe name."""
 TEMPLATES = {"slurm": "slurm.sbatch"}
 """Shipped files other than recipes, by name."""
@@ -57,6 +57,7 @@ PATH_KEYS = (
     ("checkpoint", "init_from"),
     ("model", "upcycle_from"),
     ("moe", "replay"),
+    ("rl", "reference"),
 )
 """Recipe keys that name a file or folder to read."""
 

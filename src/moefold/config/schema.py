@@ -6,7 +6,9 @@ The docstring under each field is the help of its recipe key. Torch-free, so tha
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moefold.config.align import AlignConfig
 from moefold.config.model import ModelConfig
+from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
@@ -93,8 +95,11 @@ class ParallelConfig:
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem"] = "alltoall"
+    dispatcher: Literal[
+        "auto", "local", "allgather", "alltoall", "dedup_alltoall", "leastloaded", "deepep", "symm_mem"
+    ] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
+    dedup_alltoall: alltoall that sends a token once to each rank, whatever the number of its experts there.
     deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
     waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
     receive_factor: float = 2.0
@@ -250,6 +255,9 @@ class TrainConfig:
     """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
     its 8 bits."""
+    reset_moments_every: int = 0
+    """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
+    and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     recompute: tuple[str, ...] = ()
@@ -298,12 +306,23 @@ class TrainConfig:
 class DataConfig:
     """Source of the training tokens."""
 
-    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "program"] = "python-docs"
+    kind: Literal[
+        "python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "preference", "program", "task", "prompts"
+    ] = "python-docs"
     """python-docs: documentation texts of this Python. text: files or folders. tokens: memory-mapped ids. synthetic:
     generated. huggingface: any source of the package `datasets`. sft: conversations for supervised fine-tuning
-    ([data.md](data.md)). program: samples that a Python program passes to `train_model` ([api.md](api.md))."""
+    ([data.md](data.md)). preference: pairs of completions, or completions with a label
+    ([alignment.md](alignment.md)). program: samples that a Python program passes to `train_model`
+    ([api.md](api.md)). task: problems generated from run.seed, with their answers, or without them for reinforcement
+    learning. prompts: JSON lines for reinforcement learning ([rl.md](rl.md))."""
     path: str | tuple[str, ...] = ""
-    """File or folder, or a list of them (text, tokens, sft); huggingface: also a name on the hub."""
+    """File or folder, or a list of them (text, tokens, sft, preference, prompts); huggingface: also a name on the
+    hub."""
+    task: Literal["sort", "add", "countdown"] = "sort"
+    """Problems of kind "task". sort: sort digits. add: add two numbers. countdown: combine all given numbers by + - *
+    to a target."""
+    task_size: int = 4
+    """Digits to sort, digits of each summand, or numbers to combine (task)."""
     weights: tuple[float, ...] = ()
     """Sampling weight of each path, in any unit; empty: paths are concatenated, so that each counts by its size."""
     tokenizer: str = "bytes"
@@ -311,7 +330,7 @@ class DataConfig:
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the ids in a .bin file; .npy files store their own."""
     validation_fraction: float = 0.05
-    """Fraction of the tokens (sft: of the conversations) held out for evaluation."""
+    """Fraction of the tokens (sft, preference: of the rows; task, prompts: of the prompts) held out for evaluation."""
     document_end: int = -1
     """Id of the token that ends a document, 0 with the tokenizer "bytes": attention is then masked to the document, and
     its first token is no target. -1: a sample counts as one document."""
@@ -337,9 +356,9 @@ class DataConfig:
     streaming: bool = False
     """Tokenise during training, in bounded memory and without a cache (huggingface)."""
     chat_template: str = ""
-    """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft)."""
+    """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Literal["cut", "refuse"] = "cut"
-    """Handling of conversations longer than seq_len + 1 tokens (sft)."""
+    """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,6 +420,9 @@ class MetricsConfig:
     expert_counts_every: int = 1
     """Write each expert's routed tokens to RUN_DIR/expert_counts.bin every this many steps, for `moefold inspect`; 0:
     never."""
+    rollouts_every: int = 10
+    """Write prompts, completions and rewards to RUN_DIR/rollouts.jsonl every this many steps of reinforcement learning;
+    0: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -452,9 +474,18 @@ class Config:
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    @property
+    def is_rl(self) -> bool:
+        """Return whether the recipe is reinforcement learning."""
+        return self.rl.group_size > 0
 
     @property
     def num_micro_batches(self) -> int:

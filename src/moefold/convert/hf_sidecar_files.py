@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
+from moefold.errors import ConfigError
 
 SIDECAR_DIR = "hf"
 """Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
@@ -33,6 +35,23 @@ def find_sidecar_dir(checkpoint: Path) -> Path | None:
         if folder.is_dir():
             return folder
     return None
+
+
+def recipe_tokenizer(path: Path) -> str:
+    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none.
+
+    Raises:
+        ConfigError: the recipe cannot be read.
+    """
+    try:
+        recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / RECIPE_FILE} cannot be read ({error}); repair or remove it") from error
+    data = recipe.get("data")
+    tokenizer = data.get("tokenizer", "") if isinstance(data, dict) else ""
+    return tokenizer if isinstance(tokenizer, str) else ""
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:

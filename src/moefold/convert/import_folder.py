@@ -142,7 +142,9 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
     write_chunks(tmp_dir, source.shapes, dtypes, assign_chunks(_all_chunks(source.shapes, dtypes), source, world), read)
 
 
-def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
+def finish_checkpoint(
+    tmp_dir: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "", dtype: str = ""
+) -> None:
     """Add checkpoint metadata and a recipe to a folder of weights.
 
     Args:
@@ -151,6 +153,7 @@ def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str,
         model: the model of the weights.
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
+        dtype: run.dtype of the runs that trained the weights; empty if no run did.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -160,6 +163,7 @@ def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str,
         order={},
         model=model_sizes(model),
         parallel={},
+        dtype=dtype,
         origin=origin,
     )
     write_meta(tmp_dir, meta)

@@ -10,13 +10,13 @@ dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
+from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.comm.groups import World, current_world
 from moefold.config.model import ModelConfig
@@ -27,7 +27,13 @@ from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
-from moefold.convert.preflight import export_message, granularity, resolve_weights_folder, upcycle_scale
+from moefold.convert.preflight import (
+    export_message,
+    granularity,
+    resolve_weights_folder,
+    upcycle_scale,
+    without_upcycling,
+)
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weights import HfSource, WeightSource, load_shards, parameter_shapes
@@ -68,7 +74,13 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     source = open_weights(path)
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)
-    load_shards(source, {**model.named_parameters, **model.named_buffers}, str(path))
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers.items()
+        # Counts of the last step of a run are no weights: without them the run starts from zeros.
+        if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
+    }
+    load_shards(source, {**model.named_parameters, **buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
         save_sidecar_files(path, cfg)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
@@ -182,8 +194,7 @@ def upcycle_folder(
         if world.is_rank0:
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
-            final = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
-            finish_checkpoint(tmp_dir, out, final, f"upcycle of {dense}", tokenizer)
+            finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))

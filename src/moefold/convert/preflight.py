@@ -4,6 +4,7 @@ They include the rules of upcycling: legal pairs of dense and expert model, equa
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ def _sums_to_one(model: ModelConfig) -> bool:
     return model.router_softmax == "post" if model.router_score == "softmax" else model.router_normalize
 
 
+def without_upcycling(model: ModelConfig) -> ModelConfig:
+    """Return the model of weights that exist: how they were made from a dense model no longer matters."""
+    return replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
+
+
 def export_message(model: ModelConfig) -> str:
     """Return a note if no Hugging Face family can express the model, with the settings that would help; else "".
 
@@ -218,6 +224,42 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
     check_file_sizes(found)
     read_model(found)
     check_out(out, rank_env)
+
+
+def check_merge(
+    checkpoints: Sequence[Path], weights: Sequence[float], out: Path, rank_env: RankEnv | None
+) -> list[float]:
+    """Check the checkpoints of a merge: their models, the sizes of their files, their weights, and the output path.
+
+    Args:
+        checkpoints: checkpoints, or runs.
+        weights: the weight of each; empty: equal weights.
+        out: the checkpoint to write.
+        rank_env: rank of this process, if a launcher started it.
+
+    Returns:
+        The weight of each checkpoint.
+
+    Raises:
+        ConfigError: on the first error.
+    """
+    shares = list(weights) or [1.0] * len(checkpoints)
+    if len(shares) != len(checkpoints):
+        raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")
+    if wrong := [share for share in shares if not (math.isfinite(share) and share > 0)]:
+        raise ConfigError(f"--weights {wrong[0]:g} must be a finite number above 0; leave out a checkpoint of weight 0")
+    if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:
+        raise ConfigError(f"{str(hf_folders[0])!r} is a Hugging Face folder; convert it with moefold import first")
+    found = [locate_checkpoint(path) for path in checkpoints]
+    first = read_model(found[0])
+    for path in found:
+        check_file_sizes(path)
+        if different := model_differences(model_sizes(read_model(path)), first):
+            raise ConfigError(
+                f"{str(path)!r} is of another model than {str(found[0])!r}: {different}; merge checkpoints of one model"
+            )
+    check_out(out, rank_env)
+    return shares
 
 
 def check_out(out: Path, rank_env: RankEnv | None) -> None:

@@ -33,7 +33,7 @@ def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
         "embedding": formula.embedding(),
         "head": formula.head(),
         "mtp": formula.mtp_layer() if has_mtp else BytesByPart(),
-        "logits": BytesByPart(logits=formula.transient_logits),
+        "logits": BytesByPart(logits=formula.transient_loss),
         "delayed_head": BytesByPart(logits=formula.delayed_wgrad_head),
         "delayed_mtp": formula.delayed_wgrad_mtp() if has_mtp else BytesByPart(),
         "hidden": BytesByPart(pipeline=formula.hidden_bytes),

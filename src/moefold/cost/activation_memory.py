@@ -78,6 +78,26 @@ class ActivationMemory(BlockSizes):
         return BytesByPart(embedding=self.hidden_bytes)
 
     @property
+    def head_gradient_sum(self) -> int:
+        """Bytes of the gradient of the head's weight that the loss sums over chunks or tiles in high precision.
+
+        0 where that is the gradient itself, or there is one GEMM for all tokens.
+        """
+        if not (self._loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
+            return 0
+        rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
+        return rows * self.cfg.model.hidden_size * self.high_precision_bytes
+
+    @property
+    def transient_loss(self) -> int:
+        """Bytes that the loss has in memory in addition to those it saves: logits, and the sum of a gradient.
+
+        Once all is summed, the gradient in the compute type takes the place of the logits.
+        """
+        gradient = self.head_gradient_sum * self.item_bytes // self.high_precision_bytes
+        return self.head_gradient_sum + max(self.transient_logits, gradient)
+
+    @property
     def transient_logits(self) -> int:
         """Bytes of logits that the loss has in memory in addition to those it saves."""
         rows = self.cfg.model.vocab_size // self.cfg.parallel.tp

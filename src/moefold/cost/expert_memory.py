@@ -17,9 +17,6 @@ GROUPED_TRANSIENT_WIDTHS = 4
 """Inner widths of each routed token in the backward pass of grouped experts: the hidden values, recomputed from the
 saved projections, and the gradients of hidden values, gate and up."""
 
-NUM_SYMMETRIC_BUFFERS = 3
-"""Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers share them."""
-
 
 class ExpertMemory:
     """The routed experts of one MoE layer, for one micro-batch.
@@ -57,6 +54,9 @@ class ExpertMemory:
         balanced = routed * p.etp
         if moe.capacity_factor <= 0:
             return min(round(balanced * self._imbalance), balanced * p.ep)
+        if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
+            # Rows of dropped tokens stay, as the host does not wait for the counts.
+            return routed
         capacity = ceil(routed / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 
@@ -172,12 +172,13 @@ class ExpertMemory:
     def dispatch_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the dispatch's send and receive buffers.
 
-        With etp there are two more: the send buffer of its all-gather, and the tokens received over ep. In symmetric
-        memory there are three of the size of the receive buffer, and the received tokens are copied from it.
+        With etp there are two more: the send buffer of its all-gather, and the tokens received over ep. Symmetric
+        memory is not counted, as it is there between steps (`symmetric_buffer_bytes`), but the tokens that are copied
+        from it are.
         """
         p = self._cfg.parallel
         if self._has_receive_buffer:
-            copies = self.routed_tokens + (1 + NUM_SYMMETRIC_BUFFERS) * self.expert_tokens
+            copies = self.routed_tokens + self.expert_tokens
             return BytesByPart({"dispatch buffers": copies * self.token_bytes})
         if self._gathers_tokens:
             return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * self.token_bytes})
@@ -190,7 +191,7 @@ class ExpertMemory:
         """Return the bytes of the combine's send and receive buffers, and of outputs saved without an all-to-all."""
         p = self._cfg.parallel
         if self._has_receive_buffer:
-            copies = self.routed_tokens + (1 + NUM_SYMMETRIC_BUFFERS) * self.expert_tokens
+            copies = self.routed_tokens + self.expert_tokens
             return BytesByPart({"dispatch buffers": copies * self.token_bytes})
         if self._gathers_tokens:
             sums = self._tokens * (p.ep * p.etp + 1) * self.token_bytes

@@ -31,7 +31,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     layers = [(state_bytes[kind], formula.saved_by_kind[kind].total()) for kind in model.layer_kinds]
     loss = (
         state_bytes["head"]
-        + formula.transient_logits
+        + formula.transient_loss
         + (state_bytes["embedding"] if model.last_stage_needs_embedding else 0)
     )
     loss_saved = formula.head().total()

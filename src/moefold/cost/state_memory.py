@@ -26,7 +26,14 @@ from moefold.cost.memory_columns import (
 )
 from moefold.cost.param_spec import ParamSpec
 from moefold.cost.stages import plan_stages
-from moefold.cost.unit_memory import ShardSpec, StateBytes, UnitMemory, rope_buffer_bytes, unit_weights
+from moefold.cost.unit_memory import (
+    ShardSpec,
+    StateBytes,
+    UnitMemory,
+    rope_buffer_bytes,
+    symmetric_buffer_bytes,
+    unit_weights,
+)
 
 STATE_FIELDS = tuple(field.name for field in fields(StateBytes))
 """Parts of a table of states."""
@@ -41,6 +48,7 @@ def state_table(
     has_second_embedding: bool,
     prefetched: Mapping[int, int] | None,
     rope_bytes: int,
+    exchange_bytes: int,
 ) -> ByteTable:
     """Return the bytes of each state column, [`STATE_FIELDS`, columns].
 
@@ -51,6 +59,7 @@ def state_table(
         prefetched: bytes of each layer, by its column, that are gathered while the layer before it computes, if the
             layers of a stage gather their weights one after another, as with ZeRO-3; None: all stay gathered.
         rope_bytes: bytes of a stage's RoPE table.
+        exchange_bytes: bytes of a rank's symmetric memory.
     """
     table = np.zeros((len(STATE_FIELDS), columns.state_size))
     for column, states in units.items():
@@ -61,6 +70,8 @@ def state_table(
         # The copy on the rank of the first has no moments, and no gradient of its own after the reduction.
         table[STATE_FIELDS.index("optimizer"), columns.state_column("following_embedding")] = 0
     table[STATE_FIELDS.index("buffers"), columns.state_column("stage")] = rope_bytes
+    # A rank counts one set of kinds.
+    table[STATE_FIELDS.index("buffers"), columns.first_kind_set :] = exchange_bytes
     if prefetched is not None:
         # The FSDP root's own weights stay gathered; of the layers of a rank, only the largest counts, and the next one.
         gathered = table[STATE_FIELDS.index("gathered")]
@@ -113,6 +124,7 @@ class StateMemory(UnitMemory):
             has_second_embedding=cfg.model.last_stage_needs_embedding,
             prefetched=self._prefetched_bytes() if self._is_fsdp and cfg.parallel.zero == 3 else None,
             rope_bytes=rope_buffer_bytes(cfg),
+            exchange_bytes=symmetric_buffer_bytes(cfg),
         )
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
 

@@ -2,17 +2,25 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from math import ceil
 
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_spec import ModelPart, ParamSpec
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.pipeline_layout import Stage
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
 """Parts whose matrices are operands of low-precision GEMMs."""
+NUM_SYMMETRIC_BUFFERS = 3
+"""Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers of a rank share them."""
+NUM_SPLIT_BUFFERS = 4
+"""Its buffers of two numbers for each expert: two of sizes sent, two of sizes and offsets received."""
+SYMMETRIC_ROW_ALIGNMENT = 16
+"""Bytes of a row of its buffers are a multiple of this."""
 QUANTIZED_COPIES = 2
 """Quantised copies of a weight, of a byte a value: one for the forward pass, one for the gradient of the input."""
 
@@ -32,7 +40,7 @@ class StateBytes:
     optimizer: int = 0
     """Moments, and AdamW's step count of each parameter."""
     buffers: int = 0
-    """Expert bias, expert counts, and RoPE cosines and sines."""
+    """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
@@ -145,6 +153,18 @@ def expert_buffer_bytes(cfg: Config) -> int:
 def rope_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
     return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
+
+
+def symmetric_buffer_bytes(cfg: Config) -> int:
+    """Return the bytes of a rank's symmetric memory, allocated once for all layers; 0 without such a dispatcher."""
+    p = cfg.parallel
+    if not dispatcher_of(cfg).has_receive_buffer or p.ep * p.etp == 1:
+        return 0
+    routed = cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k
+    row_bytes = cfg.model.hidden_size * compute_dtype_bytes(cfg)
+    aligned_row_bytes = -(-row_bytes // SYMMETRIC_ROW_ALIGNMENT) * SYMMETRIC_ROW_ALIGNMENT
+    rows = NUM_SYMMETRIC_BUFFERS * max(routed, ceil(routed * p.receive_factor)) * aligned_row_bytes
+    return rows + NUM_SPLIT_BUFFERS * 2 * cfg.model.num_experts * 8
 
 
 def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:

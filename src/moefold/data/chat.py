@@ -259,7 +259,7 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     fields = record.fields
     place = record.location
     if "messages" in fields:
-        return Conversation(_parse_messages(fields["messages"], place), fields.get("tools"))
+        return Conversation(parse_messages(fields["messages"], place), fields.get("tools"))
     if "conversations" in fields:
         return Conversation(_parse_sharegpt(fields, place), fields.get("tools"))
     if "instruction" in fields and "prompt" not in fields:
@@ -299,7 +299,7 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> tuple[dict[str, An
             )
         text = column_text(turn, "value", f"{location}: turn {number}")
         messages.append({"role": SHAREGPT_ROLES[speaker], "content": text})
-    return _parse_messages(messages, location)
+    return parse_messages(messages, location)
 
 
 def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
@@ -316,7 +316,12 @@ def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any]
     return tuple(messages)
 
 
-def _parse_messages(messages: object, location: str) -> tuple[dict[str, Any], ...]:
+def parse_messages(messages: object, location: str) -> tuple[dict[str, Any], ...]:
+    """Check a list of messages and return it.
+
+    Raises:
+        ConfigError: it is no list, or a message has no role or no text; the message has the location.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
     for number, message in enumerate(messages, 1):

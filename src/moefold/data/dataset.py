@@ -1,23 +1,27 @@
 """Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.align import AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
 from moefold.data.huggingface import text_tables
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.mixture import Mixture
+from moefold.data.preference import PackedPairs, ReferenceLogProbs, pack_pairs, preference_reader
+from moefold.data.rewards import conditioned_reader, open_rewards
 from moefold.data.sample import EodAnnotatedSamples, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
-from moefold.data.sft import open_conversations, pack_conversations
+from moefold.data.sft import PackedConversations, ScaledMembers, open_conversations, pack_conversations
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
 from moefold.data.streaming import StreamingSampler
+from moefold.data.tasks import open_task
 from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
 from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
@@ -26,6 +30,7 @@ from moefold.errors import ConfigError
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
 _VALIDATION_ORDER = hash_ints(0)
 _VALIDATION = "validation"
+NO_ALIGNMENT = AlignConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class Dataset:
     """Held-out samples; empty if data.validation_fraction is 0. Shuffled in the same order for every seed."""
     tokenizer: Tokenizer
     """Converts text to ids and back."""
+    reference: ReferenceLogProbs | None = None
+    """Log-probabilities of all pairs under the reference model, for the trainer to fill in; None without pairs."""
 
 
 NEEDS_PROGRAM = (
@@ -45,6 +52,13 @@ NEEDS_PROGRAM = (
     "choose another kind for a command"
 )
 """Message where no program passes samples."""
+
+
+NEEDS_RL = (
+    'data.kind="prompts" has no answers to train on: `moefold train` reads it, with rl.group_size above 0; choose '
+    'data.kind="synthetic" for other commands'
+)
+"""Message where prompts are to be trained on as text."""
 
 
 class NoSamples(Sampler):
@@ -99,6 +113,7 @@ def open_dataset(
     seed: int,
     cache_dir: Path | None = None,
     token_file_set: TokenFileSet | None = None,
+    align: AlignConfig = NO_ALIGNMENT,
 ) -> Dataset:
     """Open the data of a recipe; every process that passes the same arguments gets the same samples.
 
@@ -113,15 +128,22 @@ def open_dataset(
         cache_dir: folder of tokenised text; None means the default cache folder.
         token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
             now.
+        align: the recipe's [align] section.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
-    return _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, token_file_set=token_file_set).open()
+    return _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, token_file_set=token_file_set).open()
 
 
 def prepare(
-    data: DataConfig, *, seq_len: int, vocab_size: int, seed: int, cache_dir: Path | None = None
+    data: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+    cache_dir: Path | None = None,
+    align: AlignConfig = NO_ALIGNMENT,
 ) -> Path | None:
     """Tokenise text into the cache and check token ids, once before ranks start.
 
@@ -132,7 +154,7 @@ def prepare(
     """
     if data.kind == "tokens" and data.corrupt == "fatal":
         TokenFileStream(token_files(data), vocab_size=vocab_size).probe()
-    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
+    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, is_first=True)
     train = opener.open().train
     train.sample(train.next_sample_indices(0, 1)[0])
     return opener.cached_path
@@ -147,6 +169,7 @@ class _DatasetBuilder:
     vocab_size: int
     seed: int
     cache_dir: Path | None
+    align: AlignConfig
     is_first: bool = False
     """This process opens the data before all others: it shows progress and logs skipped files."""
     cached_path: Path | None = None
@@ -168,8 +191,13 @@ class _DatasetBuilder:
             self.token_file_set = self._build_token_file_set()
         if self.token_file_set is None:
             self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
-        if data.kind == "sft":
-            return Dataset(*self._conversations(tokenizer), tokenizer)
+        if data.kind in ("sft", "preference"):
+            return self._conversations(tokenizer)
+        if data.kind == "task":
+            training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)
+            return Dataset(training_problems, held_out or NoSamples(), tokenizer)
+        if data.kind == "prompts":
+            raise ConfigError(NEEDS_RL)
         if data.streaming:
             return Dataset(self._stream(tokenizer), self._held_out_split(tokenizer), tokenizer)
         source = self._source(tokenizer, data.split)
@@ -241,18 +269,49 @@ class _DatasetBuilder:
         document_end = self.data.document_end
         return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
-    def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
+    def _conversations(self, tokenizer: Tokenizer) -> Dataset:
         assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
+        is_preference = self.data.kind == "preference"
+        reader = preference_reader(self.align) if is_preference else None
+        if self.align.method == "condition":
+            reader = conditioned_reader(self.align)
         conversations = open_conversations(
-            self.data, tokenizer, self._skipped, cache_dir=self.cache_dir, shows_progress=self.is_first
+            self.data,
+            tokenizer,
+            self._skipped,
+            reader=reader,
+            cache_dir=self.cache_dir,
+            shows_progress=self.is_first,
         )
         pad_id = tokenizer.separator_id or 0
-        training, validation = pack_conversations(
-            self.data, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
-        )
-        return self._all_of(training), Split(
+        reference = None
+        training: PackedConversations | PackedPairs
+        validation: PackedConversations | PackedPairs
+        if is_preference:
+            training, validation = pack_pairs(
+                self.data, self.align, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
+            )
+            reference = training.reference
+        else:
+            training, validation = pack_conversations(
+                self.data,
+                conversations,
+                seq_len=self.seq_len,
+                pad_id=pad_id,
+                reports=self.is_first,
+                select=self._reward_selection(),
+            )
+        held_out = Split(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
+        return Dataset(self._all_of(training), held_out, tokenizer, reference)
+
+    def _reward_selection(self) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
+        """Return what filters or weights conversations by their rewards, if the recipe does."""
+        if self.align.method not in ("filter", "weight"):
+            return None
+        rewards = open_rewards(self.data, self.align, self._skipped, cache_dir=self.cache_dir)
+        return rewards.filter if self.align.method == "filter" else rewards.weight
 
 
 def check_no_data_path(data: DataConfig) -> None:

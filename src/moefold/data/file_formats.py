@@ -32,6 +32,13 @@ class JsonlRecord:
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
+    repeated_column: str = ""
+    """A column that the object has twice, of which `fields` has the last; empty if there is none."""
+
+    def reject_repeated_column(self) -> None:
+        """Raise ConfigError if the object has a column twice."""
+        if self.repeated_column:
+            raise ConfigError(f"{self.location} has the column {self.repeated_column!r} twice; remove one")
 
 
 def is_jsonl(path: Path) -> bool:
@@ -94,7 +101,18 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
         raise ConfigError(
             f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; fix it"
         )
-    return JsonlRecord(place, fields, len(line))
+    return JsonlRecord(place, fields, len(line), _repeated_column(text, fields))
+
+
+def _repeated_column(text: bytes, fields: Mapping[str, Any]) -> str:
+    """Return a name that occurs twice among the columns of an object; empty if there is none."""
+    names = [name for name in fields if text.count(json.dumps(name, ensure_ascii=False).encode(errors="replace")) > 1]
+    if not names:
+        return ""
+    # The name may also be a value, or a key of an inner object, which is closed before the outer one.
+    objects: list[list[str]] = []
+    json.loads(text, object_pairs_hook=lambda pairs: objects.append([name for name, _ in pairs]))
+    return next((name for name in names if objects[-1].count(name) > 1), "")
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:

@@ -35,6 +35,8 @@ class Sample:
 
     The loss is the weighted mean over the targets of the global batch.
     """
+    weight_scale: NDArray[np.float64] | None = None
+    """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]; None: 1."""
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further columns of the batch for a loss function, one value or more per input token, [..., S]."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class Sample:
     @property
     def is_annotated(self) -> bool:
         """Return whether the sample has more than tokens."""
-        has_arrays = self.document_ids is not None or self.weights is not None
+        has_arrays = any(x is not None for x in (self.document_ids, self.weights, self.weight_scale))
         return has_arrays or bool(self.token_columns) or bool(self.sample_columns)
 
 
@@ -107,6 +109,8 @@ class SampleBatch:
     """[count, S + 1]; None if and only if the source has no annotations. The same holds for `weights`."""
     weights: NDArray[np.float64] | None = None
     """[count, S]; as the source gave them, so first tokens of documents may still have a nonzero weight."""
+    weight_scale: NDArray[np.float64] | None = None
+    """[count, S]; None if no sample has one."""
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[count, ..., S] each."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -154,6 +158,10 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
             documents[i] = sample.document_ids
         if sample.weights is not None:
             weights[i] = sample.weights
+    scale = None
+    if any(sample.weight_scale is not None for sample in samples):
+        ones = np.ones(seq_len)
+        scale = np.stack([ones if sample.weight_scale is None else sample.weight_scale for sample in samples])
     token_columns = _stack_columns([sample.token_columns for sample in samples])
     sample_columns = _stack_columns([sample.sample_columns for sample in samples])
     for name, values in token_columns.items():
@@ -163,7 +171,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     clashes = {name for name in names if name in RESERVED_COLUMNS or names.count(name) > 1}
     if clashes:
         raise ValueError(f"the column names {sorted(clashes)} are taken; choose other names")
-    return SampleBatch(tokens, documents, weights, token_columns, sample_columns)
+    return SampleBatch(tokens, documents, weights, scale, token_columns, sample_columns)
 
 
 def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

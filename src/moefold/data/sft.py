@@ -1,24 +1,25 @@
 """Supervised fine-tuning data: tokenised conversations, packed into samples by best fit.
 
-The cache holds one uint32 per token: the id, a bit for targets (assistant output) and a bit for the first token of a
-conversation. Packing depends on the sequence length; every process computes the same packing from the lengths.
+The cache holds one uint32 per token: the id, a bit for targets (assistant output), and two bits for the first token of
+a conversation and its label. Packing depends on the sequence length; every process computes the same packing from the
+lengths.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.chat import ChatTemplate, load_chat_template, parse_conversation
+from moefold.data.chat import ChatTemplate, Message, load_chat_template, parse_conversation
 from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
@@ -32,11 +33,38 @@ from moefold.errors import ConfigError
 FORMAT_VERSION = 1
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
-_ID_MASK = np.uint32((1 << 30) - 1)
+LABEL_BIT = np.uint32(1 << 29)
+"""Of the first token of a conversation; its meaning is that of the kind of data."""
+_ID_MASK = np.uint32((1 << 29) - 1)
 _BATCH_RECORDS = 512
 _SCAN_CHUNK_TOKENS = 2**24
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationToRender:
+    """A conversation of the files, as it is rendered."""
+
+    messages: Sequence[Message]
+    tools: Any
+    location: str
+    """FILE:LINE, for messages."""
+    size_bytes: int
+    """Bytes of the files that it accounts for, for the progress."""
+    first_response: int = 0
+    """The assistant's turns before this one belong to the prompt, and have no targets."""
+    has_label: bool = False
+    """Sets `LABEL_BIT`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationReader:
+    """Reader that turns the rows of the files into conversations."""
+
+    identity: tuple[str, ...]
+    """It changes with anything that changes the conversations; part of the name of the cache entry."""
+    read: Callable[[Iterator[JsonlRecord]], Iterator[ConversationToRender]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +86,14 @@ class TokenizedConversations:
         flagged = self.flagged[start : min(start + max_tokens, int(self.starts[number + 1]))]
         return (flagged & _ID_MASK).astype(np.int64), _is_target(flagged)
 
-    def count_targets(self, max_tokens: int) -> NDArray[np.int64]:
+    def has_label(self, number: int) -> bool:
+        """Return whether the label bit of a conversation is set."""
+        start = int(self.starts[number])
+        return bool(self.flagged[start : start + 1][0] & LABEL_BIT)
+
+    def count_targets(self, max_tokens: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of targets among the first `max_tokens` tokens of each conversation, [conversations]."""
+        limits = np.broadcast_to(max_tokens, len(self))
         counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
@@ -69,10 +103,22 @@ class TokenizedConversations:
             starts = self.starts[first : end + 1]
             targets = _is_target(self.flagged[starts[0] : starts[-1]])
             places = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-            targets &= places < max_tokens
+            targets &= places < np.repeat(limits[first:end], np.diff(starts))
             counts[first:end] = np.add.reduceat(targets, starts[:-1] - starts[0], dtype=np.int64)
             first = end
         return counts
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMembers:
+    """Conversations to train on, and the factors of their losses."""
+
+    members: NDArray[np.int64]
+    """Their numbers, ascending."""
+    scales: NDArray[np.float64] | None = None
+    """Factor of the loss of each conversation of the files, [conversations]; None: 1."""
+    message: str = ""
+    """Line for the log."""
 
 
 class PackedConversations:
@@ -83,7 +129,13 @@ class PackedConversations:
     """
 
     def __init__(
-        self, conversations: TokenizedConversations, members: NDArray[np.int64], *, seq_len: int, pad_id: int
+        self,
+        conversations: TokenizedConversations,
+        members: NDArray[np.int64],
+        *,
+        seq_len: int,
+        pad_id: int,
+        scales: NDArray[np.float64] | None = None,
     ) -> None:
         """Pack some of the conversations.
 
@@ -92,9 +144,11 @@ class PackedConversations:
             members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
             seq_len: S.
             pad_id: id of the padding.
+            scales: factor of the loss of each conversation, [conversations]; None: 1.
         """
         self.seq_len = seq_len
         self._conversations = conversations
+        self._scales = scales
         self._pad_id = pad_id
         lengths = np.minimum(np.diff(conversations.starts)[members], seq_len + 1)
         self.num_tokens = int(lengths.sum())
@@ -119,6 +173,7 @@ class PackedConversations:
         tokens = np.full(size, self._pad_id, dtype=np.int64)
         documents = np.full(size, len(self._bins[number]), dtype=np.int32)
         is_target = np.zeros(size, dtype=np.bool_)
+        scale = np.ones(size)
         start = 0
         for document, conversation in enumerate(self._bins[number]):
             ids, targets = self._conversations.read(int(conversation), size)
@@ -126,8 +181,10 @@ class PackedConversations:
             tokens[start:stop] = ids
             documents[start:stop] = document
             is_target[start:stop] = targets
+            if self._scales is not None:
+                scale[start:stop] = self._scales[conversation]
             start = stop
-        return Sample(tokens, documents, is_target[1:])
+        return Sample(tokens, documents, is_target[1:], weight_scale=None if self._scales is None else scale[1:])
 
 
 def open_conversations(
@@ -135,10 +192,19 @@ def open_conversations(
     tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
     *,
+    reader: ConversationReader | None = None,
     cache_dir: Path | None,
     shows_progress: bool,
 ) -> TokenizedConversations:
     """Open the conversations that data.path names, except skipped files; tokenises them on the first call.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: the tokenizer.
+        skipped: files to leave out.
+        reader: how rows become conversations; None: each row is one.
+        cache_dir: folder of tokenised text; None: the default one.
+        shows_progress: show progress on stderr.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
@@ -147,11 +213,17 @@ def open_conversations(
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     template = load_chat_template(data)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    identity = ["sft", FORMAT_VERSION, sizes, tokenizer.identity, template.identity]
+    reader = reader or ConversationReader(("sft",), _read_conversations)
+    identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     def write(file: BinaryIO) -> None:
-        _write_conversations(file, files, tokenizer, template, shows_progress)
+        conversations = reader.read(record for path in files for record in jsonl_records(path))
+        total_bytes = sum(path.stat().st_size for path in files)
+        with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
+            num_tokens = _write_conversations(file, conversations, tokenizer, template, progress)
+        if not num_tokens:
+            raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
 
     flagged = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
     starts = [
@@ -162,7 +234,13 @@ def open_conversations(
 
 
 def pack_conversations(
-    data: DataConfig, conversations: TokenizedConversations, *, seq_len: int, pad_id: int, reports: bool
+    data: DataConfig,
+    conversations: TokenizedConversations,
+    *,
+    seq_len: int,
+    pad_id: int,
+    reports: bool,
+    select: Callable[[NDArray[np.int64]], ScaledMembers] | None = None,
 ) -> tuple[PackedConversations, PackedConversations]:
     """Split conversations into training and validation, and pack both parts.
 
@@ -175,6 +253,7 @@ def pack_conversations(
         seq_len: S.
         pad_id: id of the padding.
         reports: log how many were skipped and truncated.
+        select: chooses among the conversations that have a target, and scales their losses; None: all, unscaled.
 
     Returns:
         (training, validation).
@@ -187,7 +266,7 @@ def pack_conversations(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         raise ConfigError(
-            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and "
+            f"{conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
             f'raise it to {int(lengths.max()) - 1}, or set data.overlong="cut"'
         )
@@ -197,13 +276,17 @@ def pack_conversations(
             f"data.path: none of {len(conversations)} conversations has a response of the assistant within "
             f"train.seq_len={seq_len}; name conversations with one, or raise train.seq_len"
         )
-    training, validation = _hold_out(members, data.validation_fraction)
+    num_skipped = len(conversations) - len(members)
+    selected = ScaledMembers(members) if select is None else select(members)
+    training, validation = hold_out(selected.members, data.validation_fraction)
     parts = (
-        PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id),
-        PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id),
+        PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
+        PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
     )
     if reports:
-        _report(len(conversations) - len(members), int(is_long[members].sum()), len(members), parts[0])
+        if selected.message:
+            logger.warning("%s", selected.message)
+        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), parts[0])
     return parts
 
 
@@ -221,50 +304,53 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
     return files
 
 
+def _read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
+    """Yield each record as one conversation."""
+    for record in records:
+        found = parse_conversation(record)
+        yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes)
+
+
 def _write_conversations(
     file: BinaryIO,
-    files: tuple[Path, ...],
+    conversations: Iterator[ConversationToRender],
     tokenizer: OffsetTokenizer,
     template: ChatTemplate,
-    shows_progress: bool,
-) -> None:
+    progress: ReadProgress,
+) -> int:
+    """Write the flagged ids of all conversations as an .npy file; return their number."""
     dtype = np.dtype("<u4")
     file.write(npy_header(dtype, 0))
     num_tokens = 0
-    records = (record for path in files for record in jsonl_records(path))
-    total_bytes = sum(path.stat().st_size for path in files)
-    with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
-        while batch := list(islice(records, _BATCH_RECORDS)):
-            for flagged in _tokenize(batch, tokenizer, template):
-                file.write(flagged.astype(dtype).tobytes())
-                num_tokens += len(flagged)
-            progress.advance(sum(record.size_bytes for record in batch))
-    if not num_tokens:
-        raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
+    while batch := list(islice(conversations, _BATCH_RECORDS)):
+        for flagged in _tokenize(batch, tokenizer, template):
+            file.write(flagged.astype(dtype).tobytes())
+            num_tokens += len(flagged)
+        progress.advance(sum(conversation.size_bytes for conversation in batch))
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
+    return num_tokens
 
 
 def _tokenize(
-    records: list[JsonlRecord], tokenizer: OffsetTokenizer, template: ChatTemplate
+    conversations: list[ConversationToRender], tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> Iterator[NDArray[np.uint32]]:
-    conversations = [parse_conversation(record) for record in records]
-    requests = [
-        (found.messages, found.tools, record.location) for found, record in zip(conversations, records, strict=True)
-    ]
+    requests = [(one.messages, one.tools, one.location) for one in conversations]
     chats = []
-    for record, chat in zip(records, template.render_all(requests), strict=True):
+    for one, chat in zip(conversations, template.render_all(requests), strict=True):
         chats.append(chat)
         # The text may contain other fields than the content, such as names and tool calls.
-        reject_surrogates(chat.text, f"{record.location}: the rendered conversation")
+        reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
     encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
-    for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
+    for one, chat, (ids, places) in zip(conversations, chats, encoded, strict=True):
         if not len(ids):
-            raise ConfigError(f"{record.location}: the chat template renders the conversation as no text; remove it")
+            raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
         flagged = ids.astype(np.uint32)
-        for response in chat.responses:
+        for response in chat.responses[one.first_response :]:
             flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
         flagged[0] |= FIRST_TOKEN_BIT
+        if one.has_label:
+            flagged[0] |= LABEL_BIT
         yield flagged
 
 
@@ -274,7 +360,7 @@ def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
     return is_target
 
 
-def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split conversation numbers into training and validation by a hash of them; both ascending."""
     if fraction == 0:
         return members, members[:0]
@@ -289,7 +375,7 @@ def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.i
     return np.sort(members[order[num_held_out:]]), np.sort(members[order[:num_held_out]])
 
 
-def _conversation_location(data: DataConfig, number: int) -> str:
+def conversation_location(data: DataConfig, number: int) -> str:
     """Return FILE:LINE of a conversation."""
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
     return next(islice(records, number, None)).location

@@ -22,7 +22,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """
     if data.kind == "python-docs":
         return [(file.path.name, file.path) for file in python_docs_corpus().files]
-    if data.kind in ("synthetic", "program"):
+    if data.kind in ("synthetic", "program", "task"):
         return []
     found = []
     for name in (data.path,) if isinstance(data.path, str) else data.path:
@@ -50,7 +50,8 @@ def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the files next to the sources that affect tokenisation: tokenizer and chat template."""
     found = []
-    if data.kind in ("text", "huggingface", "sft") and data.tokenizer != "bytes":
+    is_text = data.kind in ("text", "huggingface", "sft", "preference", "task", "prompts")
+    if is_text and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
         file = path / "tokenizer.json" if path.is_dir() else path
         found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
@@ -62,4 +63,4 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
-    return data.kind != "sft" or is_jsonl(file)
+    return data.kind not in ("sft", "preference", "prompts") or is_jsonl(file)

@@ -12,6 +12,7 @@ from moefold.data.input_paths import data_paths, files_below
 from moefold.data.sampler import split_samples
 from moefold.data.sft import conversation_files
 from moefold.data.skip_corrupt import skipped_files
+from moefold.data.tasks import open_task
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -36,7 +37,15 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
     if data.kind == "program":
         return
-    if data.kind == "sft":
+    if data.kind == "task":
+        check_no_data_path(data)
+        open_task(data, tokenizer, seq_len=seq_len, seed=0)
+        return
+    if data.kind == "prompts":
+        conversation_files(data)
+        load_chat_template(data)
+        return
+    if data.kind in ("sft", "preference"):
         conversation_files(data)
         load_chat_template(data)
         return

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_RECIPE_BYTES, have_same_content, parse_toml, read_json, read_text
+from moefold.bounded_read import MAX_CONFIG_BYTES, have_same_content, read_json
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     model_differences,
@@ -18,7 +18,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
-from moefold.convert.hf_sidecar_files import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.validate.config import check_model
@@ -98,7 +98,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
-    data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
+    others = ("seed", "seq_len")
+    data = {key: value for key, value in meta.order.items() if key not in others and not key.startswith("align.")}
     cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = _find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
@@ -120,7 +121,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     folder = find_sidecar_dir(source.path)
     file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
     if not is_trained:
-        recipe = _recipe_tokenizer(source.path) if not file.exists() else ""
+        recipe = recipe_tokenizer(source.path) if not file.exists() else ""
         source = replace(
             source,
             data=DataConfig(kind="text", tokenizer=recipe or str(file)),
@@ -130,19 +131,6 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
         return source
     return replace(source, eos_ids=_eos_ids(*_read_hf_configs(folder)))
-
-
-def _recipe_tokenizer(path: Path) -> str:
-    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none."""
-    try:
-        recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / RECIPE_FILE} cannot be read ({error}); repair or remove it") from error
-    data = recipe.get("data")
-    tokenizer = data.get("tokenizer", "") if isinstance(data, dict) else ""
-    return tokenizer if isinstance(tokenizer, str) else ""
 
 
 def _is_same_file(first: Path, second: Path) -> bool:

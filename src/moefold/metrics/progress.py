@@ -259,6 +259,8 @@ def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_l
     parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
     if eval_loss is not None:
         parts.append(f"eval {eval_loss:.4f}")
+    if metrics.rl is not None and metrics.rl["reward"] is not None:
+        parts.append(f"reward {metrics.rl['reward']:.3f}")
     parts.append(f"lr {metrics.lr:.3g}")
     parts.append(f"grad norm {metrics.grad_norm:.3g}")
     if metrics.step < steps:

@@ -234,6 +234,12 @@ class StepMetrics:
     loss_terms: dict[str, float] | None = None
     """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
 
+    loss_metrics: dict[str, float] | None = None
+    """Metrics of a loss function, by name; None for a loss without metrics."""
+
+    rl: dict[str, Any] | None = None
+    """Metrics of the rollouts of a step ([rl.md](rl.md)); None without reinforcement learning."""
+
     @property
     def worst_expert_load(self) -> float | None:
         """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""

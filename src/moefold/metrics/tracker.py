@@ -168,6 +168,8 @@ def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
     """Return the scalars of a step by curve name."""
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
     scalars |= {f"train/loss_terms/{name}": value for name, value in (metrics.loss_terms or {}).items()}
+    scalars |= {f"train/loss_metrics/{name}": value for name, value in (metrics.loss_metrics or {}).items()}
+    scalars |= {f"rl/{name}": value for name, value in (metrics.rl or {}).items()}
     for curve, key in _LAYER_SCALARS:
         values = {layer.layer: getattr(layer, key) for layer in metrics.moe_layers}
         scalars |= _over_layers(curve, [value for value in values.values() if value is not None])

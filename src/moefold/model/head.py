@@ -7,8 +7,24 @@ from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear
 from moefold.model.local_param import local_param
+from moefold.model.loss import (
+    PLAIN_SOFTMAX,
+    ChunkOptions,
+    SoftmaxOptions,
+    TokenLosses,
+    chunked_token_losses,
+    token_losses,
+)
+from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.norm import RMSNorm
-from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.model.tp_interface import (
+    ContextParallel,
+    NoContextParallel,
+    NoSequenceParallel,
+    NoVocabParallel,
+    SequenceParallel,
+    VocabParallel,
+)
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
@@ -26,6 +42,7 @@ class Head(nn.Module):
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.vocab_parallel: VocabParallel = NoVocabParallel()
+        self.context_parallel: ContextParallel = NoContextParallel()
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
 
@@ -48,7 +65,14 @@ class Head(nn.Module):
             self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
         )
 
-    def losses(self, x: Tensor, tied_weight: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
+    def losses(
+        self,
+        x: Tensor,
+        tied_weight: Tensor | None,
+        labels: Tensor,
+        chunk: int = 0,
+        softmax: SoftmaxOptions = PLAIN_SOFTMAX,
+    ) -> TokenLosses:
         """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
 
         Args:
@@ -56,23 +80,25 @@ class Head(nn.Module):
             tied_weight: the embedding weight, if embeddings are tied.
             labels: next tokens.
             chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
+            softmax: temperature, and whether the entropy is computed too.
         """
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
         if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
-            return self.vocab_parallel.cross_entropy(self.logits(x, tied_weight), labels, self.cross_entropy_ops)
+            logits = self.logits(x, tied_weight)
+            return token_losses(logits, labels, self.vocab_parallel.vocab_range, self.cross_entropy_ops, softmax)
         chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
         x_all = self.sequence_parallel.gather(x)
         weight_shard = self._weight_shard(x, tied_weight)
-        return self.vocab_parallel.chunked_cross_entropy(
-            x_all,
-            weight_shard,
-            labels,
+        options = ChunkOptions(
             chunk,
+            self.vocab_parallel.vocab_range,
             saves_exponentials=is_single_chunk,
             gemm=self.gemm,
             ops=self.cross_entropy_ops,
+            softmax=softmax,
         )
+        return chunked_token_losses(x_all, weight_shard, labels, options)
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
@@ -91,24 +117,42 @@ class ModelOutput:
         head: the output head.
         tied_weight: the embedding weight, if embeddings are tied.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
+        metrics: records the metrics of the loss function.
     """
 
-    def __init__(self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int, metrics: LossMetricRecorder
+    ) -> None:
         self.hidden = hidden
+        self.metrics = metrics
         self._head = head
         self._tied_weight = tied_weight
         self._chunk = chunk
 
-    def cross_entropy(self, labels: Tensor) -> Tensor:
+    def token_losses(self, labels: Tensor, softmax: SoftmaxOptions = PLAIN_SOFTMAX) -> TokenLosses:
         """Compute the cross-entropy of each label in nats, int64 [B, S/cp] -> [B, S/cp] in float32 at least.
 
         The full logits are not in memory if `train.loss_chunk` is smaller than the micro-batch.
-        """
-        return self._head.losses(self.hidden, self._tied_weight, labels.t(), self._chunk).t()
 
-    def log_probs(self, tokens: Tensor) -> Tensor:
-        """Compute the log-probability of each next token, int64 [B, S/cp] -> [B, S/cp], by `cross_entropy`."""
-        return -self.cross_entropy(tokens)
+        Args:
+            labels: next tokens.
+            softmax: temperature, and whether the entropy of each position is computed too, [B, S/cp].
+        """
+        losses = self._head.losses(self.hidden, self._tied_weight, labels.t(), self._chunk, softmax)
+        return TokenLosses(losses.loss.t(), None if losses.entropy is None else losses.entropy.t())
+
+    def cross_entropy(self, labels: Tensor) -> Tensor:
+        """Compute the cross-entropy of each label, int64 [B, S/cp] -> [B, S/cp], by `token_losses`."""
+        return self.token_losses(labels).loss
+
+    def log_probs(self, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+        """Compute the log-probability of each next token, int64 [B, S/cp] -> [B, S/cp], by `token_losses`."""
+        return -self.token_losses(tokens, SoftmaxOptions(temperature)).loss
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """The ranks that share the samples of this micro-batch; a loss sums over their tokens by `sum_over_context`."""
+        return self._head.context_parallel
 
     def logits(self) -> Tensor:
         """Compute the logits over the whole vocabulary, [B, S/cp, V]; all-gather over tp.

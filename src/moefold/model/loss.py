@@ -1,14 +1,21 @@
 """Cross-entropy over a vocabulary that may be sharded by rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps, RowStatistics, exponentiate_
+from moefold.ops.cross_entropy import (
+    TORCH_CROSS_ENTROPY_OPS,
+    CrossEntropyOps,
+    RowStatistics,
+    exponential_dot,
+    exponentiate_,
+    log_exponential_dot,
+)
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 Reduction = Callable[[Tensor], Tensor]
@@ -37,6 +44,27 @@ class VocabRange:
 FULL_VOCAB = VocabRange()
 
 
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    """The law whose log-probabilities are computed, and what is computed of it."""
+
+    temperature: float = 1.0
+    """Logits, in float32 at least, are divided by it before the softmax."""
+    has_entropy: bool = False
+    """Compute the entropy of the law too, without a gradient: one more pass over the logits, and no GEMM."""
+
+
+PLAIN_SOFTMAX = SoftmaxOptions()
+
+
+class TokenLosses(NamedTuple):
+    """Cross-entropy of each label, and entropy of the law that predicts it, in nats, float32 at least, [...]."""
+
+    loss: Tensor
+    entropy: Tensor | None
+    """Without a gradient; None unless `SoftmaxOptions.has_entropy`."""
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -55,7 +83,21 @@ def cross_entropy(
         [...]: the same value on each rank that shares the vocabulary; the gradient into `logits` is that of one such
         loss.
     """
-    return _CrossEntropy.apply(logits, labels, vocab_range, ops)
+    return token_losses(logits, labels, vocab_range, ops).loss
+
+
+def token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_range: VocabRange = FULL_VOCAB,
+    ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
+    softmax: SoftmaxOptions = PLAIN_SOFTMAX,
+) -> TokenLosses:
+    """Compute `cross_entropy`, with a temperature and the entropy if asked for.
+
+    With a temperature other than 1 the logits are saved in float32 at least; `chunked_token_losses` saves none.
+    """
+    return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 
 
 def chunked_cross_entropy(
@@ -69,7 +111,32 @@ def chunked_cross_entropy(
     gemm: Gemm = TORCH_GEMM,
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
 ) -> Tensor:
-    """Compute `cross_entropy` of the logits x @ weight.T, `chunk` tokens at a time.
+    """Compute `cross_entropy` of the logits x @ weight.T, `chunk` tokens at a time; see `chunked_token_losses`."""
+    options = ChunkOptions(chunk, vocab_range, saves_exponentials, gemm, ops)
+    return chunked_token_losses(x, weight, labels, options).loss
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """Non-tensor arguments of the chunked loss."""
+
+    chunk: int
+    """Tokens."""
+    vocab_range: VocabRange = FULL_VOCAB
+    """Rows of this rank, with one reduction of each kind for all tokens."""
+    saves_exponentials: bool = False
+    """Recompute nothing: the exponentials of all logits are saved in float32 at least, and no other tensor of their
+    size is allocated; by torch operations."""
+    gemm: Gemm = TORCH_GEMM
+    """GEMM backend."""
+    ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+    """Operations on the logits of a chunk."""
+    softmax: SoftmaxOptions = PLAIN_SOFTMAX
+    """Temperature and entropy."""
+
+
+def chunked_token_losses(x: Tensor, weight: Tensor, labels: Tensor, options: ChunkOptions) -> TokenLosses:
+    """Compute `token_losses` of the logits x @ weight.T, a chunk of tokens at a time.
 
     The backward pass recomputes the logits of a chunk: one GEMM more than the three without chunks. It saves x and two
     numbers a token. Each reduction is called once, for all tokens together.
@@ -78,84 +145,81 @@ def chunked_cross_entropy(
         x: hidden states, [..., H].
         weight: rows of this rank, [V/tp, H].
         labels: int64 [...].
-        chunk: tokens.
-        vocab_range: rows of this rank, with one reduction of each kind for all tokens.
-        saves_exponentials: recompute nothing: the exponentials of all logits are saved in float32 at least, and no
-            other tensor of their size is allocated; by torch operations.
-        gemm: GEMM backend.
-        ops: operations on the logits of a chunk.
+        options: chunk size, vocabulary rows, kernels.
 
     Returns:
-        [...]: as of `cross_entropy`; the gradient of `weight` is summed over chunks in float32 at least.
+        [...]: as of `token_losses`; the gradient of `weight` is summed over chunks in float32 at least.
     """
     # Without a backward pass there is no use for saved exponentials.
-    options = _ChunkOptions(chunk, vocab_range, saves_exponentials and torch.is_grad_enabled(), gemm, ops)
-    return _ChunkedCrossEntropy.apply(x, weight, labels, options)
-
-
-@dataclass(frozen=True)
-class _ChunkOptions:
-    """Non-tensor arguments of the chunked loss."""
-
-    chunk: int
-    vocab_range: VocabRange
-    saves_exponentials: bool
-    gemm: Gemm
-    ops: CrossEntropyOps
+    options = replace(options, saves_exponentials=options.saves_exponentials and torch.is_grad_enabled())
+    return TokenLosses(*_ChunkedCrossEntropy.apply(x, weight, labels, options))
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_range: VocabRange, ops: CrossEntropyOps) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_range: VocabRange, ops: CrossEntropyOps, softmax: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor | None]:
         logits_NV = logits.reshape(-1, logits.shape[-1]).contiguous()
+        if softmax.temperature != 1:
+            logits_NV = logits_NV.to(torch.promote_types(logits.dtype, torch.float32)) / softmax.temperature
         row_N = vocab_range.local_rows(labels, logits.shape[-1])
-        merged = _merge_over_ranks(ops.statistics(logits_NV, row_N), row_N, vocab_range)
+        local = ops.statistics(logits_NV, row_N)
+        dot_N = exponential_dot(logits_NV, local.top_C) if softmax.has_entropy else None
+        merged = _merge_over_ranks(local, row_N, vocab_range, dot_N)
         ctx.save_for_backward(logits_NV, row_N, merged.normalizer_N)
-        ctx.shape = logits.shape
-        ctx.ops = ops
-        return merged.loss_N.view(labels.shape)
+        ctx.logits_like = logits.shape, logits.dtype
+        ctx.args = ops, softmax.temperature
+        return _outputs(ctx, merged, labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits_NV, row_N, normalizer_N = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        ctx.ops.gradient_out(grad_NV, logits_NV, row_N, normalizer_N, grad.flatten())
-        return grad_NV.view(ctx.shape), None, None, None
+        shape, dtype = ctx.logits_like
+        ops, temperature = ctx.args
+        grad_NV = torch.empty_like(logits_NV, dtype=dtype)
+        ops.gradient_out(grad_NV, logits_NV, row_N, normalizer_N, _over_temperature(grad.flatten(), temperature))
+        return grad_NV.view(shape), None, None, None, None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: _ChunkOptions) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: ChunkOptions
+    ) -> tuple[Tensor, Tensor | None]:
         row_N = options.vocab_range.local_rows(labels, len(weight))
+        softmax = options.softmax
         statistics: list[RowStatistics] = []
+        dots: list[Tensor] = []
         exps: list[Tensor] = []
         for x_CH, row_C in zip(x.flatten(0, -2).split(options.chunk), row_N.split(options.chunk), strict=True):
-            logits_CV = options.gemm.matmul_fp32(x_CH, weight)
+            logits_CV = _chunk_logits(x_CH, weight, options)
             if options.saves_exponentials:
                 statistics.append(exponentiate_(logits_CV, row_C))
                 exps.append(logits_CV)
+                dots += [log_exponential_dot(logits_CV)] if softmax.has_entropy else []
             else:
                 statistics.append(options.ops.statistics(logits_CV, row_C))
+                dots += [exponential_dot(logits_CV, statistics[-1].top_C)] if softmax.has_entropy else []
             # Freed before the logits of the next chunk are allocated.
             del logits_CV
-        merged = _merge_over_ranks(
-            RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True))), row_N, options.vocab_range
-        )
+        local = RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
+        merged = _merge_over_ranks(local, row_N, options.vocab_range, torch.cat(dots) if dots else None)
         # The factor of the saved exponentials, or else the log-normaliser to subtract from the logits.
         normalizer_N = merged.share_N / merged.total_N if options.saves_exponentials else merged.normalizer_N
         ctx.save_for_backward(x, weight, row_N, normalizer_N, *exps)
         ctx.options = options
-        return merged.loss_N.view(labels.shape)
+        return _outputs(ctx, merged, labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, row_N, normalizer_N, *exps = ctx.saved_tensors
         options = ctx.options
         gemm = options.gemm
         x_NH = x.flatten(0, -2)
-        grad_N = grad.flatten()
+        grad_N = _over_temperature(grad.flatten(), options.softmax.temperature)
         grad_x_NH = torch.empty_like(x_NH)
         weight_VH = gemm.upcast(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -169,7 +233,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if not gemm.accepts_fp32_weight(weight):
                     scaled_CV = scaled_CV.to(weight.dtype)
             else:
-                logits_CV = gemm.matmul_fp32(x_NH[chunk], weight)
+                logits_CV = _chunk_logits(x_NH[chunk], weight, options)
                 is_in_place = gemm.accepts_fp32_weight(weight) or logits_CV.dtype == weight.dtype
                 scaled_CV = logits_CV if is_in_place else torch.empty_like(logits_CV, dtype=weight.dtype)
                 options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grad_N[chunk])
@@ -179,6 +243,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # Freed before the logits of the next chunk are allocated.
             del scaled_CV
         return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None
+
+
+def _chunk_logits(x_CH: Tensor, weight: Tensor, options: ChunkOptions) -> Tensor:
+    """Compute the logits of a chunk over the temperature, in float32 at least, [C, V/tp]."""
+    logits_CV = options.gemm.matmul_fp32(x_CH, weight)
+    return logits_CV if options.softmax.temperature == 1 else logits_CV.div_(options.softmax.temperature)
+
+
+def _over_temperature(grad_N: Tensor, temperature: float) -> Tensor:
+    """Return the gradient into logits of a gradient into logits over the temperature."""
+    return grad_N if temperature == 1 else grad_N / temperature
+
+
+def _outputs(ctx: Any, merged: "_MergedStatistics", shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+    """Return loss and entropy in the shape of the labels; the entropy has no gradient."""
+    entropy = None if merged.entropy_N is None else merged.entropy_N.view(shape)
+    if entropy is not None:
+        ctx.mark_non_differentiable(entropy)
+    return merged.loss_N.view(shape), entropy
 
 
 class _MergedStatistics(NamedTuple):
@@ -191,16 +274,31 @@ class _MergedStatistics(NamedTuple):
     """Factor of this rank's exponentials, which are relative to its own maximum."""
     normalizer_N: Tensor
     """Log-sum-exp."""
+    entropy_N: Tensor | None
+    """Entropy, if asked for."""
 
 
-def _merge_over_ranks(local: RowStatistics, row_N: Tensor, vocab_range: VocabRange) -> _MergedStatistics:
-    """Merge the statistics of all ranks that share the vocabulary; one all-reduce (max) and one (sum)."""
+def _merge_over_ranks(
+    local: RowStatistics, row_N: Tensor, vocab_range: VocabRange, dot_N: Tensor | None
+) -> _MergedStatistics:
+    """Merge the statistics of all ranks that share the vocabulary; one all-reduce (max) and one (sum).
+
+    Args:
+        local: statistics of this rank's rows.
+        row_N: row of each label on this rank.
+        vocab_range: reductions over the ranks.
+        dot_N: `exponential_dot` of this rank's rows; None: no entropy.
+    """
     top_N = vocab_range.reduce_max(local.top_C)
     share_N = (local.top_C - top_N).exp()
     target_N = (local.target_C - top_N).where(row_N >= 0, 0.0)
-    total_N, target_N = vocab_range.reduce_sum(torch.stack((local.sum_C * share_N, target_N))).unbind(0)
+    summands = [local.sum_C * share_N, target_N]
+    if dot_N is not None:
+        summands.append(share_N * (dot_N + local.sum_C * (local.top_C - top_N)))
+    total_N, target_N, *dots = vocab_range.reduce_sum(torch.stack(summands)).unbind(0)
     log_total_N = total_N.log()
-    return _MergedStatistics(log_total_N - target_N, total_N, share_N, log_total_N + top_N)
+    entropy_N = log_total_N - dots[0] / total_N if dots else None
+    return _MergedStatistics(log_total_N - target_N, total_N, share_N, log_total_N + top_N, entropy_N)
 
 
 def _scale_exponentials_out(out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grad_C: Tensor) -> None:

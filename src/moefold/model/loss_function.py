@@ -6,11 +6,12 @@ column "weights" does.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from moefold.model.head import ModelOutput
+from moefold.model.loss_metrics import LossMetric
 
 
 class LossFunction(Protocol):
@@ -32,6 +33,21 @@ class LossFunction(Protocol):
             The terms, each a weighted sum over tokens, [len(terms)].
         """
         ...
+
+
+@runtime_checkable
+class MeasuredLossFunction(LossFunction, Protocol):
+    """Loss function that also records metrics, by `ModelOutput.metrics`, which are logged and not minimised."""
+
+    @property
+    def metrics(self) -> Sequence[LossMetric]:
+        """The metrics that a call records, on every rank of the last stage."""
+        ...
+
+
+def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
+    """Return the metrics of a loss function, if it has any."""
+    return loss.metrics if isinstance(loss, MeasuredLossFunction) else ()
 
 
 class NextTokenLoss:

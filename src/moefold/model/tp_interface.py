@@ -1,4 +1,4 @@
-"""Interfaces of tensor parallelism, and their implementations for one rank.
+"""Interfaces of tensor and context parallelism, and their implementations for one rank.
 
 A module handles sequence shards through `SequenceParallel` and vocabulary shards through `VocabParallel`; the
 communicating implementations are in `moefold.parallel`.
@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend, linear
-from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.loss import FULL_VOCAB, VocabRange, cross_entropy
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
-from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class SequenceParallel(ABC):
@@ -61,8 +60,36 @@ class SequenceParallel(ABC):
         return self.scatter(linear(x, weight, None, wgrad_store, linear_backend))
 
 
+class ContextParallel(Protocol):
+    """Context parallelism, as a loss sees it: each rank of a group has a part of every sample's tokens."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share a sample, cp."""
+        ...
+
+    def sum_over_context(self, x: Tensor) -> Tensor:
+        """Sum a tensor over these ranks, on each of them; the gradient is the sum of the ranks' gradients."""
+        ...
+
+
+class NoContextParallel:
+    """No context parallelism: one rank has all tokens of a sample."""
+
+    size = 1
+
+    def sum_over_context(self, x: Tensor) -> Tensor:
+        """Return x unchanged."""
+        return x
+
+
 class VocabParallel(Protocol):
     """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp."""
+
+    @property
+    def vocab_range(self) -> VocabRange:
+        """Rows of this rank, for the cross-entropy over all rows."""
+        ...
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H]; zeros for tokens of other ranks."""
@@ -74,24 +101,6 @@ class VocabParallel(Protocol):
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute the loss of each token in nats, float32 at least [...], from logits [..., V/tp] and labels [...]."""
-        ...
-
-    def chunked_cross_entropy(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        *,
-        saves_exponentials: bool = False,
-        gemm: Gemm = TORCH_GEMM,
-        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-    ) -> Tensor:
-        """Compute the loss from hidden states [..., H] and head rows [V/tp, H], `chunk` tokens at a time.
-
-        The backward pass recomputes the logits with `gemm`, unless `saves_exponentials`; see
-        `loss.chunked_cross_entropy`.
-        """
         ...
 
 
@@ -110,6 +119,8 @@ class NoSequenceParallel(SequenceParallel):
 class NoVocabParallel:
     """No vocabulary parallelism: one rank holds all rows."""
 
+    vocab_range = FULL_VOCAB
+
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Look up the rows of tokens."""
         return F.embedding(tokens, weight)
@@ -121,19 +132,3 @@ class NoVocabParallel:
     def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute cross-entropy over all rows."""
         return cross_entropy(logits, labels, ops=ops)
-
-    def chunked_cross_entropy(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        *,
-        saves_exponentials: bool = False,
-        gemm: Gemm = TORCH_GEMM,
-        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-    ) -> Tensor:
-        """Compute cross-entropy over all rows, `chunk` tokens at a time."""
-        return chunked_cross_entropy(
-            x, weight, labels, chunk, saves_exponentials=saves_exponentials, gemm=gemm, ops=ops
-        )

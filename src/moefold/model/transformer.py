@@ -14,7 +14,8 @@ from moefold.model.head import Head, ModelOutput
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
-from moefold.model.loss_function import LossFunction, NextTokenLoss, weighted_sum
+from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
+from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
@@ -162,6 +163,7 @@ class Transformer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.loss: LossFunction = NextTokenLoss()
+        self.loss_metrics = LossMetricRecorder()
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -173,6 +175,11 @@ class Transformer(nn.Module):
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
         self.kernels: Kernels = TORCH_KERNELS
+
+    def set_loss(self, loss: LossFunction) -> None:
+        """Set the loss of the last stage; on every stage, as all know the names of its terms and metrics."""
+        self.loss = loss
+        self.loss_metrics = LossMetricRecorder(metrics_of(loss))
 
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
@@ -250,7 +257,12 @@ class Transformer(nn.Module):
         return x if self.is_first or len(self.layers) else x.view_as(x)
 
     def _output(self, normed: Tensor) -> ModelOutput:
-        return ModelOutput(normed, self.head, self._tied_weight, self.cfg.loss_chunk_tokens(normed.device.type))
+        chunk = self.cfg.loss_chunk_tokens(normed.device.type)
+        return ModelOutput(normed, self.head, self._tied_weight, chunk, self._metrics_recorder())
+
+    def _metrics_recorder(self) -> LossMetricRecorder:
+        """Return the recorder of the step; in evaluation one that is read by no rank."""
+        return self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
 
     def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
         """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""

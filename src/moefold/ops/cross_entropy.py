@@ -58,7 +58,7 @@ class TorchCrossEntropyOps:
         """See `CrossEntropyOps`."""
         dtype = torch.promote_types(logits_CV.dtype, torch.float32)
         parts = [
-            exponentiate_(logits.to(dtype, copy=True), row)
+            _statistics(logits, row, torch.empty_like(logits, dtype=dtype))
             for logits, row in zip(_row_tiles(logits_CV), row_C.split(_tile_rows(logits_CV)), strict=True)
         ]
         return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
@@ -72,10 +72,10 @@ class TorchCrossEntropyOps:
         for out, logits, row, normalizer, grad in zip(_row_tiles(out_CV), _row_tiles(logits_CV), *columns, strict=True):
             is_wide = out.dtype == normalizer.dtype
             scaled = out if is_wide else torch.empty_like(out, dtype=normalizer.dtype)
-            torch.sub(logits, normalizer, out=scaled).exp_().mul_(grad)
-            scaled.scatter_add_(1, row.clamp(min=0), -grad.where(row >= 0, 0.0))
-            if not is_wide:
-                out.copy_(scaled)
+            torch.sub(logits, normalizer, out=scaled).exp_()
+            # Before the product, which is rounded.
+            scaled.scatter_add_(1, row.clamp(min=0), -(row >= 0).to(scaled.dtype))
+            torch.mul(scaled, grad, out=out)
 
 
 TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
@@ -83,10 +83,33 @@ TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
 
 def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
     """Replace logits, float32 at least, by the exponentials of their distance to the row's maximum."""
+    return _statistics(logits_CV, row_C, logits_CV)
+
+
+def _statistics(logits_CV: Tensor, row_C: Tensor, exps_CV: Tensor) -> RowStatistics:
+    """Compute the statistics of each row, and its exponentials into a tensor that may be the logits themselves."""
     target_C = logits_CV.gather(1, row_C.clamp(min=0).unsqueeze(1)).squeeze(1).where(row_C >= 0, 0.0)
-    top_C = logits_CV.amax(1)
-    sum_C = logits_CV.sub_(top_C.unsqueeze(1)).exp_().sum(1)
-    return RowStatistics(top_C, sum_C, target_C)
+    top_C = logits_CV.amax(1).to(exps_CV.dtype)
+    sum_C = torch.sub(logits_CV, top_C.unsqueeze(1), out=exps_CV).exp_().sum(1)
+    return RowStatistics(top_C, sum_C, target_C.to(exps_CV.dtype))
+
+
+def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
+    """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum; float32 at least, [C].
+
+    Args:
+        logits_CV: of any floating dtype; unchanged.
+        top_C: maximum of each row, float32 at least.
+    """
+    tops = top_C.unsqueeze(1).split(_tile_rows(logits_CV))
+    return torch.cat(
+        [log_exponential_dot((logits - top).exp_()) for logits, top in zip(_row_tiles(logits_CV), tops, strict=True)]
+    )
+
+
+def log_exponential_dot(exps_CV: Tensor) -> Tensor:
+    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]; what `exponentiate_` leaves is unchanged."""
+    return torch.cat([-torch.special.entr(exps).sum(1) for exps in _row_tiles(exps_CV)])
 
 
 def _tile_rows(x_CV: Tensor) -> int:

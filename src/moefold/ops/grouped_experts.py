@@ -40,6 +40,11 @@ class GroupedExpertOps:
         """True: hidden values are not quantised."""
         return True
 
+    @property
+    def wgrad_reads_gathered_rows(self) -> bool:
+        """True: `weight_gradient` reads `GatheredRows.materialized`."""
+        return True
+
     def weight_dtype(self, x: Tensor) -> torch.dtype:
         """See `ExpertOps`."""
         return x.dtype
@@ -51,10 +56,12 @@ class GroupedExpertOps:
         offsets_E = _offsets(options.tokens_per_expert, x.device)
         hidden, fc1_outputs = self.fc1_activation(_gather(x, options), weights, offsets_E, options, probs_R)
         saved = (offsets_E, *fc1_outputs)
-        y_RH = self.grouped_gemm(GatheredRows(hidden), weights.down_EFH, offsets_E)
-        if weights.down_bias_EH is not None:
-            bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
-            y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
+        hidden_rows = GatheredRows(hidden)
+        if weights.down_bias_EH is None:
+            return self.grouped_gemm_combine(hidden_rows, weights.down_EFH, offsets_E, options.permute_map), saved
+        y_RH = self.grouped_gemm(hidden_rows, weights.down_EFH, offsets_E)
+        bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
+        y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
         return y_RH if options.permute_map is None else self.combine(y_RH, options.permute_map), saved
 
     def backward(
@@ -71,6 +78,9 @@ class GroupedExpertOps:
         x_rows = _gather(x, options)
         g, u = fc1_outputs if options.saves_fc1 else self.fc1(x_rows, weights, offsets_E)
         grad_rows = _gather(grad.contiguous(), options)
+        if self.wgrad_reads_gathered_rows and not options.delays_wgrad:
+            # The next GEMM must not seem slower for the copy that the weight gradient needs anyway.
+            _ = grad_rows.materialized
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
         if grad_probs_R is not None and weights.down_bias_EH is not None:
@@ -79,9 +89,7 @@ class GroupedExpertOps:
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
         gate_t = weights.gate_EHF.transpose(1, 2)
         up_term = (grad_u, weights.up_EHF.transpose(1, 2))
-        grad_x = self.grouped_gemm(GatheredRows(grad_g), gate_t, offsets_E, up_term)
-        if options.permute_map is not None:
-            grad_x = self.combine(grad_x, options.permute_map)
+        grad_x = self.grouped_gemm_combine(GatheredRows(grad_g), gate_t, offsets_E, options.permute_map, up_term)
 
         # Delayed weight gradients gather their rows again, so that no gathered copy is kept until then.
         wgrad_x, wgrad_grad = (replace(r) if options.delays_wgrad else r for r in (x_rows, grad_rows))
@@ -96,7 +104,12 @@ class GroupedExpertOps:
                 return [*gradients, None, None, None]
             grad_y = wgrad_grad.materialized[:, options.bias_slice]
             grad_y = grad_y if probs_R is None else scale_rows(grad_y, probs_R)
-            return [*gradients, *(_sum_per_expert(rows, offsets_E) for rows in (grad_g, grad_u, grad_y))]
+            has_undefined_rows = _may_have_undefined_rows(options)
+            sums = (
+                _sum_per_expert(rows, offsets_E, has_undefined_rows=has_undefined_rows)
+                for rows in (grad_g, grad_u, grad_y)
+            )
+            return [*gradients, *sums]
 
         return ExpertGradients(grad_x, grad_probs_R, weight_gradients)
 
@@ -134,6 +147,18 @@ class GroupedExpertOps:
         """
         y_RN = gemm_per_expert(torch.matmul, rows, w_EKN, offsets_E)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
+
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap | None,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute `grouped_gemm` and sum the rows of each token, [T, N]; without a map return the rows, [R, N]."""
+        y_RN = self.grouped_gemm(rows, w_EKN, offsets_E, second)
+        return y_RN if permute_map is None else self.combine(y_RN, permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
@@ -194,14 +219,31 @@ def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
 
 
 def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Gather the value of each row's expert, [R, N]."""
+    """Gather the value of each row's expert, [R, N]; of any expert for rows after the last one's."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
-    return values_EN.index_select(0, torch.searchsorted(offsets_E, row_R, right=True))
+    expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=len(values_EN) - 1)
+    return values_EN.index_select(0, expert_R)
 
 
-def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic."""
+def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows: bool) -> Tensor:
+    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic.
+
+    Args:
+        values_RN: the rows.
+        offsets_E: end offset of each expert's rows.
+        has_undefined_rows: rows after the last expert's may be undefined.
+    """
     row_R = torch.arange(len(values_RN), device=offsets_E.device)
     starts_E = torch.cat((offsets_E.new_zeros(1), offsets_E[:-1]))
     one_hot_ER = (row_R >= starts_E.unsqueeze(1)) & (row_R < offsets_E.unsqueeze(1))
+    if has_undefined_rows:
+        values_RN = values_RN.masked_fill((row_R >= offsets_E[-1]).unsqueeze(1), 0.0)
     return one_hot_ER.to(values_RN.dtype) @ values_RN
+
+
+def _may_have_undefined_rows(options: ExpertOptions) -> bool:
+    """Return whether rows of no expert may follow: those of dropped tokens, or room for rows that did not arrive."""
+    permute_map = options.permute_map
+    if permute_map is None:
+        return isinstance(options.tokens_per_expert, LazyCounts)
+    return permute_map.kept_TK is not None and not permute_map.has_padding

@@ -120,6 +120,12 @@ class PermuteMap:
     has_padding: bool
     """True: there may be padding rows; False: every row is gathered by its index alone."""
 
+    @property
+    def is_bijective(self) -> bool:
+        """True if every token has one row, and every row a token: the map orders rows and sums none."""
+        is_single = self.row_TK.shape[1] == 1 and self.kept_TK is None
+        return is_single and not self.has_padding and len(self.source_R) == len(self.row_TK)
+
     def gather(self, x_TH: Tensor) -> GatheredRows:
         """Return the rows of unsorted tokens."""
         return GatheredRows(x_TH, self.source_R, self.has_padding)

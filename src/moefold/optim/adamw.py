@@ -183,6 +183,21 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
     }
 
 
+@torch.no_grad()
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
+
+    The next step is that of a new optimizer. Offloaded moments are zeroed where they are stored.
+    """
+    state_store = getattr(optimizer, "state_store", StateStore())
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name == "step":
+                value.zero_()
+            else:
+                state_store.zero(value)
+
+
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Set the step count of the moments, for the bias correction after a resume."""
     for state in optimizer.state.values():

@@ -35,6 +35,10 @@ class StateStore:
         """Return whether a moment is off the device between steps."""
         return False
 
+    def zero(self, moment: Tensor) -> None:
+        """Zero a moment in place, between two steps."""
+        local_tensor(moment).zero_()
+
     def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield the moments of one parameter after the other as local tensors on the device, to be changed in place.
 
@@ -157,6 +161,11 @@ class MmapStore(PinnedStore):
         """See base class."""
         return local_tensor(moment).data_ptr() in self._mmaps
 
+    def zero(self, moment: Tensor) -> None:
+        """See base class."""
+        super().zero(moment)
+        self._drop_pages(local_tensor(moment))
+
     def _allocate(self, num_bytes: int) -> Tensor:
         length = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
         try:
@@ -176,9 +185,12 @@ class MmapStore(PinnedStore):
     def _finish_write_backs(self, pending: list["_PendingWriteback"]) -> None:
         super()._finish_write_backs(pending)
         for write_back in pending:
-            if mapped := self._mmaps.get(write_back.host.data_ptr()):
-                # For a shared file mapping this drops only the pages of the process, not the content.
-                mapped.madvise(mmap.MADV_DONTNEED)
+            self._drop_pages(write_back.host)
+
+    def _drop_pages(self, host: Tensor) -> None:
+        if mapped := self._mmaps.get(host.data_ptr()):
+            # For a shared file mapping this drops only the pages of the process, not the content.
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.collectives import (
     SUM_TAG,
     all_gather,
+    differentiable_all_reduce,
     reduce_scatter,
     ring_pass,
     send_recv,
@@ -44,11 +45,25 @@ ContextKind = Literal["ring", "allgather", "ulysses"]
 
 
 def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> None:
-    """Give every attention layer the core attention of a context-parallel rank."""
+    """Give every attention layer the core attention of a context-parallel rank, and the head the sum over the ranks."""
+    if stage.is_last:
+        stage.head.context_parallel = ContextParallelSum(cp)
     for module in stage.modules():
         if isinstance(module, SelfAttention):
             module.core_attention = context_parallel_attention(kind, cp, module.window)
             module.attends_in_blocks = cp.size > 1 and kind != "ulysses"
+
+
+class ContextParallelSum:
+    """`ContextParallel` of a group."""
+
+    def __init__(self, cp: Group) -> None:
+        self._cp = cp
+        self.size = cp.size
+
+    def sum_over_context(self, x: Tensor) -> Tensor:
+        """Sum over the members (all-reduce), with its adjoint."""
+        return differentiable_all_reduce(x, self._cp)
 
 
 def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:

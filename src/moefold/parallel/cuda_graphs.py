@@ -22,6 +22,7 @@ from moefold.model.local_param import local_param
 from moefold.model.module_wrapper import Function, wrap_method
 from moefold.model.transformer import Transformer
 from moefold.ops.documents import PackedDocuments
+from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope
 
 NUM_WARMUP_RUNS = 2
@@ -93,14 +94,17 @@ class GraphedModule:
         module: the module, whose parameters may be DTensors of FSDP.
         forward: its forward function.
         capture: captures it.
+        weight_cache: its scope is a step, in which the weights are copied once.
     """
 
-    def __init__(self, module: nn.Module, forward: Function, capture: Capture) -> None:
+    def __init__(self, module: nn.Module, forward: Function, capture: Capture, weight_cache: WeightCache) -> None:
         self._module = module
         self._forward = forward
         self._capture = capture
         self._rope: Rope | None = None
         self._weights: dict[str, Tensor] = {}
+        self._weight_cache = weight_cache
+        self._copied_in: object | None = None
         self._idle: list[_MicroBatchGraphs] = []
         self._is_capturing = False
 
@@ -122,7 +126,12 @@ class GraphedModule:
             self._weights = self._static_weights(weights)
         graphs = self._idle.pop() if self._idle else self._capture_graphs(x)
         assert graphs.x.shape == x.shape, "micro-batches of training have one shape"
-        _write((graphs.x, *self._weights.values()), (x, *weights))
+        scope = self._weight_cache.scope
+        if scope is None or scope is not self._copied_in:
+            _write((graphs.x, *self._weights.values()), (x, *weights))
+            self._copied_in = scope
+        else:
+            _write((graphs.x,), (x,))
         return graphs
 
     def release(self, graphs: "_MicroBatchGraphs") -> None:
@@ -176,11 +185,18 @@ class _Replay(torch.autograd.Function):
         return None, grad_x, *_clone(grad_weights)
 
 
-def apply_cuda_graphs(stage: Transformer, capture: Capture = CudaGraphPasses) -> None:
-    """Replay the attention of each layer from graphs; call it before FSDP, and after the other axes are applied."""
+def apply_cuda_graphs(stage: Transformer, weight_cache: WeightCache, capture: Capture = CudaGraphPasses) -> None:
+    """Replay the attention of each layer from graphs; call it before FSDP, and after the other axes are applied.
+
+    Args:
+        stage: whose layers are changed.
+        weight_cache: the scopes of the steps, inside which no weight changes.
+        capture: captures the passes of a module.
+    """
     for module in stage.modules():
         if isinstance(module, SelfAttention):
-            wrap_method(module, "forward", partial(GraphedModule, module, capture=capture))
+            graphed = partial(GraphedModule, module, capture=capture, weight_cache=weight_cache)
+            wrap_method(module, "forward", graphed)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -34,12 +34,15 @@ def build_dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatch
 
 def _open_exchange(cfg: Config, groups: ParallelGroups) -> RowExchange:
     """Allocate symmetric memory for the routed tokens of a micro-batch; collective over ep."""
+    return open_row_exchange(groups.moe.ep, *row_exchange_sizes(cfg))
+
+
+def row_exchange_sizes(cfg: Config) -> tuple[int, int, int, int]:
+    """Return the sizes of a `RowExchange`: experts, rows that a rank sends and receives at most, bytes of a row."""
     p = cfg.parallel
     max_rows = cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k
     row_bytes = cfg.model.hidden_size * TORCH_DTYPES[cfg.run.dtype].itemsize
-    return open_row_exchange(
-        groups.moe.ep, cfg.model.num_experts, max_rows, ceil(max_rows * p.receive_factor), row_bytes
-    )
+    return cfg.model.num_experts, max_rows, ceil(max_rows * p.receive_factor), row_bytes
 
 
 def largest_receive_load(dispatchers: Iterable[Dispatcher[Any]]) -> Tensor | None:

@@ -111,8 +111,9 @@ class Accumulation:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
         total = self._zero_terms(batch)
-        for i, (tokens, keywords) in enumerate(batch.micro_batches(self._num_micro_batches)):
-            self._prepare_backward(is_last=i == self._num_micro_batches - 1)
+        count = self._count(batch)
+        for i, (tokens, keywords) in enumerate(batch.micro_batches(count)):
+            self._prepare_backward(is_last=i == count - 1)
             loss = self._model(tokens, **keywords)
             loss.sum().backward()
             total += loss.detach()
@@ -122,9 +123,13 @@ class Accumulation:
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss terms of this rank's tokens, [terms], without gradients."""
         total = self._zero_terms(batch)
-        for tokens, keywords in batch.micro_batches(self._num_micro_batches):
+        for tokens, keywords in batch.micro_batches(self._count(batch)):
             total += self._model(tokens, **keywords)
         return total
+
+    def _count(self, batch: Batch) -> int:
+        """Return the number of micro-batches of a batch on this rank."""
+        return batch.num_micro_batches or self._num_micro_batches
 
     def _zero_terms(self, batch: Batch) -> Tensor:
         return batch.columns["weights"].new_zeros(len(self._model.loss_terms))

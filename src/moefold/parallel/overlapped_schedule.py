@@ -39,7 +39,7 @@ class OverlappedAccumulation(Accumulation):
         total = self._zero_terms(batch)
         loss: Tensor | None = None
         with self._unsharded_params.step():
-            for i, (tokens, keywords) in enumerate(batch.micro_batches(self._num_micro_batches)):
+            for i, (tokens, keywords) in enumerate(batch.micro_batches(self._count(batch))):
                 task = ResumableTask(self._model.forward_resumable(tokens, **keywords))
                 if loss is None:
                     self._recorder.set_phase("forward of micro-batch 0")
@@ -62,7 +62,7 @@ class OverlappedAccumulation(Accumulation):
         self._recorder.set_phase("evaluation")
         total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
-            for tokens, keywords in batch.micro_batches(self._num_micro_batches):
+            for tokens, keywords in batch.micro_batches(self._count(batch)):
                 # Not by a call of the model: the hooks of FSDP would shard the parameters.
                 total += run_to_end(self._model.forward_resumable(tokens, **keywords))
         return total

@@ -13,6 +13,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.loss_function import LossFunction
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
@@ -49,13 +50,12 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     Args:
         cfg: the recipe.
         groups: the process groups of its mapping.
-        loss: the loss of the last stage; None: next-token prediction.
+        loss: the loss of the last stage; None: that of the recipe.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
-        if loss is not None:
-            stage.loss = loss
+        stage.set_loss(recipe_loss(cfg) if loss is None else loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
@@ -126,7 +126,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_offload(stage, cfg.train.offload, offload)
         if for_training and cfg.run.cuda_graphs == "attention":
             check_cuda_graphs_device(cfg, groups.device.type)
-            apply_cuda_graphs(stage)
+            apply_cuda_graphs(stage, kernels.weight_cache)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:

@@ -86,30 +86,30 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     from moefold.ops.triton.experts import TritonExpertOps
 
     expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
-    kernels = _triton_kernels(cfg)
-    block_attention, attention_message = _block_attention(cfg, device)
+    kernels = _triton_kernels(cfg, device)
     return replace(
         kernels,
         expert_ops=expert_ops,
-        block_attention=block_attention,
         swiglu=expert_ops,
-        message=f"run.kernels={cfg.run.kernels!r}: triton{kernels.message}{attention_message}",
+        message=f"run.kernels={cfg.run.kernels!r}: triton{kernels.message}",
     )
 
 
-def _triton_kernels(cfg: Config) -> SelectedKernels:
-    """Return the Triton kernels that are the same for every precision of the GEMMs; the message is the router's."""
+def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
+    """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
-    routing, message = _router_kernel(cfg)
+    routing, routing_message = _router_kernel(cfg)
+    block_attention, attention_message = _block_attention(cfg, device)
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,
         rope=apply_rope,
+        block_attention=block_attention,
         cross_entropy_ops=TritonCrossEntropyOps(),
-        message=message,
+        message=routing_message + attention_message,
     )
 
 
@@ -175,12 +175,23 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
-        swiglu=activation,
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         paged_attention=paged_attention if uses_attention else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
+    )
+
+
+def uses_c_kernels(kernels: Kernels) -> bool:
+    """Return whether every part of a layer whose sums may depend on the number of tokens is computed in C."""
+    return (
+        kernels.attention is not None
+        and kernels.paged_attention is not None
+        and kernels.norm is not None
+        and kernels.linear_backend is not None
+        and kernels.gemm is not TORCH_GEMM
+        and kernels.expert_ops is not TORCH_EXPERT_OPS
     )
 
 
@@ -217,9 +228,9 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
             is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
         )
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
-        kernels = _triton_kernels(cfg)
+        kernels = _triton_kernels(cfg, device)
         linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
-        choices = f"train.precision={name!r}: on the tensor cores{kernels.message}{dense_message}"
+        choices = f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}"
         return replace(
             kernels,
             expert_ops=expert_ops,

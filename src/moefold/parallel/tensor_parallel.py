@@ -32,13 +32,13 @@ from moefold.config.model import ModelConfig
 from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
-from moefold.model.loss import VocabRange, chunked_cross_entropy, cross_entropy
+from moefold.model.loss import VocabRange, cross_entropy
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.norm import FullWidthQKNorm
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Transformer
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
-from moefold.ops.gemm import TORCH_GEMM, Gemm
+from moefold.ops.gemm import Gemm
 
 
 def apply_tensor_parallel(stage: Transformer, tp: Group) -> None:
@@ -109,11 +109,12 @@ class TPVocabParallel:
         self._vocab_per_rank = vocab_size // tp.size
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
-        self._vocab_range = VocabRange(tp.rank * self._vocab_per_rank, max_over_tp, sum_over_tp)
+        self.vocab_range = VocabRange(tp.rank * self._vocab_per_rank, max_over_tp, sum_over_tp)
+        """Rows of this rank; the cross-entropy needs two all-reduces over tp, of one and of two numbers a token."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's summand of the token embeddings: zeros for tokens of other vocab shards."""
-        row = tokens - self._vocab_range.start
+        row = tokens - self.vocab_range.start
         is_mine = (row >= 0) & (row < self._vocab_per_rank)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
 
@@ -123,23 +124,7 @@ class TPVocabParallel:
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
-        return cross_entropy(logits, labels, self._vocab_range, ops)
-
-    def chunked_cross_entropy(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        *,
-        saves_exponentials: bool = False,
-        gemm: Gemm = TORCH_GEMM,
-        ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-    ) -> Tensor:
-        """Compute the cross-entropy from hidden states and the local head shard, with the same two all-reduces."""
-        return chunked_cross_entropy(
-            x, weight, labels, chunk, self._vocab_range, saves_exponentials=saves_exponentials, gemm=gemm, ops=ops
-        )
+        return cross_entropy(logits, labels, self.vocab_range, ops)
 
 
 class _GatherVocab(torch.autograd.Function):

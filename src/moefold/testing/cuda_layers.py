@@ -1,6 +1,6 @@
 """Traces of one MoE layer, of its block or of a model of one block, forward and backward, under any mapping."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import Group, fake_rank
-from moefold.comm.row_exchange import RowExchange
+from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -18,20 +18,17 @@ from moefold.model.moe.dispatch import registry
 from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
-from moefold.testing.cuda_trace import CUDA, H200, Device, Trace, trace_cuda
+from moefold.testing.cuda_trace import CUDA, H200, Device, Event, Trace, trace_cuda
 
 LayerPart = Literal["layer", "block", "model"]
 
 
-class _MetaSymmetricMemory:
-    """`comm.row_exchange.SymmetricMemoryOps` that only records what is sent."""
+class _RecordedExchange(MetaSymmetricMemory):
+    """Symmetric memory on the meta device, whose exchanges are recorded."""
 
     def __init__(self, ep: Group, trace: Trace) -> None:
         self._others = (ep.size - 1) / ep.size
         self._trace = trace
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype, device=CUDA)
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
         self._trace.add("collective", "all_to_all_vdev_2d", moved_bytes=rows.nbytes * self._others)
@@ -45,7 +42,7 @@ def _symmetric_memory(trace: Trace) -> Iterator[None]:
     """Replace NVSHMEM, which no meta tensor has."""
 
     def open_exchange(ep: Group, *sizes: int) -> RowExchange:
-        return RowExchange(_MetaSymmetricMemory(ep, trace), *sizes)
+        return RowExchange(_RecordedExchange(ep, trace), *sizes)
 
     with (
         mock.patch.object(registry, "_unsupported_device_reason", return_value=""),
@@ -73,7 +70,12 @@ def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config
 
 
 def trace_layer(
-    cfg: Config, part: LayerPart = "layer", device: Device = H200, *, runs_all_candidates: bool = False
+    cfg: Config,
+    part: LayerPart = "layer",
+    device: Device = H200,
+    *,
+    runs_all_candidates: bool = False,
+    event_seconds: Callable[[Event], float] | None = None,
 ) -> Trace:
     """Trace the second forward and backward pass of the layer on rank 0, without gradients from before.
 
@@ -84,9 +86,11 @@ def trace_layer(
         part: the MoE layer alone, with attention and norms, or with embedding, head and loss too.
         device: properties of the GPU.
         runs_all_candidates: run every candidate of the autotuner.
+        event_seconds: estimated time of an event, by which the autotuner chooses; None: it takes the first candidate.
     """
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
-    trace = Trace(num_rows=tokens * cfg.model.top_k, runs_all_candidates=runs_all_candidates)
+    top_k = cfg.model.top_k
+    trace = Trace(tokens * top_k, top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds)
     with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         with _symmetric_memory(trace):

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import comb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +31,7 @@ from moefold.comm.torch_compat import (
 )
 from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
+from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
 
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
@@ -48,6 +50,9 @@ FUSED_ATTENTION_OPS = ("_flash_attention", "_scaled_dot_product_cudnn_attention"
 """Operators of fused attention, forward and backward, by the beginning of their names."""
 GATHERING_OPS = {"index_select", "index", "gather", "embedding"}
 """Operators that read as many elements of their first argument as the index selects, at most."""
+
+SCATTERING_OPS = {"scatter_add_", "scatter_"}
+"""Operators that read and write as many elements of their first argument as the index has."""
 
 
 class Device(NamedTuple):
@@ -78,6 +83,7 @@ class Event:
         width: columns of the result of a matrix product, the smaller side of a weight gradient; 0 for others.
         is_weight_gradient: True for a grouped product over the rows of each expert.
         is_float32: True for a matrix product of float32 operands.
+        epilogue_bytes: of `moved_bytes`, those that a matrix product writes beyond a value for each accumulator.
     """
 
     kind: str
@@ -89,6 +95,7 @@ class Event:
     width: int = 0
     is_weight_gradient: bool = False
     is_float32: bool = False
+    epilogue_bytes: float = 0.0
 
 
 class GemmCost(NamedTuple):
@@ -99,6 +106,7 @@ class GemmCost(NamedTuple):
     width: int = 0
     is_weight_gradient: bool = False
     is_float32: bool = False
+    epilogue_bytes: float = 0.0
 
 
 @dataclass
@@ -122,11 +130,15 @@ class Trace:
 
     Attributes:
         num_rows: routed tokens of this rank, whose routing is balanced; the host reads them as a scalar.
+        top_k: experts of a token.
         runs_all_candidates: run every candidate of the autotuner, as its measurements do.
+        event_seconds: the autotuner takes the candidate whose events have the smallest sum; None: the first one.
     """
 
     num_rows: int = 0
+    top_k: int = 1
     runs_all_candidates: bool = False
+    event_seconds: Callable[[Event], float] | None = None
     events: list[Event] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
 
@@ -138,6 +150,15 @@ class Trace:
         """Return what the host reads from x: routed tokens, spread evenly over the last dimension."""
         share = self.num_rows // x.shape[-1] if x.dim() else self.num_rows
         return torch.full(x.shape, share if not x.is_floating_point() else 0, dtype=x.dtype, device="cpu")
+
+    def seconds_of(self, candidate: Callable[[], object]) -> float:
+        """Return the sum of `event_seconds` over the events of a candidate, which are not recorded."""
+        assert self.event_seconds is not None, "nothing to estimate with"
+        num_events = len(self.events)
+        candidate()
+        seconds = sum(self.event_seconds(event) for event in self.events[num_events:])
+        del self.events[num_events:]
+        return seconds
 
     def add(self, kind: str, name: str, **counts: Any) -> None:
         """Record an event at the current line of moefold."""
@@ -284,7 +305,9 @@ class _Operators(TorchDispatchMode):
             return out
         if func.is_view or name in FREE_OPS:
             return out
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # An output tensor is written, not read.
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        inputs = [leaf for leaf in tree_leaves((args, read)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         on_device = [x for x in (*inputs, *outputs) if x.is_meta]
         if not on_device:
@@ -293,6 +316,8 @@ class _Operators(TorchDispatchMode):
         moved = _bytes(*on_device)
         if name in GATHERING_OPS:
             moved -= max(0, _bytes(inputs[0]) - _bytes(*outputs))
+        if name in SCATTERING_OPS:
+            moved -= max(0, 2 * (_bytes(inputs[0]) - inputs[1].numel() * inputs[0].element_size()))
         is_attention = name.startswith(FUSED_ATTENTION_OPS)
         cost = _attention_cost(func, args, kwargs or {}) if is_attention else gemm_cost(name, inputs, outputs)
         self.trace.add("op", name, moved_bytes=moved, **cost._asdict())
@@ -426,21 +451,24 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
         trace.launches.append(launch)
         trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())
 
-    def first_is_fastest(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
+    def choose(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
         first, *others = candidates
+        if trace.event_seconds is not None:
+            return min(candidates, key=lambda name: trace.seconds_of(candidates[name]))
         if trace.runs_all_candidates:
             for name in others:
                 candidates[name]()
         return first
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "choose", first_is_fastest):
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(autotune.Autotuner, "choose", choose):
         yield
 
 
 @contextmanager
 def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
-    """Answer the all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
+    """Answer an all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
     host_sizes = AllToAllDispatcher._host_sizes
+    host_sizes_without_duplicates = DedupAllToAllDispatcher._host_sizes
 
     def balanced_sizes(dispatcher: AllToAllDispatcher, counts: Tensor) -> Tensor:
         if not counts.is_meta:
@@ -449,8 +477,27 @@ def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
         num_experts = counts.shape[2] * counts.shape[3]
         return host_sizes(dispatcher, torch.full(counts.shape, trace.num_rows // num_experts))
 
-    with mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes):
+    def balanced_sizes_without_duplicates(dispatcher: DedupAllToAllDispatcher, counts: Tensor) -> Tensor:
+        if not counts.is_meta:
+            return host_sizes_without_duplicates(dispatcher, counts)
+        trace.add("wait", "split sizes", moved_bytes=_bytes(counts))
+        size = len(counts)
+        share = share_of_ranks_reached(trace.top_k, dispatcher.num_experts, size)
+        tokens = round(trace.num_rows / trace.top_k * share)
+        balanced = torch.tensor([tokens, trace.num_rows // size]).expand(size, size, 2)
+        return host_sizes_without_duplicates(dispatcher, balanced)
+
+    with (
+        mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes),
+        mock.patch.object(DedupAllToAllDispatcher, "_host_sizes", balanced_sizes_without_duplicates),
+    ):
         yield
+
+
+def share_of_ranks_reached(top_k: int, num_experts: int, ep: int) -> float:
+    """Return the mean share of ep ranks that hold any of the experts of a token, whose choices are uniform."""
+    others = num_experts - num_experts // ep
+    return 1.0 - comb(others, top_k) / comb(num_experts, top_k)
 
 
 def launch_bytes(launch: Launch) -> int:
@@ -477,7 +524,10 @@ def _fc1_cost(launch: Launch) -> GemmCost:
     width = launch.argument("width")
     depth = launch.argument("depth")
     is_float32 = launch.argument("x").dtype == torch.float32
-    return GemmCost(2 * 2.0 * len(written) * width * depth, depth, width, is_float32=is_float32)
+    writes_both = launch.options["WRITES_FC1"] and launch.options["WRITES_HIDDEN"]
+    epilogue_bytes = _bytes(launch.argument("hidden_out")) if writes_both else 0
+    flops = 2 * 2.0 * len(written) * width * depth
+    return GemmCost(flops, depth, width, is_float32=is_float32, epilogue_bytes=epilogue_bytes)
 
 
 def _weight_gradient_cost(launch: Launch) -> GemmCost:

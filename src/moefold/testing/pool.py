@@ -124,11 +124,11 @@ class WorkerPool:
             args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._backend),
             daemon=True,
         )
-        with _single_omp_thread():
-            # The fork server ignores SIGINT only once it has imported torch.
-            with block_signals([signal.SIGINT], starts_python=True):
-                if isinstance(self._context, ForkServerContext):
-                    forkserver.ensure_running()
+        # The fork server ignores SIGINT only once it has imported torch, and a rank whose start is interrupted before
+        # its arguments are written prints a traceback.
+        with _single_omp_thread(), block_signals([signal.SIGINT], starts_python=True):
+            if isinstance(self._context, ForkServerContext):
+                forkserver.ensure_running()
             process.start()
         child_end.close()
         return process, parent_end

@@ -23,6 +23,10 @@ class DispatcherSpec:
     """Whether experts may be on other ranks: ep*etp of 2 or more."""
     needs_spread_experts: bool = False
     """Whether ep*etp=1 is rejected, instead of taking the local dispatcher."""
+    needs_whole_experts: bool = False
+    """Whether etp of 2 or more, and padding to capacity, are rejected; with a kernel package, its own rules say so."""
+    is_searched: bool = True
+    """Whether the planner may choose it where the request does not name it."""
     for_inference: bool = False
     """Whether `moefold generate` and `moefold eval` may use it."""
     needs_equal_token_counts: bool = False
@@ -74,6 +78,13 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
     for spec in (
         DispatcherSpec(name="auto", prefers="deepep", falls_back_to="alltoall"),
         ALL_TO_ALL,
+        DispatcherSpec(
+            name="dedup_alltoall",
+            needs_spread_experts=True,
+            needs_whole_experts=True,
+            deduplicates=True,
+            is_searched=False,
+        ),
         ALL_GATHER,
         DispatcherSpec(name="leastloaded", moves_experts=True, priced_as="alltoall"),
         DispatcherSpec(

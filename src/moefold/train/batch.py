@@ -132,11 +132,21 @@ class BatchSharder:
             rank_totals = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
             totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
             totals[totals == 0] = 1.0
-        return [self._build_batch(samples, weights / totals[:, None]) for samples, weights in parts]
+        return [
+            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch)
+            for samples, weights in parts
+        ]
 
-    def _build_batch(self, samples: SampleBatch, weights: TargetWeights) -> Batch:
+    def build_batch(self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int) -> Batch:
+        """Build a batch of this rank's samples, whose weights are final; no communication.
+
+        Args:
+            samples: the samples of this rank, a multiple of the micro-batch size.
+            weights: the share of each target in the loss, see `WeightedSamples`.
+            first_in_batch: index of the first of the samples in the global batch.
+        """
         per_token = {"labels": samples.labels, "weights": weights[:, 0], **samples.token_columns}
-        per_sample = {"sample_ids": self._first_in_batch + np.arange(self._samples_per_rank), **samples.sample_columns}
+        per_sample = {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
         bounds: tuple[DocumentBounds, ...] = ()
@@ -162,3 +172,13 @@ class BatchSharder:
         """Copy to the device, while the host goes on; floating-point values in the type of the loss."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
+
+
+def _scale_weights(samples: SampleBatch, weights: TargetWeights) -> TargetWeights:
+    """Multiply the weight of each target by its scale, at every depth."""
+    if samples.weight_scale is None:
+        return weights
+    scaled = weights.copy()
+    for depth in range(weights.shape[1]):
+        scaled[:, depth, : weights.shape[2] - depth] *= samples.weight_scale[:, depth:]
+    return scaled

@@ -3,8 +3,9 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change,
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config, DataConfig
-from moefold.data import ProgramData, Sampler, open_dataset
+from moefold.data import Dataset, ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
+from moefold.data.preference import ReferenceLogProbs
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
@@ -27,10 +29,26 @@ from moefold.train.batch import BatchSharder, WeightedSamples
 T = TypeVar("T")
 
 
+class DataEvent(Protocol):
+    """Data that a run goes on without, for the log."""
+
+    setting: ClassVar[str]
+    """The recipe key that says so."""
+
+    def describe(self) -> str:
+        """Return a log message."""
+        ...
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the record for faults.jsonl."""
+        ...
+
+
 @dataclass(frozen=True)
 class DroppedFile:
     """A data file that the run continues without."""
 
+    setting: ClassVar[str] = "data.corrupt"
     name: str
     reason: str
     num_samples: int
@@ -63,6 +81,7 @@ class DroppedFile:
 class DroppedEvaluation:
     """An evaluation without any sample left to evaluate on."""
 
+    setting: ClassVar[str] = "data.corrupt"
     num_samples: int
     """Number of validation samples at the start."""
 
@@ -82,6 +101,8 @@ class DataLoader:
     """The training samples; set by `open`, like `validation_sampler`."""
     validation_sampler: Sampler
     train_sharder: BatchSharder
+    reference: ReferenceLogProbs | None
+    """Log-probabilities of preference data under the reference model; None for other data."""
 
     def __init__(
         self, cfg: Config, groups: ParallelGroups, positions: Tensor, program_data: ProgramData | None = None
@@ -107,8 +128,8 @@ class DataLoader:
         self._initial_fingerprints = self._data_files.by_name
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
-        self.events: list[DroppedFile | DroppedEvaluation] = []
-        """Dropped files and evaluations that are not logged yet."""
+        self.events: list[DataEvent] = []
+        """Dropped data that is not logged yet."""
         self.message = ""
         """A message about files dropped earlier, or why the data restarts at sample 0; empty if there is none."""
         # Other kinds of data have no files that can be dropped during the run.
@@ -129,9 +150,11 @@ class DataLoader:
             vocab_size=cfg.model.vocab_size,
             seed=cfg.run.seed,
             token_file_set=self._shards,
+            align=cfg.align,
         )
         self.train_sampler = data.train
         self.validation_sampler = data.validation
+        self.reference = data.reference if isinstance(data, Dataset) else None
         self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
@@ -184,6 +207,32 @@ class DataLoader:
 
         part = self._read_consistently(read)
         return self.train_sharder.to_batch(part), samples
+
+    def count_tokens(self, batch: Batch) -> int:
+        """Return the tokens of the global batch of which `batch` is this rank's shard."""
+        return len(batch.tokens) * self._groups.attn.dp.size * self._cfg.train.seq_len
+
+    def step_metrics(self) -> dict[str, Any] | None:
+        """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""
+        return None
+
+    @property
+    def is_round_complete(self) -> bool:
+        """Return whether no data is held that a stop would lose."""
+        return True
+
+    def start(self) -> None:
+        """Prepare the data of a new run, after the initial weights were loaded; collective."""
+
+    def restore(self, path: Path, meta: CheckpointMeta) -> None:
+        """Prepare the data of a run that goes on from a checkpoint, after `open`; collective."""
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return this rank's shards of further entries of a checkpoint."""
+        return {}
+
+    def close(self) -> None:
+        """End the processes that make data."""
 
     def eval_batches(self) -> list[Batch]:
         """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`."""

@@ -13,19 +13,23 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """Disable the automatic garbage collection inside this context, and restore it at the end.
 
     Python's collector starts at some allocation, on each rank in another step: the ranks of a collective then wait for
-    one after another. What exists at the start is frozen, so a collection does not visit it.
+    one after another. What exists at the start is frozen, so a collection does not visit it; not where the caller has
+    frozen objects, as Python can only unfreeze all of them.
 
     Yields:
         A function to call after each step with its number, which collects where it is due.
     """
     was_enabled = gc.isenabled()
+    freezes = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield _collect_if_due
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from signal import Signals
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""
@@ -31,6 +32,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"batch  {cfg.train.global_batch_size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
+        *([f"sample {_describe_mapping(rollout_config(cfg).parallel)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
     ]
 
@@ -48,7 +50,10 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     data = cfg.data
     seq_len = cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
-    parts = [f"{data.kind} {paths}".strip()]
+    name = data.task if data.kind == "task" else paths
+    parts = [f"{data.kind} {name}".strip()]
+    if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+        return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
         parts.append(
@@ -66,10 +71,14 @@ def _describe_ranks(cfg: Config, device_type: str) -> str:
     where = f"{parallel.world_size} on {device_type}, {cfg.run.dtype}"
     if parallel.world_size == 1:
         return where
+    return f"{where}; {_describe_mapping(parallel)}"
+
+
+def _describe_mapping(parallel: ParallelConfig) -> str:
     shared = f" x pp{parallel.pp}" if parallel.pp > 1 else ""
     attention = f"tp{parallel.tp} x cp{parallel.cp} x dp{parallel.dp}{shared}"
     experts = f"etp{parallel.etp} x ep{parallel.ep} x edp{parallel.edp}{shared}"
-    return f"{where}; attention {attention}, experts {experts}"
+    return f"attention {attention}, experts {experts}"
 
 
 def _describe_saves(cfg: Config) -> str:
@@ -83,7 +92,13 @@ def _describe_saves(cfg: Config) -> str:
     return f"{when}{retained}{more}"
 
 
-EXAMPLE_PROMPTS = {"python-docs": "The for statement", "text": "The", "huggingface": "The", "sft": "Hello"}
+EXAMPLE_PROMPTS = {
+    "python-docs": "The for statement",
+    "text": "The",
+    "huggingface": "The",
+    "sft": "Hello",
+    "preference": "Hello",
+}
 """Example prompt for each kind of text data."""
 
 
@@ -115,9 +130,24 @@ def next_commands(cfg: Config) -> list[str]:
     run_dir = shlex.quote(cfg.run.dir)
     steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    chat = " --chat" if cfg.data.kind == "sft" else ""
+    chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
+    if cfg.data.kind in ("task", "prompts"):
+        return [f"next: {_rollout_command(cfg)}", f"or train on: the same command with run.steps={2 * steps}"]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
+
+
+def _rollout_command(cfg: Config) -> str:
+    """Return the command that samples and scores completions of a run's prompts."""
+    data = cfg.data
+    if data.kind == "task":
+        prompts = f"--task {data.task} --task-size {data.task_size} --held-out"
+    else:
+        paths = (data.path,) if isinstance(data.path, str) else data.path
+        prompts = " ".join(f"--prompts {shlex.quote(path)}" for path in paths)
+        prompts += f" --reward {shlex.quote(cfg.reward.use)}"
+    limit = f" --max-tokens {cfg.rollout.max_tokens}" if cfg.is_rl else ""
+    return f"moefold rollout {shlex.quote(cfg.run.dir)} {prompts}{limit} --out scored.jsonl"
 
 
 def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
+from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.unit_memory import StateBytes
 from moefold.data import open_dataset
@@ -20,9 +21,11 @@ from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.registry import make_optimizer
 from moefold.parallel.batch import Batch
+from moefold.parallel.expert_parallel import row_exchange_sizes
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -59,7 +62,9 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     )
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = open_dataset(
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    )
     batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)
@@ -114,6 +119,11 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
+    buffers = _symmetric_bytes(cfg)
+    dispatcher = dispatcher_of(cfg)
+    if dispatcher.kernel_package or dispatcher.prefers:
+        # The weights do not depend on it, and its package need not be installed here.
+        cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher="alltoall"))
     with fake_rank(cfg, rank) as groups:
         stages = build_sharded_stages(cfg, groups, for_training=True).stages
         parameters: dict[str, nn.Parameter] = {}
@@ -132,7 +142,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             for name, x in state.items()
         )
         # `init_weights` keeps the type of integer buffers and makes all others float32.
-        buffers = sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
+        buffers += sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
         ropes = [stage.rope for stage in stages if stage.rope is not None]
         buffers += sum(_tensor_bytes(rope.cos) + _tensor_bytes(rope.sin) for rope in ropes)
     return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
@@ -149,6 +159,13 @@ def _cast_copy_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
 
 def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
     return train.offload_optimizer != "none" and _tensor_bytes(moment) >= max(train.offload_min_kib * 2**10, 1)
+
+
+def _symmetric_bytes(cfg: Config) -> int:
+    """Return the bytes of the symmetric memory that a rank allocates, from buffers on the meta device."""
+    if not dispatcher_of(cfg).has_receive_buffer or cfg.parallel.ep * cfg.parallel.etp == 1:
+        return 0
+    return RowExchange(MetaSymmetricMemory(), *row_exchange_sizes(cfg)).num_bytes
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@
 """
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ from moefold.checkpoint.checkpoint_dir import check_compatible, find_resume, rea
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.recipe import LoadedRecipe, with_world_size
@@ -93,11 +93,16 @@ def check_initial_weights(cfg: Config) -> None:
         ConfigError: they cannot be used.
     """
     initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
+    if cfg.rl.reference != "start":
+        initial_weights["rl.reference"] = cfg.rl.reference
     for key, path in initial_weights.items():
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason
 
-            if reason := init_from_unsupported_reason(cfg, Path(path)):
+            # Reference weights are never upcycled.
+            upcycle_from = "" if key == "rl.reference" else cfg.model.upcycle_from
+            model = replace(cfg.model, upcycle_from=upcycle_from)
+            if reason := init_from_unsupported_reason(replace(cfg, model=model), Path(path)):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
@@ -295,10 +300,35 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if rank_env is not None and rank_env.local_rank != 0:
         return
     check_replay_content(cfg)
-    if cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
+    if cfg.is_rl:
+        from moefold.rl.preflight import check_rollout_data
+
+        check_rollout_data(cfg)
+        check_rollout_cache(cfg)
+    elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
-        prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        prepare(
+            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+        )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
+
+
+def check_rollout_cache(cfg: Config) -> None:
+    """Check that the cache of the rollout engine holds a sample of train.seq_len.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from moefold.inference.engine.capacity import cache_pages, check_requests
+    from moefold.inference.engine.requests import EngineSettings, Request
+
+    rollout = cfg.rollout
+    settings = EngineSettings(cache_gib=rollout.cache_gib, cache=rollout.cache)
+    longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
+    with reworded_errors((r"cache_gib=", "rollout.cache_gib="), ("a larger cache_gib", "a larger rollout.cache_gib")):
+        num_pages = cache_pages(cfg, settings)
+        assert num_pages is not None
+        check_requests([longest], num_pages)
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:

@@ -15,7 +15,7 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.optim.adamw import named_moments, set_learning_rate
+from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.registry import make_optimizer
 from moefold.parallel.batch import Batch
@@ -29,7 +29,7 @@ from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
-from moefold.train.step_guard import StepDecision, StepGuard
+from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
 STOP_POLL_EVERY = 8
@@ -72,6 +72,8 @@ class StepResult:
     """Activation offload statistics; None without offload."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
+    loss_metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics of the loss function by name: logged, not minimised."""
     divergences: tuple[Divergence, ...] = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
 
@@ -82,6 +84,8 @@ class ReducedMetrics:
 
     loss_terms: dict[str, float]
     """The terms of the loss function by name."""
+    loss_metrics: dict[str, float]
+    """The metrics of the loss function by name."""
     mtp_loss: float | None
     """None without multi-token prediction (MTP)."""
     device_grad_norm: Tensor
@@ -122,7 +126,7 @@ class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
     `parameters` and `buffers` are the model state for checkpoints; `router_replay` records and replays the routing if
-    the recipe asks for it.
+    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -130,7 +134,8 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         self.optimizer = _make_optimizer(model, cfg)
-        self.guard = StepGuard(cfg.faults)
+        self.moment_updates = 0
+        self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None
@@ -148,6 +153,7 @@ class TrainingStep:
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
+        self._loss_metrics = model.stages[-1].loss_metrics
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -201,14 +207,31 @@ class TrainingStep:
                 clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
+            self.moment_updates += 1
             self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
+        every = self._cfg.train.reset_moments_every
+        if every and step % every == 0:
+            self.reset_moments()
         result = self._result(totals, rate, decision, nonfinite_report)
         if replica_check is None:
             return result
         return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+
+    def reset_moments(self) -> None:
+        """Zero the optimizer moments between two steps: the next update is that of a new optimizer; local.
+
+        Every rank must call it at the same step, or replicas diverge.
+        """
+        reset_moments(self.optimizer)
+        self.moment_updates = 0
+
+    def restore_moment_updates(self, count: int) -> None:
+        """Set the number of updates that the moments have seen, after moments were loaded."""
+        set_step_count(self.optimizer, count)
+        self.moment_updates = count
 
     @property
     def checks_replicas(self) -> bool:
@@ -263,6 +286,7 @@ class TrainingStep:
         Raises:
             ConfigError: the trace to replay lacks the step.
         """
+        self._loss_metrics.reset()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         if self.router_replay is not None:
@@ -329,6 +353,11 @@ class TrainingStep:
         device = loss.device
         packer = MetricPacker()
         packer.add("losses", self._tp_dedup(loss.detach()))
+        packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
+        own_maxima = self._loss_metrics.maxima(device)
+        maxima = own_maxima.new_zeros(world.size, len(own_maxima))
+        maxima[world.rank] = own_maxima
+        packer.add("loss metric maxima", maxima)
         packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
         packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
@@ -359,6 +388,7 @@ class TrainingStep:
         num_terms = len(self._loss_terms)
         return ReducedMetrics(
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
+            loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
             mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
             device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
             grad_norm=float(totals["squared grad norm"].sqrt()),
@@ -384,6 +414,7 @@ class TrainingStep:
         return StepResult(
             loss=totals.loss,
             loss_terms=totals.loss_terms,
+            loss_metrics=totals.loss_metrics,
             aux_loss=aux,
             z_loss=z,
             mtp_loss=totals.mtp_loss or 0.0,

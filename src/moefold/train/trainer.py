@@ -18,12 +18,15 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, Position, T
 from moefold.train.callbacks.checkpointing import Checkpointing
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
+from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
+from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
+from moefold.train.rollout_loader import RolloutLoader, policy_loss
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
@@ -59,16 +62,20 @@ class Trainer:
         # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
-        model = parallelize(cfg, groups, loss)
+        model = parallelize(cfg, groups, policy_loss(cfg) if cfg.is_rl else loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
-        self._data_loader = DataLoader(cfg, groups, model.positions, data)
+        self._data_loader = (
+            RolloutLoader(cfg, groups, model) if cfg.is_rl else DataLoader(cfg, groups, model.positions, data)
+        )
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
         self._callbacks: tuple[Callback, ...] = (
-            PeriodicEvaluation(),
+            ReferencePass(),
+            RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
             RoutingTraceSaving(),
             MetricsLogging(cfg, groups),
+            *((RolloutLogging(),) if cfg.is_rl else ()),
             StragglerDetection(),
             ReplicaComparison(self._checkpointing),
             self._checkpointing,
@@ -90,6 +97,7 @@ class Trainer:
         first_step = self._position.step + 1
         with ExitStack() as stack:
             stack.enter_context(stop)
+            stack.callback(self._data_loader.close)
             stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             if context.is_first_rank:
                 context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
@@ -148,14 +156,22 @@ class Trainer:
             return None
         self._position.step += 1
         self._position.samples = samples[-1] + 1
-        self._position.tokens += self._cfg.tokens_per_step
+        num_tokens = self._data_loader.count_tokens(batch)
+        self._position.tokens += num_tokens
         return FinishedStep(
             number=self._position.step,
             result=result,
             batch=batch,
             step_time_s=step_time_s,
             is_last=self._position.step == self._cfg.run.steps,
-            signals=[number for number, count in zip(SIGNALS, result.flags, strict=True) if count],
+            num_tokens=num_tokens,
+            rl=self._data_loader.step_metrics(),
+            # Rollouts that are not trained on yet would be lost: the run stops after the last of them.
+            signals=[
+                number
+                for number, count in zip(SIGNALS, result.flags, strict=True)
+                if count and self._data_loader.is_round_complete
+            ],
         )
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:

@@ -6,18 +6,22 @@ between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`,
 and the memory of a step in `memory_need.py`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.errors import raise_all
+from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
+from moefold.validate.align import ALIGN_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.rl import RL_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -84,6 +88,7 @@ RANGES = (
     RangeRule(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
     RangeRule("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
     RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
     RangeRule(*_at_least(1), "train", "muon_ns_steps"),
@@ -97,6 +102,10 @@ RANGES = (
     RangeRule(
         "must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"
     ),
+    RangeRule("must name a column", bool, "align", "reward"),
+    RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
+    RangeRule(*_at_least(0), "align", "gamma"),
+    RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -120,6 +129,21 @@ RANGES = (
         "metrics",
         "wandb_tags",
     ),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "rollouts_every"),
+    RangeRule(*_at_least(1), "data", "task_size"),
+    RangeRule(
+        "must be at least 2, or 0 (no reinforcement learning)", lambda size: size >= 2 or size == 0, "rl", "group_size"
+    ),
+    RangeRule(*_at_least(1), "rl", "updates most_rounds"),
+    RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "rl", "clip_low"),
+    RangeRule(*POSITIVE, "rl", "clip_high"),
+    RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
+    RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
+    RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
+    RangeRule(*POSITIVE, "reward", "timeout_s"),
+    RangeRule(*_at_least(1), "reward", "workers"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 
@@ -142,9 +166,14 @@ RULES = (
     *OFFLOAD_RULES,
     *OVERLAP_RULES,
     *DATA_RULES,
+    *ALIGN_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
+    *RL_RULES,
 )
+
+
+_DEGREE_KEY = re.compile(r"\bparallel\.(tp|pp|ep|etp)\b")
 
 
 def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
@@ -167,7 +196,24 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))
+        check_rollout_mapping(cfg)
     return layout
+
+
+def check_rollout_mapping(cfg: Config) -> None:
+    """Check the mapping that samples rollouts, if it is another one than that of training.
+
+    Raises:
+        ConfigError: it does not fit the ranks or the model.
+    """
+    if not has_rollout_mapping(cfg):
+        return
+    try:
+        check_config(rollout_config(cfg), is_training=False)
+    except ConfigError as error:
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
+        rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
+        raise ConfigError(f"rollouts cannot be sampled under {degrees}: {rules}") from None
 
 
 def check_model(model: ModelConfig) -> None:

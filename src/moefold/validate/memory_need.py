@@ -12,13 +12,16 @@ from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
+from moefold.cost.rollout_memory import rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
+from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.config import check_config
 
@@ -70,6 +73,25 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
         cfg: a recipe that `check_config` passed.
         device_type: "cpu" or "cuda".
     """
+    needed = _step_memory(cfg, device_type)
+    if cfg.is_rl and cfg.rl.kl:
+        # The reference model has the weights of training, under its mapping, and no gradients.
+        needed = tuple(parts + BytesByPart({"reference weights": parts["weights"]}) for parts in needed)
+    if not has_rollout_mapping(cfg):
+        return needed
+    view = WeightSharding.from_config(cfg, for_training=True).layout.attention
+    sizes: list[list[int]] = [[] for _ in needed]
+    for rank, size in enumerate(rollout_weight_bytes(cfg)):
+        sizes[view.coordinate(rank, "pp")].append(size)
+    return tuple(
+        # The ranks of a stage differ under the other mapping; their mean is certain, for all of them and the fullest.
+        parts + BytesByPart({"rollout weights": sum(of_stage) // len(of_stage)})
+        for parts, of_stage in zip(needed, sizes, strict=True)
+    )
+
+
+def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
+    """Return the minimum memory of a rank of each pipeline stage, without a second model that samples rollouts."""
     shortened = _with_fewer_micro_batches(cfg)
     p = shortened.parallel
     if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:

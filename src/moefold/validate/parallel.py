@@ -320,6 +320,16 @@ def validate_dispatcher(cfg: Config) -> Iterator[str]:
             f"parallel.dispatcher={p.dispatcher!r} sends tokens between the ranks of ep and etp, and parallel.ep=1, "
             "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
         )
+    if spec.needs_whole_experts and p.etp > 1:
+        yield (
+            f"parallel.dispatcher={p.dispatcher!r} sends tokens to whole experts, and parallel.etp={p.etp} shards the "
+            "experts; choose 'alltoall', or etp=1"
+        )
+    if spec.needs_whole_experts and cfg.moe.pad_to_capacity:
+        yield (
+            f"parallel.dispatcher={p.dispatcher!r} has a row for a token and a rank, and moe.pad_to_capacity=true pads "
+            "the rows of an expert; choose 'alltoall', or pad_to_capacity=false"
+        )
     if not spec.spreads_experts and p.ep * p.etp > 1:
         yield (
             f"parallel.dispatcher={p.dispatcher!r} needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "

@@ -303,7 +303,8 @@ def validate_cuda_graphs(cfg: Config) -> Iterator[str]:
 
 def has_documents(cfg: Config) -> bool:
     """Return whether the samples of a recipe may hold several documents."""
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in ("sft", "program")
+    kinds = ("sft", "preference", "program", "task")
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.is_rl or cfg.data.kind in kinds
 
 
 def check_cuda_graphs_device(cfg: Config, device_type: str) -> None:

@@ -7,13 +7,16 @@ A key that is left out, or set to its default, is no such setting. Options of an
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moefold.config.align import REWARD_METHODS
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.memory import ssd_offload_keys
+from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
 
 
@@ -261,10 +264,62 @@ UNUSED_KEY_RULES = (
         "set train.eval_every",
     ),
     UnusedKeyRule(
+        "data.task data.task_size",
+        lambda cfg: cfg.data.kind != "task",
+        "only data.kind='task' reads it",
+        "choose data.kind='task'",
+    ),
+    UnusedKeyRule(
+        "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
+        "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
+        "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
+        "rollout.tp rollout.pp rollout.ep rollout.etp "
+        "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
+        lambda cfg: not cfg.is_rl,
+        "rl.group_size=0 means no reinforcement learning",
+        "set rl.group_size",
+    ),
+    UnusedKeyRule(
+        "rollout.tp rollout.pp rollout.ep rollout.etp",
+        lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
+        "training has the same degrees, and its model samples",
+        "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.cache",
+        lambda cfg: cfg.model.attention != "mla",
+        "only model.attention='mla' has latents",
+        "choose model.attention='mla'",
+    ),
+    UnusedKeyRule(
+        "rl.clip_low rl.clip_high",
+        lambda cfg: cfg.rl.objective == "policy",
+        "rl.objective='policy' clips no ratio",
+        "choose rl.objective='clip', 'cispo' or 'sequence'",
+    ),
+    UnusedKeyRule(
+        "rl.kl_kind rl.reference rl.reset_patience",
+        lambda cfg: cfg.rl.kl == 0,
+        "rl.kl=0.0 has no reference model",
+        "set rl.kl",
+    ),
+    UnusedKeyRule(
+        "rl.most_rounds",
+        lambda cfg: not cfg.rl.mixed_only,
+        "rl.mixed_only=false samples one round",
+        "set rl.mixed_only=true",
+    ),
+    UnusedKeyRule(
+        "reward.timeout_s reward.workers reward.on_error",
+        lambda cfg: not uses_python_reward(cfg),
+        "the built-in rewards run in the ranks themselves and do not fail",
+        "set reward.use='FILE.py:FUNCTION'",
+    ),
+    UnusedKeyRule(
         "data.path",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind reads no files",
-        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
     UnusedKeyRule(
         "data.validation_fraction data.document_end data.shuffle",
@@ -274,9 +329,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program"),
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
         "data.kind has no paths",
-        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
     ),
     UnusedKeyRule(
         "data.column data.split data.validation_split data.subset data.revision data.streaming",
@@ -298,15 +353,75 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.document_end",
-        lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
+        lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
     ),
     UnusedKeyRule(
-        "data.chat_template data.overlong",
-        lambda cfg: cfg.data.kind != "sft",
-        "only data.kind='sft' reads it",
-        "choose data.kind='sft'",
+        "data.overlong",
+        lambda cfg: cfg.data.kind not in ("sft", "preference"),
+        "only data.kind='sft' and 'preference' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.reward",
+        lambda cfg: cfg.align.method not in REWARD_METHODS,
+        "only align.method='filter', 'weight' and 'condition' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.threshold",
+        lambda cfg: cfg.align.method != "filter",
+        "only align.method='filter' reads it",
+        "choose align.method='filter'",
+    ),
+    UnusedKeyRule(
+        "align.weight_cap",
+        lambda cfg: cfg.align.method != "weight",
+        "only align.method='weight' reads it",
+        "choose align.method='weight'",
+    ),
+    UnusedKeyRule(
+        "align.template",
+        lambda cfg: cfg.align.method != "condition",
+        "only align.method='condition' reads it",
+        "choose align.method='condition'",
+    ),
+    UnusedKeyRule(
+        "align.beta",
+        lambda cfg: cfg.align.method in ("none", "filter", "condition"),
+        "only align.method='weight', 'dpo', 'ipo', 'simpo' and 'kto' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "align.gamma",
+        lambda cfg: cfg.align.method != "simpo",
+        "only align.method='simpo' reads it",
+        "choose align.method='simpo'",
+    ),
+    UnusedKeyRule(
+        "align.desirable_weight align.undesirable_weight",
+        lambda cfg: cfg.align.method != "kto",
+        "only align.method='kto' reads it",
+        "choose align.method='kto'",
+    ),
+    UnusedKeyRule(
+        "data.chat_template",
+        lambda cfg: cfg.data.kind not in ("sft", "preference", "prompts"),
+        "only data.kind='sft', 'preference' and 'prompts' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "data.weights data.corrupt",
+        lambda cfg: cfg.data.kind == "prompts",
+        "data.kind='prompts' reads all lines of all paths, once an epoch",
+        "choose another data.kind",
+    ),
+    UnusedKeyRule(
+        "data.shuffle",
+        lambda cfg: cfg.data.kind == "task",
+        "problems are drawn from run.seed",
+        "choose data.kind='prompts'",
     ),
     UnusedKeyRule(
         "data.token_dtype data.document_index",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import Sampler, open_dataset
+from moefold.data import ProgramData, Sampler, open_dataset
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
@@ -16,6 +16,7 @@ from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.verify.distributed_run import DistributedRecord
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
+from moefold.verify.oracle_objectives import OracleObjective
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,38 @@ class NamedError:
     error: float
 
 
-def run_oracle(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> OracleRecord:
-    """Train `num_steps` steps of the oracle in float64 in this process."""
+def run_oracle(
+    cfg: Config,
+    num_steps: int,
+    on_progress: ProgressCallback = ignore_progress,
+    *,
+    objective: OracleObjective | None = None,
+    data: ProgramData | None = None,
+) -> OracleRecord:
+    """Train `num_steps` steps of the oracle in float64 in this process.
+
+    Args:
+        cfg: the recipe.
+        num_steps: optimizer steps.
+        on_progress: called with what is done next.
+        objective: the loss of a micro-batch; None: next-token prediction.
+        data: the samples of data.kind="program"; None: those of the recipe.
+    """
     on_progress("oracle, building the model")
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    dataset = data or open_dataset(
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    )
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
-    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
+    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective)
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):
         on_progress(f"oracle, step {i + 1} of {num_steps}")
-        steps.append(oracle.step(_oracle_batch(data.train, cfg, i)))
+        steps.append(oracle.step(_oracle_batch(dataset.train, cfg, i)))
     on_progress("oracle, evaluation")
-    eval_loss = oracle.evaluate(_oracle_batch(data.validation, cfg, 0))
+    eval_loss = oracle.evaluate(_oracle_batch(dataset.validation, cfg, 0))
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss)
 
@@ -92,10 +110,17 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     samples = [split.annotated_sample(index * size + i) for i in range(size)]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
+    scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
+    columns = {}
+    for kind in ("token_columns", "sample_columns"):
+        for name in getattr(samples[0], kind):
+            columns[name] = torch.from_numpy(np.stack([getattr(sample, kind)[name] for sample in samples]))
     return OracleBatch(
         torch.from_numpy(np.stack([sample.tokens for sample in samples])),
         torch.from_numpy(np.stack(documents)),
         torch.from_numpy(np.stack(weights)).double(),
+        torch.from_numpy(np.stack(scales)),
+        columns,
     )
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data import ProgramData, open_dataset
+from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress
@@ -28,10 +29,17 @@ class DistributedRecord:
     eval_loss: float
 
 
-def run_distributed(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> DistributedRecord:
-    """Train `num_steps` steps under the recipe's mapping. Collective over the process group."""
+def run_distributed(
+    cfg: Config,
+    num_steps: int,
+    on_progress: ProgressCallback = ignore_progress,
+    *,
+    loss: LossFunction | None = None,
+    data: ProgramData | None = None,
+) -> DistributedRecord:
+    """Train `num_steps` steps under the recipe's mapping; see `run_on_groups`. Collective over the process group."""
     on_progress(f"mapping on {cfg.parallel.world_size} ranks, connecting")
-    return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress)
+    return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress, loss=loss, data=data)
 
 
 def create_groups(cfg: Config) -> ParallelGroups:
@@ -40,18 +48,34 @@ def create_groups(cfg: Config) -> ParallelGroups:
 
 
 def run_on_groups(
-    groups: ParallelGroups, cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress
+    groups: ParallelGroups,
+    cfg: Config,
+    num_steps: int,
+    on_progress: ProgressCallback = ignore_progress,
+    *,
+    loss: LossFunction | None = None,
+    data: ProgramData | None = None,
 ) -> DistributedRecord:
     """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
 
     Records the gradients of the first batch, before clipping, and evaluates the final weights on the first validation
     batch.
+
+    Args:
+        groups: the groups of the mapping.
+        cfg: the recipe.
+        num_steps: optimizer steps.
+        on_progress: called with what is done next.
+        loss: the loss; None: next-token prediction.
+        data: the samples of data.kind="program"; None: those of the recipe.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")
-    model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    model = parallelize(cfg, groups, loss)
+    dataset = data or open_dataset(
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    )
+    loader = BatchSharder(dataset.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)
     initial = gather_full_tensors(model)
     on_progress(f"{ranks}, gradients of the first batch")
@@ -65,7 +89,7 @@ def run_on_groups(
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")
         steps.append(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
-    held_out = BatchSharder(data.validation, cfg, groups, model.positions)
+    held_out = BatchSharder(dataset.validation, cfg, groups, model.positions)
     return DistributedRecord(
         initial, gradients, gather_full_tensors(model), tuple(steps), training.evaluate([held_out.batch(0)])
     )

@@ -6,8 +6,9 @@ FP8 rounding, `oracle_optimizer` the optimizers.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
+from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 
@@ -45,6 +47,10 @@ class OracleBatch:
     """Document index of each token, [n, S+1]."""
     weights: Tensor
     """Loss weight of each target, float64 [n, S]; the first token of a document always has weight 0."""
+    weight_scale: Tensor
+    """Factor of each target's share of the loss, float64 [n, S]."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further columns for an objective, [n, ...] each."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,18 @@ class Oracle:
         cfg: the recipe; its mapping matters only through `chunks`, and through dp for `aux_kind = "global_batch"`.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
+        objective: the loss of a micro-batch; None: the weighted cross-entropy of the next tokens.
     """
 
-    def __init__(self, cfg: Config, weights: Weights, chunks: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        weights: Weights,
+        chunks: Sequence[Sequence[int]] = (),
+        objective: OracleObjective | None = None,
+    ) -> None:
         self.cfg = cfg
+        self._objective = objective
         self.weights = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights)
@@ -121,7 +135,8 @@ class Oracle:
             context = RoutingContext(self._steps + 1, number * size, is_training)
             documents = batch.documents[rows, :-1]
             hidden = self._hidden_states(micro[:, :-1], documents, context, routed)
-            lm = lm - (self._target_log_probs(hidden, micro[:, 1:]) * weights[0][rows]).sum()
+            columns = {name: values[rows] for name, values in batch.columns.items()} | {"weights": weights[0][rows]}
+            lm = lm + self._objective_loss(hidden, micro[:, 1:], columns)
             if is_training:
                 mtp = mtp + self._mtp_loss(
                     micro, documents, hidden, [weight[rows] for weight in weights], context, routed
@@ -137,10 +152,13 @@ class Oracle:
         return _LossTerms(lm, aux, z, mtp, routed)
 
     def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
-        """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth]; sum is 1."""
+        """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth].
+
+        Their sum is 1, or the mean of the scales.
+        """
         is_within = batch.documents[:, : -1 - depth] == batch.documents[:, 1 + depth :]
         weights = torch.where(is_within, batch.weights[:, depth:], 0.0)
-        return weights / weights.sum()
+        return weights / weights.sum() * batch.weight_scale[:, depth:]
 
     def _hidden_states(
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -165,10 +183,17 @@ class Oracle:
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
-    def _target_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
+        if self._objective is not None:
+            return self._objective(partial(self._target_log_probs, hidden, targets), columns)
+        return -(self._target_log_probs(hidden, targets) * columns["weights"]).sum()
+
+    def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        return (hidden @ self.weights[head].T).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+        logits = hidden @ self.weights[head].T / temperature
+        return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def _mtp_loss(
         self,

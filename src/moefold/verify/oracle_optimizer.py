@@ -30,12 +30,14 @@ class OracleOptimizer:
         self.cfg = cfg
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self._steps = 0
+        self._moment_updates = 0
 
     @torch.no_grad()
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], norm: float) -> None:
         """Update all weights once; `norm` is the global gradient norm, used for clipping."""
         train = self.cfg.train
         self._steps += 1
+        self._moment_updates += 1
         rate = learning_rate(train, self.cfg.run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
         for name, weight in weights.items():
@@ -43,6 +45,9 @@ class OracleOptimizer:
             weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
             update = self._muon if self._uses_muon(name) else self._adamw
             weight.sub_(rate * update(name, gradients[name] * clip))
+        if train.reset_moments_every and self._steps % train.reset_moments_every == 0:
+            self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+            self._moment_updates = 0
 
     def _uses_muon(self, name: str) -> bool:
         if self.cfg.train.optimizer != "muon":
@@ -55,8 +60,8 @@ class OracleOptimizer:
         first, second = self._moments[name]
         first.mul_(train.beta1).add_((1 - train.beta1) * gradient)
         second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
-        mean = first / (1 - train.beta1**self._steps)
-        rms = (second / (1 - train.beta2**self._steps)).sqrt()
+        mean = first / (1 - train.beta1**self._moment_updates)
+        rms = (second / (1 - train.beta2**self._moment_updates)).sqrt()
         return mean / (rms + train.eps)
 
     def _muon(self, name: str, gradient: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from math import lcm, prod
 
+from moefold.config.align import AlignConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
@@ -40,8 +41,8 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     Every axis above 1, dp and edp included, stays at 2 or more wherever that is legal. Degrees are unchanged if that
     needs at most `max_ranks`; else as few of them as possible are lowered to divisors. Layer kinds, routing, token
     dropping, context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe
-    can be verified without its data; router replay is disabled, as the trace belongs to the large model; and the
-    learning rate is high, so that the first steps change the weights.
+    can be verified without its data: there is no alignment, and no router replay, as the trace belongs to the large
+    model. The learning rate is high, so that the first steps change the weights.
 
     Raises:
         ConfigError: the recipe is invalid.
@@ -142,6 +143,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
+        align=AlignConfig(),
     )
     moe = small.moe
     max_factor = small.model.num_experts / small.model.top_k
@@ -157,7 +159,8 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
 
 def _has_documents(cfg: Config) -> bool:
     """Return whether attention is masked at document boundaries."""
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
+    kinds = ("sft", "preference", "task")
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moefold.model.loss import VocabRange, chunked_cross_entropy, cross_entropy
+from moefold.model.loss import ChunkOptions, SoftmaxOptions, VocabRange, chunked_token_losses, token_losses
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS
 from moefold.ops.gemm import Gemm
 from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
@@ -77,8 +77,8 @@ class _Bf16Gradients(Gemm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [0, 3, 4])
-@pytest.mark.parametrize("first_row", [0, 20])
-def test_loss_and_gradients(dtype, chunk, first_row):
+@pytest.mark.parametrize(("first_row", "temperature"), [(0, 1.0), (20, 1.0), (20, 0.7)])
+def test_loss_and_gradients(dtype, chunk, first_row, temperature):
     torch.manual_seed(1)
     x = torch.randn(4, 2, H).to(dtype).to(DEVICE).requires_grad_()
     weight = torch.randn(V, H).to(dtype).to(DEVICE).requires_grad_()
@@ -87,15 +87,20 @@ def test_loss_and_gradients(dtype, chunk, first_row):
     # Another rank has no rows of this vocabulary, and so only shifts the labels.
     vocab_range = VocabRange(first_row)
     shifted = labels + first_row
+    softmax = SoftmaxOptions(temperature, has_entropy=True)
     if chunk:
-        losses = chunked_cross_entropy(x, weight, shifted, chunk, vocab_range, gemm=_Bf16Gradients(), ops=OPS)
+        options = ChunkOptions(chunk, vocab_range, gemm=_Bf16Gradients(), ops=OPS, softmax=softmax)
+        losses, entropy = chunked_token_losses(x, weight, shifted, options)
     else:
-        losses = cross_entropy(F.linear(x, weight), shifted, vocab_range, OPS)
+        losses, entropy = token_losses(F.linear(x, weight), shifted, vocab_range, OPS, softmax)
     wide_x, wide_weight = (value.detach().double().requires_grad_() for value in (x, weight))
-    expected = F.cross_entropy((wide_x @ wide_weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
+    logits = (wide_x @ wide_weight.t()).flatten(0, 1) / temperature
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.flatten().double(), expected, rtol=tolerance, atol=tolerance)
+    expected_entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
+    torch.testing.assert_close(entropy.flatten().double(), expected_entropy, rtol=tolerance, atol=tolerance)
     found = torch.autograd.grad((losses * share).sum(), (x, weight))
     wanted = torch.autograd.grad((expected * share.flatten().double()).sum(), (wide_x, wide_weight))
     for mine, theirs in zip(found, wanted, strict=True):

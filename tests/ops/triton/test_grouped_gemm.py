@@ -57,7 +57,7 @@ def test_products_of_rows(counts, dtype, gathers, transposed, tiling):
     w = _random(dtype, len(counts), width, depth).mT if transposed else _random(dtype, len(counts), depth, width)
     source = _sources(num_rows, 20) if gathers else None
     y = _poisoned(dtype, num_rows, width)
-    grouped_gemm(x, w, _offsets(counts), num_rows, source_R=source, tile_config=tiling, out=y)
+    grouped_gemm(x, w, _offsets(counts), source_R=source, tile_config=tiling, out=y)
     _assert_close(y, _product(_read(x, source), w, counts), dtype)
 
 
@@ -68,8 +68,25 @@ def test_a_second_pair_is_added(counts, dtype):
     x, x2 = _random(dtype, num_rows, 33), _random(dtype, num_rows, 33)
     w, w2 = _random(dtype, len(counts), 33, 19), _random(dtype, len(counts), 33, 19)
     y = _poisoned(dtype, num_rows, 19)
-    grouped_gemm(x, w, _offsets(counts), num_rows, second=(x2, w2), out=y)
+    grouped_gemm(x, w, _offsets(counts), second=(x2, w2), out=y)
     _assert_close(y, _product(x.double(), w, counts) + _product(x2.double(), w2, counts), dtype)
+
+
+@CASES
+@TYPES
+@pytest.mark.parametrize("has_second", [False, True])
+def test_rows_are_written_to_their_places(counts, dtype, has_second):
+    num_rows = sum(counts)
+    x, x2 = (_random(dtype, num_rows, 33) for _ in range(2))
+    w, w2 = (_random(dtype, len(counts), 33, 19) for _ in range(2))
+    target = torch.randperm(num_rows).to(DEVICE, torch.int32)
+    y = _poisoned(dtype, num_rows, 19)
+    second = (x2, w2) if has_second else None
+    grouped_gemm(x, w, _offsets(counts), target_R=target, second=second, out=y)
+    expected = _product(x.double(), w, counts)
+    if has_second:
+        expected = expected + _product(x2.double(), w2, counts)
+    _assert_close(y[target.long()], expected, dtype)
 
 
 @CASES
@@ -102,9 +119,17 @@ def test_copies_are_combined(dtype, absent):
     _assert_close(y, (values * (factors * kept).double().unsqueeze(-1)).sum(1), dtype)
 
 
+@TYPES
+def test_two_sets_of_rows_are_combined(dtype):
+    rows, second = _random(dtype, 24, 41), _random(dtype, 24, 41)
+    place = torch.randperm(24).view(8, 3).to(DEVICE)
+    y = combine_rows(rows, place, second_RH=second, out=_poisoned(dtype, 8, 41))
+    _assert_close(y, (rows.double() + second.double())[place].sum(1), dtype)
+
+
 def test_a_wrong_matrix_would_be_seen():
     """The tolerance tells the matrix of an expert from that of its neighbour."""
     x, w = _random(torch.bfloat16, 8, 16), _random(torch.bfloat16, 2, 16, 16)
-    y = grouped_gemm(x, w.flip(0), _offsets([4, 4]), 8)
+    y = grouped_gemm(x, w.flip(0), _offsets([4, 4]))
     with pytest.raises(AssertionError):
         _assert_close(y, _product(x.double(), w, [4, 4]), torch.bfloat16)

@@ -7,7 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.model.moe.fused_experts import fused_experts
-from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
+from moefold.model.moe.permute import (
+    order_by_expert,
+    permute,
+    permute_probs,
+    plan_permutation,
+    truncate_permutation,
+    unpermute,
+)
 from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -15,6 +22,7 @@ from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, La
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.ops.triton.experts import TritonExpertOps
+from moefold.ops.triton.grouped_gemm import tile_configs
 from moefold.parallel.select_ops import select_kernels
 from moefold.verify.distributed_run import run_distributed
 from tests.slow import slow
@@ -39,6 +47,10 @@ class _Pool:
             weight.grad = grad
 
 
+def _random(dtype, *shape):
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
 def _leaves(dtype, has_bias):
     shapes = [(T, H), (T, K), (E, H, F), (E, H, F), (E, F, H)]
     shapes += [(E, F), (E, F), (E, 4)] if has_bias else []
@@ -48,11 +60,11 @@ def _leaves(dtype, has_bias):
 def _permutation(kind):
     ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)]).to(DEVICE)  # the last expert has no rows
     kept = None if kind == "all" else (torch.rand(T, K) > 0.3).to(DEVICE)
-    return plan_permutation(ids, E, kept, T if kind == "slots" else None)
+    return plan_permutation(ids, E, kept, T if kind == "slots" else None, T * K if kind == "trailing" else None)
 
 
 @pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES)
-@pytest.mark.parametrize("kind", ["all", "dropped", "slots"])
+@pytest.mark.parametrize("kind", ["all", "dropped", "trailing", "slots"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("postpones", [False, True])
 def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bias, postpones):
@@ -69,6 +81,8 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     y.backward(grad)
     actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
 
+    if kind == "trailing":
+        permutation = truncate_permutation(permutation, int(counts.sum()))
     leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
     rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
     expected = unpermute(
@@ -114,6 +128,77 @@ def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_o
     with _CopiedRows(H) as copies:
         y.sum().backward()
     assert copies.found == backward
+
+
+@pytest.mark.parametrize(("delays", "is_gathered"), [(False, True), (True, False)])
+def test_a_gather_that_the_weight_gradient_needs_is_no_cost_of_another_gemm(delays, is_gathered):
+    needs_gather = {}
+
+    class Watched(Autotuner):
+        def choose(self, key, candidates, device):
+            needs_gather.setdefault((key.op, key.shape[0]), key.shape[1])
+            return next(iter(candidates))
+
+    permutation, (x, probs, *tensors) = _permutation("all"), _leaves(torch.float32, has_bias=False)
+    counts = LazyCounts(permutation.tokens_per_expert_E)
+    options = ExpertOptions(counts, permute_map=PermuteMap.from_permutation(permutation))
+    ops = TritonExpertOps(Watched(is_enabled=True))
+    store = _Pool() if delays else None
+    y = fused_experts(x, ExpertWeights(*tensors), options, ops, permute_probs(probs, permutation), store)
+    needs_gather.clear()
+    y.sum().backward()
+    # The gradient of the hidden values is the first product of rows of width H.
+    assert needs_gather["product", H] == (not is_gathered,)
+
+
+class _Chosen(Autotuner):
+    """Takes the candidate of a name wherever it is offered, and records the names."""
+
+    def __init__(self, name):
+        super().__init__(is_enabled=True)
+        self.name, self.offered = name, set()
+
+    def choose(self, key, candidates, device):
+        if key.op == "product and combine":
+            self.offered |= set(candidates)
+        return self.name if self.name in candidates else next(iter(candidates))
+
+
+@pytest.mark.parametrize("candidate", ["summed by gemm", "summed by combine", "scattered"])
+@pytest.mark.parametrize("kind", ["all", "dropped", "slots", "ordered"])
+def test_every_candidate_of_product_and_combine_equals_the_reference(candidate, kind):
+    dtype = torch.float32
+    if kind == "ordered":
+        counts_GE = torch.tensor([[3, 0, 2, 1], [0, 4, 1, 0]], device=DEVICE)
+        order, inverse = order_by_expert(counts_GE, 11)
+        permute_map, counts = PermuteMap.from_order(order, inverse), counts_GE.sum(0).tolist()
+    else:
+        permutation = _permutation(kind)
+        permute_map, counts = PermuteMap.from_permutation(permutation), permutation.tokens_per_expert_E.tolist()
+    assert permute_map.is_bijective == (kind == "ordered")
+    num_rows = len(permute_map.source_R)
+    first, second = ((_random(dtype, num_rows, F), _random(dtype, E, F, H)) for _ in range(2))
+    offsets = torch.tensor(counts).cumsum(0).to(DEVICE, torch.int32)
+    name = candidate if candidate != "scattered" else f"scattered {tile_configs(first[0])[0].block_m}x"
+    for pair in (None, second):
+        tuner = _Chosen("")
+        ops = TritonExpertOps(tuner)
+        ops.grouped_gemm_combine(GatheredRows(first[0]), first[1], offsets, permute_map, pair)
+        offered = [offer for offer in tuner.offered if offer.startswith(name)]
+        must_be_offered = {
+            "summed by gemm": True,
+            "summed by combine": pair is not None,
+            "scattered": kind == "ordered",
+        }
+        assert bool(offered) == must_be_offered[candidate]
+        for offer in offered:
+            ops = TritonExpertOps(_Chosen(offer))
+            y = ops.grouped_gemm_combine(GatheredRows(first[0]), first[1], offsets, permute_map, pair)
+            wide = [None if p is None else tuple(t.double() for t in p) for p in (first, pair)]
+            expected = GroupedExpertOps().grouped_gemm_combine(
+                GatheredRows(wide[0][0]), wide[0][1], offsets, permute_map, wide[1]
+            )
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_candidates_are_timed_with_their_gather_unless_rows_are_gathered_already():

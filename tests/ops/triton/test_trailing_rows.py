@@ -29,9 +29,10 @@ OPS = [
 ]
 
 
-def _rows_and_weights():
+def _rows_and_weights(has_bias=False):
     num_rows = sum(COUNTS)
     shapes = [(num_rows, H), (num_rows,), (len(COUNTS), H, F), (len(COUNTS), H, F), (len(COUNTS), F, H)]
+    shapes += [(len(COUNTS), F), (len(COUNTS), F), (len(COUNTS), H)] if has_bias else []
     return torch.randn(num_rows, H).to(DEVICE), *(torch.randn(shape).to(DEVICE) for shape in shapes)
 
 
@@ -45,10 +46,10 @@ def _outputs_and_gradients(ops, saves_fc1, grad, x, probs, *weights, undefined=U
     return [y, *torch.autograd.grad(y, leaves, pad(grad))]
 
 
-@pytest.mark.parametrize("saves_fc1", [True, False])
+@pytest.mark.parametrize(("saves_fc1", "has_bias"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: type(ops).__name__)
-def test_results_are_those_without_undefined_rows(ops, saves_fc1):
-    given = _rows_and_weights()
+def test_results_are_those_without_undefined_rows(ops, saves_fc1, has_bias):
+    given = _rows_and_weights(has_bias)
     found = _outputs_and_gradients(ops, saves_fc1, *given)
     expected = _outputs_and_gradients(ops, saves_fc1, *given, undefined=0)
     for mine, theirs in zip(found, expected, strict=True):

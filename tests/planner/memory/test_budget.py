@@ -76,6 +76,16 @@ def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
     check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
 
 
+def test_symmetric_memory_is_counted_as_the_runtime_does():
+    cfg = recipe("mixtral-8x7b", {"world_size": 8, "ep": 4, "tp": 2}, 8, "1f1b", 1)
+    parallel = replace(cfg.parallel, dispatcher="symm_mem", receive_factor=1.5)
+    symmetric = replace(cfg, parallel=parallel, run=replace(cfg.run, device="cuda"))
+    check_config(symmetric)
+    check_formula(symmetric)
+    extra = estimated(symmetric)[1].buffers - estimated(cfg)[1].buffers
+    assert extra >= 3 * 1.5 * 4096 // 2 * cfg.model.top_k * cfg.model.hidden_size * 2
+
+
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2))
 
 

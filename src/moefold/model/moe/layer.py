@@ -77,8 +77,8 @@ class MoELayer(nn.Module):
         self.stats = RouterStats(model.num_experts)
         self._num_experts = model.num_experts
         self._aux_kind = moe.aux_kind
-        self._aux_scale = moe.aux_coefficient * loss_scale
-        self._z_scale = moe.z_loss * loss_scale
+        self._moe = moe
+        self._scale_losses(loss_scale)
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
         uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
         last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if uses_last_counts else None
@@ -91,6 +91,18 @@ class MoELayer(nn.Module):
         )
         """Token dropping outside training; None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
+
+    def set_micro_batches(self, global_count: int, per_rank: int) -> None:
+        """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
+
+        They may be lower than those of the recipe, where the samples of a step vary in number.
+        """
+        self._scale_losses(1.0 / global_count)
+        self._micro_batches_per_rank = per_rank
+
+    def _scale_losses(self, loss_scale: float) -> None:
+        self._aux_scale = self._moe.aux_coefficient * loss_scale
+        self._z_scale = self._moe.z_loss * loss_scale
 
     def begin_step(self, step: int) -> None:
         """Reset the router statistics and set the optimizer step."""

@@ -39,15 +39,23 @@ class WeightCache:
     def __init__(self, *, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled
         self._results: dict[Hashable, Any] | None = None
+        self._scope: object | None = None
+
+    @property
+    def scope(self) -> object | None:
+        """Identity of the current step, during which no weight changes; None outside of a step."""
+        return self._scope
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Cache inside this context, in which no weight may change; free everything at its end."""
-        assert self._results is None, "the scopes of two steps overlap"
+        assert self._scope is None, "the scopes of two steps overlap"
+        self._scope = object()
         self._results = {} if self._is_enabled else None
         try:
             yield
         finally:
+            self._scope = None
             self._results = None
 
     def get(self, weight: Tensor, function: Callable[[Tensor], T]) -> T:

@@ -109,6 +109,53 @@ class TritonExpertOps(GroupedExpertOps):
         key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None
         return self._run_autotuned("product", (rows,), key, candidates)
 
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap | None,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See base class.
+
+        Two products are summed in one accumulator or by the combine, and rows that are only reordered are written to
+        their places by the GEMM: what is faster.
+        """
+        if permute_map is None:
+            return self.grouped_gemm(rows, w_EKN, offsets_E, second)
+        if second is not None:
+            second = unit_stride(second[0]), second[1]
+
+        def summed_by_gemm(rows: GatheredRows) -> Tensor:
+            return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
+
+        def summed_by_combine(rows: GatheredRows, second: tuple[Tensor, Tensor]) -> Tensor:
+            y_RN = self.grouped_gemm(rows, w_EKN, offsets_E)
+            second_RN = self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E)
+            return combine_rows(y_RN, permute_map.row_TK, permute_map.kept_TK, second_RH=second_RN)
+
+        candidates: dict[str, Callable[..., Tensor]] = {"summed by gemm": summed_by_gemm}
+        if second is not None:
+            candidates["summed by combine"] = partial(summed_by_combine, second=second)
+        if permute_map.is_bijective:
+            for tile_config in self.scatter_tile_configs(rows.values):
+                candidates[f"scattered {tile_config.block_m}x{tile_config.block_n}"] = partial(
+                    _grouped_gemm_of_rows, w_EKN=w_EKN, offsets_E=offsets_E, target_R=permute_map.source_R,
+                    second=second, tile_config=tile_config,
+                )  # fmt: skip
+        # torch's GEMMs have no sum: the combine adds them. Ours writes a row anywhere.
+        uses_torch = supports_grouped_mm(rows.values, rows.num_rows, *w_EKN.shape[1:])
+        best_guess = "summed by combine" if uses_torch else "scattered"
+        candidates = dict(sorted(candidates.items(), key=lambda item: not item[0].startswith(best_guess)))
+        map_key = permute_map.row_TK.shape[1], permute_map.is_bijective
+        key = w_EKN.shape, w_EKN.stride(2) == 1, second is not None, *map_key
+        return self._run_autotuned("product and combine", (rows,), key, candidates)
+
+    def scatter_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return the tile configs of the GEMM that writes rows to their places; empty: they are reordered after it."""
+        return tile_configs(x)
+
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
         """See base class."""
         candidates: dict[str, Callable[..., Tensor]] = {}
@@ -168,7 +215,7 @@ class TritonExpertOps(GroupedExpertOps):
 def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, **options: Any) -> Tensor:
     """Compute the Triton kernel's `grouped_gemm`, which gathers rows in its loads unless they are materialized."""
     values, source_R = _kernel_operand(rows)
-    return grouped_gemm(values, w_EKN, offsets_E, rows.num_rows, source_R=source_R, **options)
+    return grouped_gemm(values, w_EKN, offsets_E, source_R=source_R, **options)
 
 
 def _fc1_key(weights: ExpertWeights) -> tuple[Hashable, ...]:

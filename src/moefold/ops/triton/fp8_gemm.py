@@ -170,8 +170,17 @@ class Fp8ExpertOps(TritonExpertOps):
         """False: hidden values are quantised."""
         return False
 
+    @property
+    def wgrad_reads_gathered_rows(self) -> bool:
+        """False: rows are gathered while they are quantised."""
+        return False
+
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
         """Return none: the kernel of both projections does not quantise."""
+        return ()
+
+    def scatter_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
+        """Return none: the kernel that writes rows to their places does not quantise."""
         return ()
 
     def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:

@@ -1,6 +1,6 @@
 """Grouped GEMMs in Triton with persistent programs: rows sorted by expert times the matrices of their experts.
 
-Expert offsets are read on the device, so there is no host sync. Rows of the forward pass may be gathered on read:
+Expert offsets are read on the device, so there is no host sync. Rows may be gathered on read and scattered on write:
 permuted tokens need no buffer. Accumulation is in float32.
 """
 
@@ -85,13 +85,13 @@ def _accumulate(
 
 @triton.jit
 def _grouped_gemm_kernel(
-    x, w, y, offsets, source, x_second, w_second, num_experts, width, depth,
+    x, w, y, offsets, source, target, x_second, w_second, num_experts, width, depth,
     stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
-    GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr,
+    GATHERS: tl.constexpr, SCATTERS: tl.constexpr, HAS_SECOND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair)."""
+    """Compute y[r], or y[target[r]], = x[source[r]] @ w[expert of r] (+ the same of the second pair)."""
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -117,7 +117,10 @@ def _grouped_gemm_kernel(
                     acc, x_second, w_second, from_row, is_read, column, width, depth,
                     stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, UPCASTS,
                 )  # fmt: skip
-            cell = y + row.to(tl.int64)[:, None] * stride_yr + column[None, :]
+            to_row = row.to(tl.int64)
+            if SCATTERS:
+                to_row = tl.load(target + row, mask=is_row, other=0).to(tl.int64)
+            cell = y + to_row[:, None] * stride_yr + column[None, :]
             tl.store(cell, acc.to(y.dtype.element_ty), mask=is_row[:, None] & (column < width)[None, :])
             tile += num_programs
         first_tile = last_tile
@@ -163,10 +166,11 @@ def _weight_grad_kernel(
 
 @triton.jit
 def _combine_kernel(
-    rows, row_ids, kept, probs, out, num_tokens, top_k, width, stride_r,
-    HAS_KEPT_MASK: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, second, row_ids, kept, probs, out, num_tokens, top_k, width, stride_r,
+    HAS_SECOND: tl.constexpr, HAS_KEPT_MASK: tl.constexpr, HAS_PROBS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[t] = sum over k of probs[t, k] * rows[row_ids[t, k]], in the order of k."""
+    """Compute out[t] = sum over k of probs[t, k] * (rows + second)[row_ids[t, k]], in the order of k."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_token = token < num_tokens
@@ -178,9 +182,11 @@ def _combine_kernel(
         if HAS_KEPT_MASK:
             is_read = is_read & (tl.load(kept + index, mask=is_token, other=0) != 0)
         row = tl.load(row_ids + index, mask=is_read, other=0).to(tl.int64)
-        value = tl.load(
-            rows + row[:, None] * stride_r + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
-        ).to(tl.float32)
+        cell = row[:, None] * stride_r + column[None, :]
+        is_cell = is_read[:, None] & is_column[None, :]
+        value = tl.load(rows + cell, mask=is_cell, other=0.0).to(tl.float32)
+        if HAS_SECOND:
+            value += tl.load(second + cell, mask=is_cell, other=0.0).to(tl.float32)
         if HAS_PROBS:
             value *= tl.load(probs + index, mask=is_token, other=0.0).to(tl.float32)[:, None]
         acc += value
@@ -208,9 +214,9 @@ def grouped_gemm(
     x: Tensor,
     w_EKN: Tensor,
     offsets_E: Tensor,
-    num_rows: int,
     *,
     source_R: Tensor | None = None,
+    target_R: Tensor | None = None,
     second: tuple[Tensor, Tensor] | None = None,
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
@@ -220,9 +226,10 @@ def grouped_gemm(
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         w_EKN: [E, K, N], any strides.
-        offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R.
-        num_rows: R. Rows after the last offset are not written.
+        offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R. Rows after it are
+            not written.
         source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
+        target_R: row of the result that each row is written to, a permutation, int [R]; None: the same row.
         second: another x and w of the same strides, whose product is added.
         tile_config: tile sizes; None: the first of `tile_configs`.
         out: output tensor.
@@ -234,16 +241,18 @@ def grouped_gemm(
     config = tile_config or tile_configs(x)[0]
     x_second, w_second = second or (x, w_EKN)
     assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "both pairs need the same strides"
+    num_rows = len(x) if source_R is None else len(source_R)
     y = x.new_empty(num_rows, width) if out is None else out
     if num_rows == 0 or width == 0:
         return y
     # Each expert may have one partial tile.
     max_tiles = (triton.cdiv(num_rows, config.block_m) + num_experts) * triton.cdiv(width, config.block_n)
     _grouped_gemm_kernel[(min(max_tiles, max_programs(x, config.num_warps)),)](
-        x, w_EKN, y, offsets_E, source_R if source_R is not None else offsets_E, x_second, w_second,
-        num_experts, width, depth,
+        x, w_EKN, y, offsets_E,
+        offsets_E if source_R is None else source_R, offsets_E if target_R is None else target_R,
+        x_second, w_second, num_experts, width, depth,
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
-        GATHERS=source_R is not None, HAS_SECOND=second is not None,
+        GATHERS=source_R is not None, SCATTERS=target_R is not None, HAS_SECOND=second is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_SIZE=GROUP_SIZE_M,
         PRECISION=dot_precision(x.dtype), UPCASTS=upcasts(x), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -287,6 +296,8 @@ def combine_rows(
     row_TK: Tensor,
     kept_TK: Tensor | None = None,
     probs_TK: Tensor | None = None,
+    *,
+    second_RH: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Sum each token's rows, [T, H], in float32 and in the order of K: deterministic.
@@ -296,8 +307,10 @@ def combine_rows(
         row_TK: row of each routed token, int [T, K].
         kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of others are not read.
         probs_TK: weight of each routed token; None: 1.
+        second_RH: added to the rows, of the same strides; None: 0.
         out: output tensor.
     """
+    assert second_RH is None or second_RH.stride() == rows_RH.stride(), "both need the same strides"
     num_tokens, top_k = row_TK.shape
     width = rows_RH.shape[1]
     out = rows_RH.new_empty(num_tokens, width) if out is None else out
@@ -307,7 +320,8 @@ def combine_rows(
     kept = row_TK if kept_TK is None else kept_TK.to(torch.uint8).contiguous()
     probs = row_TK if probs_TK is None else probs_TK.contiguous()
     _combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_n))](
-        rows_RH, row_TK.contiguous(), kept, probs, out, num_tokens, top_k, width, rows_RH.stride(0),
+        rows_RH, rows_RH if second_RH is None else second_RH, row_TK.contiguous(), kept, probs, out,
+        num_tokens, top_k, width, rows_RH.stride(0), HAS_SECOND=second_RH is not None,
         HAS_KEPT_MASK=kept_TK is not None, HAS_PROBS=probs_TK is not None, BLOCK_T=block_t, BLOCK_N=block_n,
     )  # fmt: skip
     return out

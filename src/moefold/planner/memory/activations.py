@@ -158,7 +158,8 @@ class ActivationMemoryTable:
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
-        is_allgather = dispatcher_spec(mapping.dispatcher).gathers_tokens
+        dispatcher = dispatcher_spec(mapping.dispatcher)
+        is_allgather = dispatcher.gathers_tokens
         # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
         ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
         return (
@@ -167,6 +168,7 @@ class ActivationMemoryTable:
             ep,
             min(self.workload.effective_imbalance, mapping.ep),
             is_allgather,
+            dispatcher.has_receive_buffer,
             mapping.overlap,
         )
 
@@ -202,8 +204,9 @@ class ActivationMemoryTable:
         return self._recompute_tables[key]
 
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
-        """Replace the head columns for these tokens: chunks of the loss have a fixed size."""
-        if self.cfg.train.loss_chunk == 0 or self.model_spec.config is None:
+        """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
+        has_fixed_sizes = self.cfg.train.loss_chunk != 0 or self.kernel_profile.tiled_loss
+        if not has_fixed_sizes or self.model_spec.config is None:
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
         for name, parts in end_columns(formula).items():
@@ -327,7 +330,8 @@ def _activation_memory(
     cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
 ) -> ActivationMemory:
     # Other dispatchers save as many tokens as all-to-all.
-    like = ALL_GATHER if dispatcher_spec(mapping.dispatcher).gathers_tokens else ALL_TO_ALL
+    spec = dispatcher_spec(mapping.dispatcher)
+    like = ALL_GATHER if spec.gathers_tokens else spec if spec.has_receive_buffer else ALL_TO_ALL
     parallel = replace(
         cfg.parallel,
         world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,

@@ -52,7 +52,7 @@ class MemoryEstimate:
     optimizer: float
     """Moments on the device, and the part of prefetched moments that exceeds the activations of the peak."""
     buffers: float
-    """Biases and counts of the router, and the RoPE table."""
+    """Biases and counts of the router, the RoPE table, and the symmetric memory of a dispatcher."""
     activations: float
     dispatch: float
     """Buffers of routed tokens."""

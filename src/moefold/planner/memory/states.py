@@ -32,11 +32,13 @@ from moefold.cost.unit_memory import (
     make_shard_spec,
     quantized_copy_bytes,
     rope_buffer_bytes,
+    symmetric_buffer_bytes,
     unit_weights,
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
+from moefold.topology.dispatchers import dispatcher_spec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
 """Parts of `STATE_FIELDS`; gradients are the reduced ones or their unsharded sums, whichever are larger."""
@@ -135,6 +137,7 @@ class StateMemoryTable:
             mapping.zero,
             mapping.world_size == 1,
             "optimizer" in mapping.offload,
+            self._exchange_bytes(mapping),
         )
 
     def sharding_degrees(self, mapping: ParallelMapping) -> tuple[int, int]:
@@ -161,6 +164,7 @@ class StateMemoryTable:
             has_second_embedding=self.model_spec.has_second_embedding,
             prefetched=self._prefetched_bytes(mapping, degrees) if gathers_by_layer else None,
             rope_bytes=self._rope_bytes(mapping),
+            exchange_bytes=self._exchange_bytes(mapping),
         )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
         if is_offloaded and self.workload.is_megatron:
             # Megatron-Core updates on the host, and keeps the master weights there.
@@ -253,6 +257,13 @@ class StateMemoryTable:
             cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=mapping.cp))
             self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg)
         return self._rope_bytes_by_cp[mapping.cp]
+
+    def _exchange_bytes(self, mapping: ParallelMapping) -> int:
+        if self.model_spec.config is None or not dispatcher_spec(mapping.dispatcher).has_receive_buffer:
+            return 0
+        axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}
+        train = replace(self.cfg.train, micro_batch_size=mapping.mbs)
+        return symmetric_buffer_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, **axes), train=train))
 
     def weights(self, name: str | int, tp: int) -> tuple[ParamSpec, ...]:
         """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "mtp" (MTP)."""

@@ -191,14 +191,16 @@ class MappingSpace:
         return tuple(overlap for overlap in (False, True) if self.restriction.allows("overlap", overlap))
 
     def dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
-        """Return the legal dispatchers."""
+        """Return the legal dispatchers; one that is not searched only where the restriction leaves no other."""
         key = (fold.ep, fold.etp, fold.tp * fold.cp, mbs)
         if key not in self._dispatchers:
             values = {**fold.values, "mbs": mbs, "overlap": False}
+            allowed = self._allowed_values("dispatcher")
             self._dispatchers[key] = tuple(
                 name
-                for name in self._allowed_values("dispatcher")
+                for name in allowed
                 if not dispatcher_spec(name).prefers
+                and (dispatcher_spec(name).is_searched or len(allowed) == 1)
                 and self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": name})
             )
         return self._dispatchers[key]

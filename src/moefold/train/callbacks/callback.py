@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from signal import Signals
+from typing import Any
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
@@ -71,6 +72,10 @@ class FinishedStep:
     """This rank's shard."""
     step_time_s: float
     is_last: bool
+    num_tokens: int
+    """Tokens of the global batch, padding included."""
+    rl: dict[str, Any] | None = None
+    """Metrics of the rollouts; None without reinforcement learning."""
     signals: list[Signals] = field(default_factory=list)
     """Signals that stop the run after this step."""
     eval_loss: float | None = None

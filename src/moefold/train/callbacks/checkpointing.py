@@ -12,7 +12,6 @@ from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
-from moefold.optim.adamw import set_step_count
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
@@ -54,6 +53,7 @@ class Checkpointing(Callback):
             run.is_resumed = True
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+            run.data.start()
         return resume
 
     def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
@@ -107,7 +107,7 @@ class Checkpointing(Callback):
         """Save a checkpoint; collective."""
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
-        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer) | run.data.entries()
         position = TrainState(
             step=run.position.step,
             samples=run.position.samples,
@@ -115,6 +115,7 @@ class Checkpointing(Callback):
             stream=run.data.train_sampler.state(run.position.samples),
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
+            moment_updates=training.moment_updates,
             **run.data.data_state(),
         )
         waited_s = self.saver.save(state, position)
@@ -129,6 +130,7 @@ class Checkpointing(Callback):
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
+        run.data.restore(path, meta)
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(run.cfg, meta, run.data.fingerprints):
@@ -137,7 +139,8 @@ class Checkpointing(Callback):
         elif isinstance(guard, dict):
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
-        set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
+        updates = meta.step - training.guard.num_skipped if meta.moment_updates is None else meta.moment_updates
+        training.restore_moment_updates(updates)
         self.checkpoint_dp = meta.dp
         run.position.checked_step = meta.checked_step
 

@@ -28,12 +28,13 @@ class MetricsLogging(Callback):
 
     def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
         result = step.result
-        tokens_per_s = run.cfg.tokens_per_step / step.step_time_s
+        tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
         return StepMetrics(
             step=step.number,
             loss=result.loss,
             loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
+            loss_metrics=None if step.rl else result.loss_metrics or None,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,
@@ -54,6 +55,7 @@ class MetricsLogging(Callback):
             offload=result.offload,
             memory_by_part=result.memory_by_part,
             rank_times=RankTimeMetrics.from_ranks(result.rank_times),
+            rl=step.rl and step.rl | result.loss_metrics,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 

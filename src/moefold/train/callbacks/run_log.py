@@ -20,7 +20,7 @@ from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.metrics.writer import MetricsWriter, log_fault
 from moefold.terminal import print_escaped
-from moefold.train.data_loader import DroppedEvaluation, DroppedFile
+from moefold.train.data_loader import DataEvent
 from moefold.train.log_lines import closing_lines
 from moefold.train.signals import StopSignals
 from moefold.train.step_fault import StepFault
@@ -96,10 +96,14 @@ class RunLog:
             done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
             self._progress.message(f"{step_fault.describe()}; {done}, as faults.{decision.reason} says")
 
-    def log_dropped_file(self, step: int, dropped: DroppedFile | DroppedEvaluation) -> None:
-        """Log a dropped data file or a dropped evaluation."""
+    def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
+        """Log dropped data."""
         log_fault(self._dir, {"step": step} | dropped.to_record())
-        self._progress.message(f"step {step}: {dropped.describe()}, as data.corrupt says")
+        self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+        self._progress.message(text)
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""

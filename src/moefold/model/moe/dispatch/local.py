@@ -6,8 +6,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
-from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.interface import Permutation, PermuteMap
+from moefold.model.moe.permute import (
+    as_counts,
+    permute,
+    permute_probs,
+    plan_permutation,
+    truncate_permutation,
+    unpermute,
+)
+from moefold.ops.interface import LazyCounts, Permutation, PermuteMap
 from moefold.ops.quantization.formats import straight_through_quantize
 
 
@@ -35,12 +42,16 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         self._fp8_dispatch = fp8_dispatch
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
-        """Plan the permutation by expert."""
+        """Plan the permutation by expert; rows of dropped tokens follow those of the experts where counting waits."""
+        ids_TK = routing_map.ids_TK
         permutation = plan_permutation(
-            routing_map.ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity
+            ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity, num_rows=ids_TK.numel()
         )
+        tokens_per_expert: Sequence[int]
         if routing_map.padded_capacity is None:
             tokens_per_expert = as_counts(permutation.tokens_per_expert_E)
+            if not isinstance(tokens_per_expert, LazyCounts):
+                permutation = truncate_permutation(permutation, sum(tokens_per_expert))
         else:
             tokens_per_expert = [routing_map.padded_capacity] * self._num_experts
         rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH

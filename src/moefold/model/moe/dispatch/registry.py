@@ -15,6 +15,7 @@ from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.allgather import AllGatherDispatcher
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import Dispatcher
+from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
 from moefold.model.moe.dispatch.deepep import Buffer, DeepEPDispatcher
 from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher, RebalanceRule
 from moefold.model.moe.dispatch.local import LocalDispatcher
@@ -36,6 +37,10 @@ def _build_alltoall(options: DispatcherOptions) -> AllToAllDispatcher:
         options.num_experts,
         fp8_dispatch=options.fp8_dispatch,
     )
+
+
+def _build_dedup_alltoall(options: DispatcherOptions) -> DedupAllToAllDispatcher:
+    return DedupAllToAllDispatcher(options.groups.ep, options.num_experts, fp8_dispatch=options.fp8_dispatch)
 
 
 def _build_allgather(options: DispatcherOptions) -> AllGatherDispatcher:
@@ -64,6 +69,7 @@ def _build_symm_mem(options: DispatcherOptions) -> SymmMemDispatcher:
 
 BUILDERS: dict[str, DispatcherBuilder] = {
     "alltoall": _build_alltoall,
+    "dedup_alltoall": _build_dedup_alltoall,
     "allgather": _build_allgather,
     "leastloaded": _build_least_loaded,
     "deepep": _build_deepep,

@@ -1,0 +1,106 @@
+"""`moefold rollout`: sample completions of prompts, score them, and write them as JSON lines."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv, read_rank_env
+
+EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Prompts are JSON lines with a column "prompt",
+a text or a list of messages, and the columns that the reward reads; or the generated problems of a task. FILE.jsonl
+gets one line for each completion: its prompt with all columns, completion, reward, log-probability. Standard output
+gets one line of JSON: mean reward, and the probability that one of k samples is right. Arguments parallel.KEY=N are
+the mapping: tp, pp, ep, etp, world_size; data-parallel ranks share the prompts.
+
+examples:
+  moefold rollout runs/countdown --task countdown --held-out --samples 8 --out scored.jsonl
+  moefold rollout runs/sft --prompts prompts.jsonl --reward reward.py:reward --samples 4 --out scored.jsonl
+  moefold rollout runs/sort --task sort --task-size 8 --temperature 0 --samples 1 --out greedy.jsonl
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run `moefold rollout` and return the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    rank_env = read_rank_env()
+    with report_on_local_rank0(rank_env):
+        return _run(arguments, rank_env)
+
+
+def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
+    from moefold.inference.rollout_job import RolloutRequest, prepare_rollouts
+    from moefold.inference.sampling import SamplingParams
+
+    if wrong := [word for word in arguments.overrides if not word.startswith("parallel.")]:
+        raise ConfigError(f"{wrong[0]!r} is no setting of the mapping, such as parallel.tp=2; prompts are in a file")
+    request = RolloutRequest(
+        model=arguments.model,
+        out=Path(arguments.out),
+        prompts=tuple(arguments.prompts),
+        task=arguments.task,
+        task_size=arguments.task_size,
+        count=arguments.count,
+        is_held_out=arguments.held_out,
+        reward=arguments.reward,
+        samples=arguments.samples,
+        max_tokens=arguments.max_tokens,
+        sampling=SamplingParams(temperature=arguments.temperature, seed=arguments.seed),
+        overrides=tuple(arguments.overrides),
+        tokenizer=arguments.tokenizer,
+        chat_template=arguments.chat_template,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        slots=arguments.slots,
+        cache_gib=arguments.cache_gib,
+        force=arguments.force,
+    )
+    job = prepare_rollouts(request, rank_env, partial(report_skipped, rank_env=rank_env))
+    # torch takes seconds to import: without a GPU, every error above is reported without it.
+    from moefold.inference.rollout_worker import rollout_worker
+    from moefold.launch.ranks import run_ranks
+
+    return run_ranks(partial(rollout_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold rollout",
+        description="Sample completions of prompts and score them with a reward function. Starts the ranks itself on\n"
+        "one machine; joins them under torchrun or srun.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
+    parser.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
+    )
+    parser.add_argument(
+        "--task", choices=("sort", "add", "countdown"), default="", help="generated problems instead of prompts"
+    )
+    parser.add_argument("--task-size", type=int, default=4, metavar="N", help="as data.task_size in a recipe (4)")
+    parser.add_argument("--count", type=int, default=0, metavar="N", help="prompts; 0: all, or 256 problems (0)")
+    parser.add_argument("--held-out", action="store_true", help="problems that recipes do not train on")
+    parser.add_argument(
+        "--reward", default="", metavar="NAME", help="exact, number, sort, countdown, or FILE.py:FUNCTION"
+    )
+    parser.add_argument("--samples", type=int, default=8, metavar="G", help="completions of each prompt (8)")
+    parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="most new tokens of a completion (64)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: greedy decoding (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens and of the problems (0)")
+    parser.add_argument(
+        "--slots", type=int, default=256, metavar="N", help="completions that a rank decodes at once (256)"
+    )
+    parser.add_argument(
+        "--cache-gib", type=float, default=0.0, metavar="GIB", help="cache of a rank; 0: as much as the slots need (0)"
+    )
+    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
+    add_inference_options(parser)
+    return parser

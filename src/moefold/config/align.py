@@ -1,0 +1,40 @@
+"""The [align] section: offline alignment with rewards or preferences; see docs/alignment.md."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+REWARD_METHODS = ("filter", "weight", "condition")
+"""Methods for conversations with a reward each."""
+PREFERENCE_METHODS = ("dpo", "ipo", "simpo", "kto")
+"""Methods for preference data."""
+REFERENCE_METHODS = ("dpo", "ipo", "kto")
+"""Methods that compare with the initial weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignConfig:
+    """Offline alignment with rewards or preferences ([alignment.md](alignment.md))."""
+
+    method: Literal["none", "filter", "weight", "condition", "dpo", "ipo", "simpo", "kto"] = "none"
+    """none: no alignment. With data.kind "sft" and a reward in each row: filter trains on the rows with high rewards,
+    weight scales each row's loss by exp(reward / beta), condition writes the reward into the prompt (arXiv:2308.12050).
+    With data.kind "preference": dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), simpo (arXiv:2405.14734), kto
+    (arXiv:2402.01306)."""
+    reward: str = "reward"
+    """Column with the reward of a row (filter, weight, condition)."""
+    threshold: float | str = "best"
+    """Rows that filter keeps. A number: rewards of at least it. "q0.8": rewards of at least that quantile of the data
+    set. "best": the row with the highest reward of each prompt."""
+    beta: float = 0.1
+    """weight: temperature of the rewards. dpo, ipo, simpo, kto: scale of the implicit rewards; the higher, the closer
+    to the reference (simpo: 2.0 to 2.5 is usual)."""
+    weight_cap: float = 20.0
+    """Maximum factor of a row's loss, whose mean over the data set is 1 before the cap (weight); 0: none."""
+    template: str = "{prompt} <reward>{reward:.2f}</reward>"
+    """Text that replaces the last message before the answer (condition)."""
+    gamma: float = 0.5
+    """Target margin between the implicit rewards of a pair (simpo)."""
+    desirable_weight: float = 1.0
+    """Factor of the loss of desirable completions (kto)."""
+    undesirable_weight: float = 1.0
+    """Factor of the loss of undesirable completions (kto)."""

@@ -1,0 +1,97 @@
+"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]; see `config/schema.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLConfig:
+    """Reinforcement learning with verifiable rewards; on if group_size is above 0 ([rl.md](rl.md))."""
+
+    group_size: int = 0
+    """Rollouts sampled for each prompt, G (arXiv:2402.03300); 0: no reinforcement learning. train.global_batch_size
+    counts rollouts, and is a multiple of it."""
+    objective: Literal["policy", "clip", "cispo", "sequence"] = "policy"
+    """Loss of the sampled tokens. policy: REINFORCE, advantage times log-probability. clip: clipped ratios of the
+    policy to the sampler (PPO, GRPO). cispo: clipped importance weights (arXiv:2506.13585). sequence: ratios of whole
+    rollouts (GSPO, arXiv:2507.18071)."""
+    advantage: Literal["group", "group_std", "leave_one_out", "batch"] = "group"
+    """Advantage of a rollout. group: reward minus the mean of its group (Dr. GRPO). group_std: divided by the group's
+    standard deviation (GRPO). leave_one_out: minus the mean of the others of its group (RLOO). batch: minus the mean of
+    its group, divided by the standard deviation of the batch (REINFORCE++-baseline)."""
+    loss_mean: Literal["token", "rollout", "constant"] = "token"
+    """Weights of the tokens. token: all sampled tokens of a step count the same (DAPO). rollout: all rollouts of a step
+    count the same (GRPO). constant: the sum over tokens, divided by rollouts * rollout.max_tokens (Dr. GRPO)."""
+    updates: int = 1
+    """Optimizer steps on one round of rollouts: a round has updates * train.global_batch_size rollouts, each of which
+    is trained on once. Above 1, the later steps are off-policy: choose objective clip, cispo or sequence."""
+    clip_low: float = 0.2
+    """Lower clip range of the ratio, below 1."""
+    clip_high: float = 0.28
+    """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
+    kl: float = 0.0
+    """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
+    kl_kind: Literal["k3", "k2"] = "k3"
+    """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
+    d**2 / 2."""
+    reference: str = "start"
+    """Weights of the reference model. start: the initial weights of the run. Else a checkpoint, a run or a Hugging Face
+    folder, as for checkpoint.init_from."""
+    reset_patience: int = 0
+    """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
+    moments become zero (ProRL, arXiv:2505.24864); 0: never."""
+    mixed_only: bool = False
+    """Replace groups whose rewards are all equal, which have no gradient, by groups of further prompts (DAPO's dynamic
+    sampling)."""
+    most_rounds: int = 4
+    """Maximum number of rounds of sampling for one batch with mixed_only; then equal groups stay."""
+    truncated: Literal["keep", "zero", "ignore"] = "keep"
+    """Rollouts that rollout.max_tokens cuts off. keep: scored as any other. zero: reward 0. ignore: not trained on."""
+    length_penalty_from: int = 0
+    """Tokens of a rollout from which its reward falls linearly, by 1 at rollout.max_tokens (DAPO's soft overlong
+    punishment); 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Sampling of rollouts for reinforcement learning."""
+
+    tp: int = 0
+    """Tensor-parallel degree of sampling; 0: that of training. If one of tp, pp, ep and etp differs from training, the
+    weights are copied to a second model under this mapping of the same ranks after each round
+    ([checkpoints.md](checkpoints.md#from-one-mapping-to-another-without-a-checkpoint)); the other ranks are dp."""
+    pp: int = 0
+    """Pipeline ranks of sampling; 0: those of training."""
+    ep: int = 0
+    """Expert-parallel degree of sampling; 0: that of training."""
+    etp: int = 0
+    """Expert-tensor-parallel degree of sampling; 0: that of training."""
+    max_tokens: int = 64
+    """Maximum number of new tokens of a rollout, the end-of-text token included."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in the loss."""
+    slots: int = 256
+    """Maximum number of rollouts that a rank decodes at once."""
+    pass_tokens: int = 2048
+    """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together; at least slots."""
+    cache_gib: float = 1.0
+    """GiB of cached keys and values of a rank. Rollouts that do not fit wait, or are computed again."""
+    cache: Literal["latents", "heads"] = "latents"
+    """What latent attention (model.attention="mla") caches. latents: small. heads: keys and values of all heads,
+    computed as in training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Reward of rollouts."""
+
+    use: str = ""
+    """Reward function: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with TRL's signature
+    f(prompts, completions, **columns); empty: that of data.task."""
+    timeout_s: float = 10.0
+    """Maximum time of one call of a Python function."""
+    workers: int = 2
+    """Processes of each rank that run a Python function."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """Handling of a Python function that fails or does not return. stop: end the run. drop: leave the prompt's group
+    out of the loss."""

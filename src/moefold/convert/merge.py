@@ -1,0 +1,251 @@
+"""Weighted mean of checkpoints, tensor by tensor (model soups, arXiv:2203.05482), in bounded memory.
+
+A mean makes sense only between weights that were trained from the same ancestor. Two independent initialisations have
+their hidden dimensions and their experts in unrelated orders, so that a mean of them computes nothing. The checkpoints
+themselves show it: under a common ancestor the embedding of a token, and the router row of an expert, resemble
+those of the same token and expert in the other checkpoint more than any other row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moefold.bounded_read import have_same_content
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity
+from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
+from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.comm.groups import World
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.hf_shards import copy_sidecar_files
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.preflight import read_model, without_upcycling
+from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_name
+from moefold.errors import ConfigError, format_list
+
+EMBEDDING = "embedding.weight"
+ROUTER_SUFFIX = ".ffn.router.weight"
+MAX_COMPARED_ROWS = 128
+"""Embeddings of at most this many tokens are compared, evenly spaced over the vocabulary."""
+MIN_MATCHED_FRACTION = 0.5
+"""Least fraction of rows that resemble their own row most. Independent initialisations have one in as many as there are
+rows; a common ancestor has nearly all."""
+
+
+class MergedSource:
+    """Weighted mean of the weights of several checkpoints, accumulated in float64.
+
+    Each tensor has the widest of its stored dtypes. A read takes the memory of its region in float64 and once more in
+    the stored dtype, however the checkpoints are sharded and however many there are.
+
+    Args:
+        sources: the checkpoints, of one model.
+        weights: positive weight of each; they are divided by their sum.
+
+    Raises:
+        ConfigError: a checkpoint lacks a tensor of another one, or has another shape of it.
+    """
+
+    def __init__(self, sources: Sequence[CheckpointSource], weights: Sequence[float]) -> None:
+        self._sources = sources
+        total = math.fsum(weights)
+        self.fractions = [weight / total for weight in weights]
+        self.shapes: Mapping[str, Shape] = _shapes(sources[0])
+        for source in sources[1:]:
+            _check_shapes(sources[0], source)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the widest stored dtype of a tensor."""
+        dtypes = [source.dtype(name) for source in self._sources]
+        widest = dtypes[0]
+        for dtype in dtypes[1:]:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return the mean of a region."""
+        inner = (slice(None), *region[1:])
+        mean: Tensor | None = None
+        for source, fraction in zip(self._sources, self.fractions, strict=True):
+            # The first product is no sum with zero, which would turn -0 into 0.
+            part = source.read_rows(name, region[0])[inner].double().mul_(fraction)
+            mean = part if mean is None else mean.add_(part)
+        assert mean is not None
+        return mean.to(self.dtype(name))
+
+    def clear_cache(self) -> None:
+        """Do nothing: this source has no cache."""
+
+
+def merge_checkpoints(
+    checkpoints: Sequence[Path], weights: Sequence[float], out: Path, world: World, *, on_bytes: OnBytes
+) -> Conversion:
+    """Write the weighted mean of checkpoints as a checkpoint of weights. Collective over `world`.
+
+    Optimizer moments are left out, as for imported weights.
+
+    Args:
+        checkpoints: checkpoint folders, as returned by `locate_checkpoint`; any mapping may have written each.
+        weights: positive weight of each; they are divided by their sum.
+        out: the checkpoint; must not exist.
+        world: the processes that share the work.
+        on_bytes: called with the progress of this process.
+
+    Raises:
+        ConfigError: a checkpoint or `out` cannot be used, the checkpoints have different tokenizers, or they were not
+            trained from the same weights; nothing remains written.
+    """
+    for checkpoint in checkpoints:
+        check_integrity(checkpoint, world)
+    sources = [CheckpointSource(checkpoint) for checkpoint in checkpoints]
+    source = MergedSource(sources, weights)
+    tokenizers = [_tokenizer_of(source.path, source.meta) for source in sources]
+    check_same_tokenizer(checkpoints, tokenizers)
+    if reasons := unaligned_reasons(sources):
+        raise ConfigError(reasons[0])
+    shares = ", ".join(f"{fraction:.6g} * {path}" for fraction, path in zip(source.fractions, checkpoints, strict=True))
+    sidecar_dir = find_sidecar_dir(checkpoints[0])
+    excluded = () if sidecar_dir is None else choose_tokenizer(sources[0].meta, sidecar_dir).excluded
+    copied: tuple[str, ...] = ()
+    with atomic_directory(out, world) as tmp_dir:
+        write_weights(source, tmp_dir, world, on_bytes)
+        if world.is_rank0:
+            if sidecar_dir is not None:
+                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
+            dtypes = {source.meta.dtype for source in sources}
+            finish_checkpoint(
+                tmp_dir,
+                out,
+                without_upcycling(read_model(checkpoints[0])),
+                f"merge of {shares}",
+                next(filter(None, tokenizers), ""),
+                dtypes.pop() if len(dtypes) == 1 else "",
+            )
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(tmp_dir, world)
+    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
+    return Conversion(len(source.shapes), size, copied)
+
+
+def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
+    """Return why a mean of checkpoints would compute nothing: those that have no common ancestor with the first."""
+    first = sources[0]
+    reasons = []
+    for other in sources[1:]:
+        pair = f"{str(first.path)!r} ({_describe_origin(first.meta)}) and {str(other.path)!r} "
+        pair += f"({_describe_origin(other.meta)}) were not trained from the same weights"
+        way_out = "merge checkpoints that continue from one run or from one checkpoint.init_from"
+        matched, total = _matched_embeddings(first, other)
+        if matched < MIN_MATCHED_FRACTION * total:
+            reasons.append(
+                f"{pair}: of {total} token embeddings only {matched} resemble that of the same token most, so the "
+                f"hidden dimensions are in unrelated orders; {way_out}"
+            )
+            continue
+        matched, total = _matched_experts(first, other)
+        if matched < MIN_MATCHED_FRACTION * total:
+            reasons.append(
+                f"{pair}: of {total} experts only {matched} have a router row that resembles that of the same expert "
+                f"most, so their experts are not aligned; {way_out}"
+            )
+    return reasons
+
+
+def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str]) -> None:
+    """Check that checkpoints with a known tokenizer all have the same one.
+
+    Args:
+        checkpoints: the checkpoints.
+        tokenizers: data.tokenizer of each: "bytes", a path, or "" if it is unknown.
+
+    Raises:
+        ConfigError: two differ.
+    """
+    known = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
+    for path, name in known[1:]:
+        first_path, first = known[0]
+        is_same = name == first if "bytes" in (name, first) else have_same_content(Path(first), Path(name))
+        if not is_same:
+            raise ConfigError(
+                f"{str(first_path)!r} and {str(path)!r} were trained with different tokenizers, {first!r} and "
+                f"{name!r}: their embeddings belong to different tokens; merge checkpoints with one tokenizer"
+            )
+
+
+def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
+    """Count the rows of one matrix whose most similar row of the other, by cosine, is the one of the same index.
+
+    Rows that are zero in either matrix are not counted; a tie counts as a match.
+
+    Args:
+        first: [N, H].
+        second: [N, H].
+
+    Returns:
+        The number of matches, and of rows that were compared.
+    """
+    is_nonzero = (first.abs().sum(1) > 0) & (second.abs().sum(1) > 0)
+    one, other = (rows[is_nonzero] for rows in (first, second))
+    if not len(one):
+        return 0, 0
+    similarity = (one / one.norm(dim=1, keepdim=True)) @ (other / other.norm(dim=1, keepdim=True)).T
+    return int((similarity.diagonal() >= similarity.amax(1) - 1e-9).sum()), len(one)
+
+
+def _matched_embeddings(first: CheckpointSource, other: CheckpointSource) -> tuple[int, int]:
+    rows = first.shapes[EMBEDDING][0]
+    count = min(rows, MAX_COMPARED_ROWS)
+    chosen = [i * rows // count for i in range(count)]
+    samples = [
+        torch.cat([source.read_rows(EMBEDDING, slice(row, row + 1)) for row in chosen]).double()
+        for source in (first, other)
+    ]
+    return matched_rows(*samples)
+
+
+def _matched_experts(first: CheckpointSource, other: CheckpointSource) -> tuple[int, int]:
+    """Count over all MoE layers the experts that resemble themselves most, by their rows of the router."""
+    pairs = [
+        matched_rows(*(source.read_rows(name, slice(0, shape[0])).double() for source in (first, other)))
+        for name, shape in first.shapes.items()
+        if name.endswith(ROUTER_SUFFIX)
+    ]
+    return sum(matched for matched, _ in pairs), sum(total for _, total in pairs)
+
+
+def _describe_origin(meta: CheckpointMeta) -> str:
+    return meta.origin or f"step {meta.step} of a run with run.seed={meta.order.get('seed')}"
+
+
+def _shapes(source: CheckpointSource) -> dict[str, Shape]:
+    """Return the shapes of the weights; counts of a run's last step are no weights."""
+    return {name: shape for name, shape in source.shapes.items() if not name.endswith(OPTIONAL_BUFFER_SUFFIX)}
+
+
+def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
+    here = _shapes(first)
+    there = _shapes(other)
+    wrong = [
+        f"{name} of shape {list(here.get(name, ()))} and {list(there.get(name, ()))}"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{str(first.path)!r} and {str(other.path)!r} hold different tensors: {format_list(wrong)}; "
+            "merge checkpoints of one model"
+        )
+
+
+def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:
+    """Return data.tokenizer for the weights of a checkpoint: "bytes", an absolute path, or "" if it is unknown."""
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    imported = checkpoint / TOKENIZER_FILE if sidecar_dir is None else sidecar_dir / TOKENIZER_FILE
+    name = tokenizer_name(meta.order) or recipe_tokenizer(checkpoint)
+    if name == "bytes" or Path(name).is_file():
+        return name if name == "bytes" else str(Path(name).absolute())
+    return str(imported.absolute()) if imported.is_file() else ""

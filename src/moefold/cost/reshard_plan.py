@@ -1,0 +1,186 @@
+"""Plan of a transfer of weights between two mappings of the same ranks: who sends which box to whom. Torch-free.
+
+Under one mapping the shards of a tensor are equal boxes or disjoint ones. So the box that a rank needs is cut by the
+boxes of the source mapping into parts, and each part comes from one rank: from the rank itself if it holds the part,
+else from a holder of the same node, else from any holder; of several, the one that sends least so far. Parts that
+are sent are cut further and collected into rounds, so that no rank sends or receives more than a number of bytes in one
+round. The plan is a function of integers: every rank computes the same one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moefold.cost.shard_boxes import Box, WeightSharding
+
+
+@dataclass(frozen=True, slots=True)
+class BoxTransfer:
+    """A box of a tensor that one rank sends to another; within a rank, a copy."""
+
+    name: str
+    box: Box
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """All transfers from one mapping to another."""
+
+    local: tuple[BoxTransfer, ...]
+    """Parts that a rank holds already."""
+    rounds: tuple[tuple[BoxTransfer, ...], ...]
+    """Parts that are sent; all tensors of a round have elements of the same number of bytes."""
+    coinciding: tuple[frozenset[str], ...]
+    """Per rank, the tensors whose boxes are equal under both mappings."""
+
+    @property
+    def moved(self) -> Iterator[BoxTransfer]:
+        """Yield the transfers between different ranks."""
+        return (transfer for transfers in self.rounds for transfer in transfers)
+
+    def moved_bytes(self, itemsize: Mapping[str, int]) -> int:
+        """Return the bytes that all ranks send together."""
+        return sum(transfer.box.numel * itemsize[transfer.name] for transfer in self.moved)
+
+
+def plan_reshard(
+    source: WeightSharding,
+    target: WeightSharding,
+    itemsize: Mapping[str, int],
+    max_round_bytes: int,
+    ranks_per_node: int | None = None,
+) -> ReshardPlan:
+    """Plan how every rank gets its boxes of the target mapping.
+
+    Args:
+        source: the mapping that holds the weights.
+        target: the mapping that needs them, of the same ranks; it may lack layers of multi-token prediction.
+        itemsize: bytes of an element as it is sent, by tensor of the target.
+        max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round; at least one element.
+        ranks_per_node: consecutive ranks that share a node; None: all do.
+
+    Raises:
+        ValueError: the mappings have different numbers of ranks, or the models have different tensors.
+    """
+    world_size = source.layout.world_size
+    if target.layout.world_size != world_size:
+        raise ValueError(f"the target mapping has {target.layout.world_size} ranks, the source mapping {world_size}")
+    for name, shape in target.shapes.items():
+        if source.shapes.get(name) != shape:
+            raise ValueError(f"the target needs {name} of shape {shape}, the source has {source.shapes.get(name)}")
+    if max_round_bytes < max(itemsize[name] for name in target.shapes):
+        raise ValueError(f"max_round_bytes={max_round_bytes} is less than one element")
+    holders = _holders(source, target.shapes)
+    node_size = ranks_per_node or world_size
+    local: list[BoxTransfer] = []
+    moved: list[BoxTransfer] = []
+    coinciding: list[set[str]] = [set() for _ in range(world_size)]
+    sent_bytes = [0] * world_size
+    own_boxes = [source.boxes(rank) for rank in range(world_size)]
+    wanted: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank in range(world_size):
+        for name, box in target.boxes(rank).items():
+            wanted[name].append((rank, box))
+    for name in target.shapes:
+        parts_of: dict[Box, list[tuple[Box, list[int]]]] = {}
+        for rank, box in wanted[name]:
+            if own_boxes[rank].get(name) == box:
+                coinciding[rank].add(name)
+                local.append(BoxTransfer(name, box, rank, rank))
+                continue
+            if box not in parts_of:
+                parts_of[box] = _cut(box, holders[name])
+            for part, ranks in parts_of[box]:
+                sender = _choose_sender(rank, ranks, node_size, sent_bytes)
+                transfer = BoxTransfer(name, part, sender, rank)
+                if sender == rank:
+                    local.append(transfer)
+                else:
+                    sent_bytes[sender] += part.numel * itemsize[name]
+                    moved.append(transfer)
+    rounds = _pack_rounds(moved, itemsize, max_round_bytes)
+    return ReshardPlan(tuple(local), rounds, tuple(frozenset(names) for names in coinciding))
+
+
+def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
+    """Return the boxes of each tensor under a mapping, and the ranks that hold each."""
+    found: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
+    for rank in range(source.layout.world_size):
+        for name, box in source.boxes(rank).items():
+            if name in found:
+                found[name].setdefault(box, []).append(rank)
+    return found
+
+
+def _cut(box: Box, holders: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
+    """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each."""
+    parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
+    return [(part, ranks) for part, ranks in parts if part is not None]
+
+
+def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Sequence[int]) -> int:
+    if rank in holders:
+        return rank
+    if len(holders) == 1:
+        return holders[0]
+    near = [holder for holder in holders if holder // node_size == rank // node_size]
+    return min(near or holders, key=lambda holder: (sent_bytes[holder], holder))
+
+
+def _pack_rounds(
+    moved: Sequence[BoxTransfer], itemsize: Mapping[str, int], max_bytes: int
+) -> tuple[tuple[BoxTransfer, ...], ...]:
+    """Cut transfers to at most `max_bytes`, and put each into the first round in which both ranks have room.
+
+    Transfers of a pair of ranks keep their order. Tensors of different element sizes never share a round.
+    """
+    rounds: list[list[BoxTransfer]] = []
+    for size in sorted({itemsize[transfer.name] for transfer in moved}, reverse=True):
+        same_size = [transfer for transfer in moved if itemsize[transfer.name] == size]
+        filled: list[list[BoxTransfer]] = []
+        send_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
+        receive_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
+        next_send: defaultdict[int, int] = defaultdict(int)
+        next_receive: defaultdict[int, int] = defaultdict(int)
+        for transfer in same_size:
+            source = transfer.source
+            target = transfer.target
+            for box in split_box(transfer.box, max_bytes // size):
+                num_bytes = box.numel * size
+                number = max(next_send[source], next_receive[target])
+                while max(send_bytes[source, number], receive_bytes[target, number]) + num_bytes > max_bytes:
+                    number += 1
+                send_bytes[source, number] += num_bytes
+                receive_bytes[target, number] += num_bytes
+                # Rounds before a full one stay closed, so that the search for room does not begin at the first again.
+                next_send[source] = _next_with_room(send_bytes, source, next_send[source], max_bytes - size)
+                next_receive[target] = _next_with_room(receive_bytes, target, next_receive[target], max_bytes - size)
+                filled.extend([] for _ in range(number + 1 - len(filled)))
+                filled[number].append(BoxTransfer(transfer.name, box, source, target))
+        rounds += filled
+    return tuple(tuple(transfers) for transfers in rounds)
+
+
+def _next_with_room(filled_bytes: Mapping[tuple[int, int], int], rank: int, number: int, most: int) -> int:
+    """Return the first round from `number` on in which a rank has room for one element."""
+    while filled_bytes.get((rank, number), 0) > most:
+        number += 1
+    return number
+
+
+def split_box(box: Box, max_numel: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `max_numel` elements: along the first dims as far as they suffice."""
+    if box.numel <= max_numel:
+        yield box
+        return
+    dim = next(i for i, size in enumerate(box.size) if size > 1)
+    per_row = box.numel // box.size[dim]
+    rows = max(1, max_numel // per_row)
+    for first in range(0, box.size[dim], rows):
+        start = list(box.start)
+        size = list(box.size)
+        start[dim] += first
+        size[dim] = min(rows, box.size[dim] - first)
+        yield from split_box(Box(tuple(start), tuple(size)), max_numel)

@@ -1,0 +1,35 @@
+"""Memory of the weights of a second model that samples rollouts under another mapping. Torch-free."""
+
+from moefold.config.schema import Config
+from moefold.cost.layer_spec import model_weights
+from moefold.cost.shard_boxes import WeightSharding, held_bytes
+from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+
+
+def sampled_itemsize(cfg: Config) -> dict[str, int]:
+    """Return the bytes of an element of each weight for inference: the compute type, for routers the master type."""
+    wide = master_dtype_bytes(cfg)
+    narrow = compute_dtype_bytes(cfg)
+    names = WeightSharding.from_config(cfg, for_training=False).shapes
+    parts = {name: weight.part for name, weight in model_weights(cfg.model).items()}
+    return {name: wide if parts.get(name, "router") == "router" else narrow for name in names}
+
+
+def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
+    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them."""
+    ranks = range(cfg.parallel.world_size)
+    if not has_rollout_mapping(cfg):
+        return tuple(0 for _ in ranks)
+    trained = WeightSharding.from_config(cfg, for_training=True)
+    sampled = WeightSharding.from_config(rollout_config(cfg), for_training=False)
+    itemsize = sampled_itemsize(rollout_config(cfg))
+    wide = master_dtype_bytes(cfg)
+    found = []
+    for rank in ranks:
+        held = trained.boxes(rank)
+        own = {
+            name: box for name, box in sampled.boxes(rank).items() if itemsize[name] != wide or held.get(name) != box
+        }
+        found.append(held_bytes(own, itemsize))
+    return tuple(found)

@@ -1,0 +1,358 @@
+"""Preference data: pairs of completions, or completions with a label, packed so that one row has both of a pair.
+
+Formats are those of TRL: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with the prompt as their common
+prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.align import REFERENCE_METHODS, AlignConfig
+from moefold.config.schema import DataConfig
+from moefold.data.chat import Message, parse_messages
+from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
+from moefold.data.rewards import prompt_hash
+from moefold.data.sample import Sample
+from moefold.data.sft import (
+    ConversationReader,
+    ConversationToRender,
+    TokenizedConversations,
+    conversation_location,
+    hold_out,
+    pack_best_fit,
+)
+from moefold.errors import ConfigError
+
+Messages = list[Message]
+
+logger = logging.getLogger(__name__)
+
+
+def preference_reader(align: AlignConfig) -> ConversationReader:
+    """Return the reader of pairs: conversation 2k is chosen and 2k + 1 rejected.
+
+    For kto, conversation 2k is a completion and 2k + 1 the completion of the next row with another prompt, after the
+    prompt of the former; the label bit of 2k is that of a desirable completion.
+    """
+    if align.method == "kto":
+        return ConversationReader(("preference", "kto"), _read_labelled)
+    return ConversationReader(("preference", "pairs"), _read_pairs)
+
+
+class ReferenceLogProbs:
+    """Log-probabilities of the sequences of each pair under the reference model, once they are known.
+
+    `values` is float64 [pairs, 2]: sums over the targets of both sequences.
+    """
+
+    def __init__(self, num_pairs: int) -> None:
+        self.values: NDArray[np.float64] = np.zeros((num_pairs, 2))
+
+
+class PackedPairs:
+    """Samples of whole pairs and padding; both sequences of a pair are documents of one sample.
+
+    Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
+    targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1 for none;
+    "is_desirable" [K / 2], the label (kto); "reference_log_probs" [K], where the loss needs a reference. The weights of
+    the targets of sequence 2k add up to 1.
+    """
+
+    def __init__(
+        self,
+        conversations: TokenizedConversations,
+        pairs: NDArray[np.int64],
+        reference: ReferenceLogProbs,
+        align: AlignConfig,
+        *,
+        seq_len: int,
+        pad_id: int,
+    ) -> None:
+        """Pack some of the pairs.
+
+        Args:
+            conversations: all conversations, those of a pair one after the other.
+            pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
+            reference: log-probabilities of all pairs.
+            align: the recipe's section.
+            seq_len: S.
+            pad_id: id of the padding.
+        """
+        self.seq_len = seq_len
+        self.reference = reference
+        self._conversations = conversations
+        self._align = align
+        self._pad_id = pad_id
+        lengths = cut_lengths(_pair_lengths(conversations)[pairs], seq_len + 1)
+        self._length_of_pair = dict(zip(pairs.tolist(), lengths.tolist(), strict=True))
+        self.num_tokens = int(lengths.sum())
+        """Tokens of the pairs, padding aside."""
+        self._bins = [pairs[packed] for packed in pack_best_fit(lengths.sum(1).tolist(), seq_len + 1)]
+        self._max_pairs = max((len(packed) for packed in self._bins), default=0)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._bins)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Return the tokens of one sample, [seq_len + 1]."""
+        return self.annotated_sample(number).tokens
+
+    def origin(self, number: int) -> str:
+        """Return the pairs of a sample, by their numbers in the order of the files."""
+        return f"pairs {', '.join(str(int(one)) for one in self._bins[number])}"
+
+    def annotated_sample(self, number: int) -> Sample:
+        """Return one sample."""
+        size = self.seq_len + 1
+        packed = self._bins[number]
+        tokens = np.full(size, self._pad_id, dtype=np.int64)
+        documents = np.full(size, 2 * len(packed), dtype=np.int32)
+        ids = np.full(size, -1, dtype=np.int64)
+        weights = np.zeros(size)
+        start = 0
+        for sequence in range(2 * len(packed)):
+            pair = int(packed[sequence // 2])
+            length = self._length_of_pair[pair][sequence % 2]
+            found, targets = self._conversations.read(2 * pair + sequence % 2, length)
+            place = slice(start, start + length)
+            tokens[place] = found
+            documents[place] = sequence
+            ids[place] = np.where(targets, sequence, -1)
+            if sequence % 2 == 0:
+                weights[place] = targets / targets.sum()
+            start += length
+        slots = self._max_pairs - len(packed)
+        sample_columns: dict[str, NDArray[Any]] = {"pair_ids": np.pad(packed, (0, slots), constant_values=-1)}
+        if self._align.method == "kto":
+            labels = [self._conversations.has_label(2 * int(pair)) for pair in packed]
+            sample_columns["is_desirable"] = np.array(labels + [False] * slots)
+        if self._align.method in REFERENCE_METHODS:
+            sample_columns["reference_log_probs"] = np.pad(self.reference.values[packed].ravel(), (0, 2 * slots))
+        return Sample(
+            tokens,
+            documents,
+            weights[1:],
+            token_columns={"sequence_ids": ids[1:]},
+            sample_columns=sample_columns,
+        )
+
+
+def pack_pairs(
+    data: DataConfig,
+    align: AlignConfig,
+    conversations: TokenizedConversations,
+    *,
+    seq_len: int,
+    pad_id: int,
+    reports: bool,
+) -> tuple[PackedPairs, PackedPairs]:
+    """Split pairs into training and validation, and pack both parts.
+
+    Pairs whose completions have no target within their part of the sample are skipped; see `cut_lengths`.
+
+    Args:
+        data: the recipe's section: validation_fraction, overlong.
+        align: the recipe's section.
+        conversations: all conversations, those of a pair one after the other.
+        seq_len: S.
+        pad_id: id of the padding.
+        reports: log how many were skipped and cut.
+
+    Returns:
+        (training, validation).
+
+    Raises:
+        ConfigError: a pair is too long and data.overlong is "refuse", or no pair is left.
+    """
+    lengths = _pair_lengths(conversations)
+    is_long = lengths.sum(1) > seq_len + 1
+    if data.overlong == "refuse" and is_long.any():
+        number = int(np.argmax(is_long))
+        # For kto a row may be two pairs.
+        where = f"pair {number} of data.path" if align.method == "kto" else conversation_location(data, number)
+        raise ConfigError(
+            f"{where}: the pair has {int(lengths[number].sum())} tokens, and "
+            f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
+            f'raise it to {int(lengths.sum(1).max()) - 1}, or set data.overlong="cut"'
+        )
+    cut = cut_lengths(lengths, seq_len + 1)
+    pairs = np.flatnonzero(conversations.count_targets(cut.ravel()).reshape(-1, 2).all(1))
+    if not len(pairs):
+        raise ConfigError(
+            f"data.path: none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}; raise it"
+        )
+    reference = ReferenceLogProbs(len(lengths))
+    training, validation = (
+        PackedPairs(conversations, part, reference, align, seq_len=seq_len, pad_id=pad_id)
+        for part in hold_out(pairs, data.validation_fraction)
+    )
+    if reports:
+        logger.warning(
+            "data.path: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d tokens; "
+            "%d samples to train on",
+            len(lengths),
+            len(lengths) - len(pairs),
+            int(is_long[pairs].sum()),
+            seq_len + 1,
+            len(training),
+        )
+    return training, validation
+
+
+def cut_lengths(lengths: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Cut pairs to `most` tokens: a sequence keeps half of them, or what the other sequence leaves; [pairs, 2]."""
+    half = most // 2
+    other = lengths[:, ::-1]
+    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, most - np.minimum(other, most)))
+    return cut
+
+
+def _pair_lengths(conversations: TokenizedConversations) -> NDArray[np.int64]:
+    """Return the tokens of both sequences of each pair, [pairs, 2]."""
+    return np.diff(conversations.starts).reshape(-1, 2)
+
+
+def _read_pairs(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
+    for record in records:
+        prompt, *completions = parse_pair(record)
+        for number, completion in enumerate(completions):
+            yield _to_render(prompt, completion, record, size_bytes=record.size_bytes * (1 - number))
+
+
+def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
+    """Yield each completion and, after its prompt, the completion of the next row with another prompt, cyclically."""
+    waiting: list[tuple[JsonlRecord, Messages, Messages, bool]] = []
+    # The first completions of two prompts, for the last rows.
+    first_completions: dict[int, Messages] = {}
+    waiting_hash = 0
+    for record in records:
+        for prompt, completion, label in parse_labelled(record):
+            this_hash = prompt_hash(prompt)
+            if len(first_completions) < 2:
+                first_completions.setdefault(this_hash, completion)
+            if waiting and this_hash != waiting_hash:
+                yield from _with_mismatch(waiting, completion)
+                waiting.clear()
+            waiting_hash = this_hash
+            waiting.append((record, prompt, completion, label))
+    if not waiting:
+        return
+    other = next((completion for key, completion in first_completions.items() if key != waiting_hash), None)
+    if other is None:
+        raise ConfigError(
+            f"{waiting[0][0].location}: all rows have one prompt, and kto compares with the completion of another "
+            "prompt; give rows of several prompts"
+        )
+    yield from _with_mismatch(waiting, other)
+
+
+def _with_mismatch(
+    rows: Sequence[tuple[JsonlRecord, Messages, Messages, bool]], mismatched: Messages
+) -> Iterator[ConversationToRender]:
+    for record, prompt, completion, label in rows:
+        yield _to_render(prompt, completion, record, size_bytes=record.size_bytes, has_label=label)
+        yield _to_render(prompt, mismatched, record, size_bytes=0)
+
+
+def _to_render(
+    prompt: Messages, completion: Messages, record: JsonlRecord, *, size_bytes: int, has_label: bool = False
+) -> ConversationToRender:
+    return ConversationToRender(
+        [*prompt, *completion],
+        record.fields.get("tools"),
+        record.location,
+        size_bytes,
+        first_response=sum(message["role"] == "assistant" for message in prompt),
+        has_label=has_label,
+    )
+
+
+def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
+    """Return prompt, chosen and rejected completion of a row.
+
+    Raises:
+        ConfigError: a column is missing or empty, the completions are equal or share no prompt; the message has the
+            line.
+    """
+    record.reject_repeated_column()
+    fields = record.fields
+    place = record.location
+    for column in ("chosen", "rejected"):
+        if column not in fields:
+            raise ConfigError(
+                f'{place} is no pair: {unknown_column_message(column, fields)}; give it "prompt", "chosen" and '
+                '"rejected"'
+            )
+    are_messages = isinstance(fields["chosen"], list)
+    if are_messages != isinstance(fields["rejected"], list):
+        raise ConfigError(f'{place}: one of "chosen" and "rejected" is a text, and the other a list; make them alike')
+    if fields["chosen"] == fields["rejected"]:
+        raise ConfigError(f'{place}: "chosen" and "rejected" are equal, so that neither is preferred; remove the line')
+    if "prompt" not in fields or (are_messages and isinstance(fields["prompt"], str)):
+        return _split_common_prompt(record)
+    prompt = _as_messages(record, "prompt", "user")
+    return prompt, _as_messages(record, "chosen", "assistant"), _as_messages(record, "rejected", "assistant")
+
+
+def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
+    """Take the longest common prefix of both completions for the prompt, as TRL does."""
+    if isinstance(record.fields["chosen"], list):
+        parts = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
+        pairs = zip(*parts, strict=False)
+        shared = next((i for i, (one, other) in enumerate(pairs) if one != other), min(map(len, parts)))
+        prompt, ends = parts[0][:shared], [part[shared:] for part in parts]
+    else:
+        texts = [column_text(record.fields, column, record.location) for column in ("chosen", "rejected")]
+        shared = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+        # A space belongs to the word after it.
+        shared -= shared > 0 and texts[0][shared - 1] == " "
+        prompt = [{"role": "user", "content": texts[0][:shared]}] if shared else []
+        ends = [[{"role": "assistant", "content": text[shared:]}] if text[shared:] else [] for text in texts]
+    if not prompt:
+        raise ConfigError(
+            f'{record.location}: "chosen" and "rejected" share no prompt; begin both with it, or give it as "prompt"'
+        )
+    for name, end in zip(("chosen", "rejected"), ends, strict=True):
+        if not end:
+            raise ConfigError(f'{record.location}: "{name}" has no completion after the prompt; fix or remove the line')
+    return prompt, ends[0], ends[1]
+
+
+def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]:
+    """Return prompt, completion and label of a row; a pair is a desirable and an undesirable completion.
+
+    Raises:
+        ConfigError: a column is missing or has another type; the message has the line.
+    """
+    record.reject_repeated_column()
+    fields = record.fields
+    if "completion" not in fields and "chosen" in fields:
+        prompt, chosen, rejected = parse_pair(record)
+        return [(prompt, chosen, True), (prompt, rejected, False)]
+    for column in ("prompt", "completion", "label"):
+        if column not in fields:
+            raise ConfigError(
+                f'{record.location}: {unknown_column_message(column, fields)}; kto needs "prompt", "completion" and '
+                '"label"'
+            )
+    label = fields["label"]
+    if not isinstance(label, bool):
+        raise ConfigError(f'{record.location}: "label" is {label!r}, and must be true (desirable) or false; fix it')
+    return [(_as_messages(record, "prompt", "user"), _as_messages(record, "completion", "assistant"), label)]
+
+
+def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
+    """Return the messages of a column; a text is one message of the role."""
+    value = record.fields[column]
+    place = f'{record.location}: "{column}"'
+    if isinstance(value, list):
+        return list(parse_messages(value, place))
+    text = column_text(record.fields, column, record.location)
+    if not text:
+        raise ConfigError(f"{place} is empty; fix or remove the line")
+    return [{"role": role, "content": text}]

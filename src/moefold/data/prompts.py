@@ -1,0 +1,211 @@
+"""Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from moefold.config.schema import DataConfig
+from moefold.data.chat import load_chat_template
+from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
+from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.sft import conversation_files
+from moefold.data.tasks import Problems, check_task_tokenizer
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import ConfigError
+
+PROMPT_COLUMN = "prompt"
+RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
+"""Arguments of a reward function that no column may be named after."""
+_VALIDATION = 1
+_BATCH_RECORDS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with the columns of its row."""
+
+    source: Any
+    """The prompt as the reward function gets it: a text, or the messages of a conversation."""
+    text: str
+    """The text that the model continues."""
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    location: str = ""
+    """FILE:LINE or the number of a problem, for messages."""
+
+
+class PromptSource(Protocol):
+    """Prompts in the order in which a run visits them, without end."""
+
+    def prompt(self, index: int) -> Prompt:
+        """Return prompt `index` of the run."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of different prompts; at least 2**39 if they are generated."""
+        ...
+
+
+class TaskPrompts:
+    """The problems of a task as prompts; the reward function gets their columns."""
+
+    def __init__(self, problems: Problems, tokenizer: Tokenizer) -> None:
+        self._problems = problems
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        """Return the number of prompts, endless in effect."""
+        return 2**40
+
+    def prompt(self, index: int) -> Prompt:
+        """Return prompt `index`."""
+        problem = self._problems.problem(index)
+        ids = tuple(self._tokenizer.encode(problem.prompt).tolist())
+        return Prompt(problem.prompt, problem.prompt, ids, problem.columns, f"problem {index}")
+
+
+class FilePrompts:
+    """The prompts of JSON lines files, reshuffled in each epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], order_key: int | None) -> None:
+        """Order prompts.
+
+        Args:
+            prompts: at least one.
+            order_key: key of the shuffled order, which differs in each epoch; None: in the order of the files.
+        """
+        self.prompts = prompts
+        self._order_key = order_key
+        self._epoch_order: tuple[int, IndexShuffle] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+    def prompt(self, index: int) -> Prompt:
+        """Return prompt `index` of the run."""
+        epoch, position = divmod(index, len(self.prompts))
+        if self._order_key is None:
+            return self.prompts[position]
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = (epoch, IndexShuffle(len(self.prompts), hash_ints(self._order_key, epoch)))
+        return self.prompts[self._epoch_order[1](position)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptData:
+    """The prompts of a run."""
+
+    train: PromptSource
+    validation: PromptSource | None
+    """Held-out prompts; None if data.validation_fraction is 0."""
+
+
+def open_prompts(data: DataConfig, tokenizer: Tokenizer, *, seed: int) -> PromptData:
+    """Open the prompts of a recipe.
+
+    Args:
+        data: the recipe's section, of kind "task" or "prompts".
+        tokenizer: the tokenizer.
+        seed: run.seed.
+
+    Raises:
+        ConfigError: a file is missing, a line is no prompt (the message has file and line), or the tokenizer has no
+            end-of-text token.
+    """
+    check_task_tokenizer(data, tokenizer)
+    has_validation = data.validation_fraction > 0
+    if data.kind == "task":
+        training, held_out = (Problems(data, seed, is_validation=part) for part in (False, True))
+        return PromptData(
+            TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
+        )
+    prompts = read_prompts(data, tokenizer)
+    order_key = hash_ints(seed) if data.shuffle else None
+    if not has_validation:
+        return PromptData(FilePrompts(prompts, order_key), None)
+    num_held_out = max(1, round(len(prompts) * data.validation_fraction))
+    if num_held_out >= len(prompts):
+        raise ConfigError(
+            f"data.validation_fraction={data.validation_fraction} leaves none of {len(prompts)} prompts to train on; "
+            "give more prompts, or set data.validation_fraction=0"
+        )
+    order = sorted(range(len(prompts)), key=lambda i: hash_ints(len(prompts), i))
+    held_out_numbers = sorted(order[:num_held_out])
+    training_numbers = sorted(order[num_held_out:])
+    return PromptData(
+        FilePrompts([prompts[i] for i in training_numbers], order_key),
+        FilePrompts([prompts[i] for i in held_out_numbers], hash_ints(0, _VALIDATION)),
+    )
+
+
+def read_prompts(data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Read and tokenise all prompts of the files that data.path names.
+
+    Raises:
+        ConfigError: see `open_prompts`.
+    """
+    records = (record for path in conversation_files(data) for record in jsonl_records(path))
+    prompts: list[Prompt] = []
+    template = None
+    while batch := list(islice(records, _BATCH_RECORDS)):
+        for record in batch:
+            source = record.fields.get(PROMPT_COLUMN)
+            if isinstance(source, list):
+                template = template or load_chat_template(data)
+                _check_messages(source, record.location)
+                text = template.render_prompt(source, record.location, add_generation_prompt=True)
+            else:
+                text = column_text(record.fields, PROMPT_COLUMN, record.location)
+            prompts.append(_make_prompt(record, source, text, tokenizer))
+    if not prompts:
+        raise ConfigError(
+            f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
+        )
+    first = prompts[0]
+    for prompt in prompts:
+        if isinstance(prompt.source, str) != isinstance(first.source, str):
+            raise ConfigError(
+                f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
+                "prompts one form"
+            )
+        if prompt.columns.keys() != first.columns.keys():
+            raise ConfigError(
+                f"{prompt.location} has the columns {sorted(prompt.columns)}, and {first.location} has "
+                f"{sorted(first.columns)}; give every prompt the same columns"
+            )
+    return prompts
+
+
+def has_conversations(data: DataConfig) -> bool:
+    """Return whether the first prompt of the files is a conversation; all prompts are then of this form.
+
+    Raises:
+        ConfigError: a file is missing or holds no JSON.
+    """
+    records = (record for path in conversation_files(data) for record in jsonl_records(path))
+    return any(isinstance(record.fields.get(PROMPT_COLUMN), list) for record in islice(records, 1))
+
+
+def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:
+    location = record.location
+    reject_surrogates(text, f"{location}: the prompt")
+    ids = tuple(tokenizer.encode(text).tolist())
+    if not ids:
+        raise ConfigError(f"{location}: the prompt is empty; a model continues at least one token")
+    columns = {name: value for name, value in record.fields.items() if name != PROMPT_COLUMN}
+    if clashes := sorted(columns.keys() & RESERVED_COLUMNS):
+        raise ConfigError(
+            f"{location}: the column {clashes[0]!r} has the name of an argument of reward functions; rename it"
+        )
+    return Prompt(source, text, ids, columns, location)
+
+
+def _check_messages(messages: list[Any], location: str) -> None:
+    for number, message in enumerate(messages, 1):
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ConfigError(f'{location}: message {number} of the prompt needs a text "role" and "content"; fix it')
+    if not messages:
+        raise ConfigError(f"{location}: the prompt has no message; a model continues at least one")

@@ -1,0 +1,189 @@
+"""Rewards of scored conversations: filtering, weighting and conditioning on them (arXiv:2308.12050)."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.align import AlignConfig
+from moefold.config.schema import DataConfig
+from moefold.data.cache import cached_ids, npy_header
+from moefold.data.chat import Message, parse_conversation
+from moefold.data.file_formats import JsonlRecord, jsonl_records, unknown_column_message
+from moefold.data.sft import ConversationReader, ConversationToRender, ScaledMembers, conversation_files
+from moefold.data.token_file import read_npy_header
+from moefold.errors import ConfigError
+from moefold.validate.align import fill_template, parse_threshold
+
+FORMAT_VERSION = 1
+_WORDS = 4
+"""Words of 32 bits of a row of the cache: reward (float64) and hash of the prompt."""
+
+
+class Rewards:
+    """Rewards of all conversations of the files, in their order.
+
+    Args:
+        reward_N: rewards, float64 [N].
+        prompt_N: hash of the messages before the answer, uint64 [N].
+        align: the recipe's section.
+    """
+
+    def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], align: AlignConfig) -> None:
+        self._reward_N = reward_N
+        self._prompt_N = prompt_N
+        self._align = align
+
+    def filter(self, members: NDArray[np.int64]) -> ScaledMembers:
+        """Keep the conversations whose reward reaches the threshold.
+
+        Raises:
+            ConfigError: all rewards are equal, or none reaches it.
+        """
+        reward = self._check_differ(members, "filter")
+        kind, number = parse_threshold(self._align)
+        if kind == "best":
+            # By prompt, then the highest reward, then the first row.
+            order = np.lexsort((members, -reward, self._prompt_N[members]))
+            prompts = self._prompt_N[members][order]
+            is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
+            kept = np.sort(members[order[is_best]])
+        else:
+            least = float(np.quantile(reward, number)) if kind == "quantile" else number
+            kept = members[reward >= least]
+            if not len(kept):
+                raise ConfigError(
+                    f"align.threshold={self._align.threshold!r} keeps none of {len(members)} conversations, whose "
+                    f"rewards lie in [{reward.min():g}, {reward.max():g}]; lower it"
+                )
+        return ScaledMembers(
+            kept,
+            message=f"align.method='filter' keeps {len(kept)} of {len(members)} conversations: mean reward "
+            f"{self._reward_N[kept].mean():.4g} instead of {reward.mean():.4g}",
+        )
+
+    def weight(self, members: NDArray[np.int64]) -> ScaledMembers:
+        """Scale the loss of conversation i by exp(reward_i / beta) over its mean, capped.
+
+        Raises:
+            ConfigError: all rewards are equal.
+        """
+        reward = self._check_differ(members, "weight")
+        # The largest exponent is 0, so that none overflows; it cancels.
+        factor = np.exp((reward - reward.max()) / self._align.beta)
+        factor /= factor.mean()
+        capped = np.minimum(factor, self._align.weight_cap) if self._align.weight_cap else factor
+        scales = np.ones(len(self._reward_N))
+        scales[members] = capped
+        return ScaledMembers(
+            members,
+            scales,
+            f"align.method='weight' scales losses by {capped.min():.3g} to {capped.max():.3g}, "
+            f"{int((factor > capped).sum())} of {len(members)} capped",
+        )
+
+    def _check_differ(self, members: NDArray[np.int64], method: str) -> NDArray[np.float64]:
+        """Return the rewards of the members.
+
+        Raises:
+            ConfigError: all are equal.
+        """
+        reward = self._reward_N[members]
+        if len(reward) and reward.min() == reward.max():
+            raise ConfigError(
+                f"align.method={method!r} has no effect: all {len(members)} rewards in the column "
+                f"{self._align.reward!r} are {reward[0]:g}; give other rewards, or leave align out"
+            )
+        return reward
+
+
+def open_rewards(
+    data: DataConfig, align: AlignConfig, skipped: Set[Path] = frozenset(), *, cache_dir: Path | None
+) -> Rewards:
+    """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
+
+    Raises:
+        ConfigError: a row has no finite reward; the message has its line.
+    """
+    files = tuple(file for file in conversation_files(data) if file not in skipped)
+    sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    key = hashlib.sha256(json.dumps(["rewards", FORMAT_VERSION, sizes, align.reward]).encode()).hexdigest()[:32]
+
+    def write(file: BinaryIO) -> None:
+        records = chain.from_iterable(jsonl_records(path) for path in files)
+        rows = [_reward_row(record, align.reward) for record in records]
+        words = np.array(rows, dtype=[("reward", "<f8"), ("prompt", "<u8")]).view("<u4")
+        file.write(npy_header(words.dtype, len(words)))
+        file.write(words.tobytes())
+
+    reader = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    words = np.ascontiguousarray(reader[0 : len(reader)], dtype="<u4").reshape(-1, _WORDS)
+    return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], align)
+
+
+def conditioned_reader(align: AlignConfig) -> ConversationReader:
+    """Return the reader that writes each reward into the message before the answer."""
+    identity = ("sft conditioned", align.reward, align.template)
+    return ConversationReader(identity, partial(_conditioned, align=align))
+
+
+def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
+    for record in records:
+        record.reject_repeated_column()
+        found = parse_conversation(record)
+        messages = list(found.messages)
+        number = _prompt_length(messages) - 1
+        prompt = messages[number].get("content") if number >= 0 else None
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{record.location}: no text precedes the answer, to write the reward into; remove it")
+        messages[number] = {
+            **messages[number],
+            "content": fill_template(align.template, prompt, reward_of(record, align.reward)),
+        }
+        yield ConversationToRender(messages, found.tools, record.location, record.size_bytes)
+
+
+def _prompt_length(messages: list[Any]) -> int:
+    """Return the number of messages before the last answer; all if there is none."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return answers[-1] if answers else len(messages)
+
+
+def _reward_row(record: JsonlRecord, column: str) -> tuple[float, int]:
+    """Return reward and hash of the prompt of a row."""
+    record.reject_repeated_column()
+    found = parse_conversation(record)
+    prompt = list(found.messages)[: _prompt_length(list(found.messages))]
+    return reward_of(record, column), prompt_hash(prompt, found.tools)
+
+
+def prompt_hash(prompt: Sequence[Message], tools: Any = None) -> int:
+    """Return a hash of messages, of 64 bits."""
+    text = json.dumps([prompt, tools], sort_keys=True, ensure_ascii=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def reward_of(record: JsonlRecord, column: str) -> float:
+    """Return the reward of a row.
+
+    Raises:
+        ConfigError: it is absent or no finite number.
+    """
+    if column not in record.fields:
+        raise ConfigError(
+            f"{record.location}: {unknown_column_message(column, record.fields)}; align.reward names the column"
+        )
+    reward = record.fields[column]
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ConfigError(
+            f"{record.location}: the reward in column {column!r} is {reward!r}, and must be a finite number; fix or "
+            "remove the line"
+        )
+    return float(reward)

@@ -1,0 +1,229 @@
+"""Generated problems with known answers (data.kind="task"): sorting, addition, countdown. Torch-free.
+
+A problem is a pure function of seed and number. The held-out problems are those whose prompt has a small hash, so no
+prompt is in both parts, whatever the seed.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moefold.config.schema import DataConfig
+from moefold.data.index_shuffle import draw_bits, hash_ints
+from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import ConfigError
+
+Draw = Callable[[int], int]
+"""Returns a uniform number in [0, n)."""
+MAX_COUNTDOWN_NUMBER = 9
+MAX_COUNTDOWN_TARGET = 99
+_MAX_ATTEMPTS = 10_000
+_HASH_RANGE = 2**32
+_VALIDATION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt with its answer."""
+
+    prompt: str
+    answer: str
+    """A correct answer; others may be correct as well."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function gets, by name."""
+
+
+def sort_problem(draw: Draw, size: int) -> Problem:
+    """Draw digits to sort."""
+    digits = "".join(str(draw(10)) for _ in range(size))
+    answer = "".join(sorted(digits))
+    return Problem(f"{digits}->", answer, {"answer": answer})
+
+
+def add_problem(draw: Draw, size: int) -> Problem:
+    """Draw two numbers of at most `size` digits to add."""
+    first = draw(10**size)
+    second = draw(10**size)
+    return Problem(f"{first}+{second}=", str(first + second), {"answer": str(first + second)})
+
+
+def countdown_problem(draw: Draw, size: int) -> Problem:
+    """Draw numbers and a target that they reach by + - *, each used once; the answer keeps their order."""
+    for _ in range(_MAX_ATTEMPTS):
+        numbers = [1 + draw(MAX_COUNTDOWN_NUMBER) for _ in range(size)]
+        text, target = _random_expression(draw, numbers)
+        if 0 <= target <= MAX_COUNTDOWN_TARGET:
+            prompt = f"{','.join(map(str, numbers))}={target}:"
+            return Problem(prompt, text, {"numbers": numbers, "target": target})
+    raise AssertionError("some expression has a target in the range")
+
+
+def _random_expression(draw: Draw, numbers: Sequence[int]) -> tuple[str, int]:
+    """Combine numbers in their order by random operators, left to right; products take parentheses around sums."""
+    text = str(numbers[0])
+    value = numbers[0]
+    is_sum = False
+    for number in numbers[1:]:
+        operator = "+-*"[draw(3)]
+        if operator == "*":
+            text = f"({text})*{number}" if is_sum else f"{text}*{number}"
+            value *= number
+        else:
+            text = f"{text}{operator}{number}"
+            value = value + number if operator == "+" else value - number
+        is_sum = operator != "*"
+    return text, value
+
+
+TASKS: Mapping[str, Callable[[Draw, int], Problem]] = {
+    "sort": sort_problem,
+    "add": add_problem,
+    "countdown": countdown_problem,
+}
+"""The generator of each data.task."""
+
+
+def draw_numbers(key: int) -> Draw:
+    """Return a function that draws uniform numbers from the stream of a key."""
+
+    def words() -> Iterator[int]:
+        block = 0
+        while True:
+            yield from draw_bits(hash_ints(key, block), 16).tolist()
+            block += 1
+
+    stream = words()
+    # 64 bits modulo n < 2**32: the bias is below 2**-32.
+    return lambda n: next(stream) % n
+
+
+class Problems:
+    """The problems of a task, by number; endless."""
+
+    def __init__(self, data: DataConfig, seed: int, *, is_validation: bool) -> None:
+        """Select a part of the problems.
+
+        Args:
+            data: the recipe's section: task, task_size, validation_fraction.
+            seed: run.seed; the held-out problems are the same for every seed.
+            is_validation: the held-out problems, instead of those to train on.
+        """
+        self._make = TASKS[data.task]
+        self._size = data.task_size
+        self._limit = round(data.validation_fraction * _HASH_RANGE)
+        self._key = hash_ints(0, _VALIDATION) if is_validation else hash_ints(seed)
+        self._is_validation = is_validation
+
+    def problem(self, number: int) -> Problem:
+        """Return a problem.
+
+        Raises:
+            ConfigError: the task has too few problems to hold some out.
+        """
+        for attempt in range(_MAX_ATTEMPTS):
+            problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
+            if (_prompt_hash(problem.prompt) < self._limit) == self._is_validation:
+                return problem
+        part = "held-out" if self._is_validation else "training"
+        raise ConfigError(
+            f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {part} problem of this data.task_size; "
+            "choose a larger task_size, or another fraction"
+        )
+
+
+def _prompt_hash(prompt: str) -> int:
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "little")
+
+
+NUM_SAMPLES = 2**40
+"""Samples of a task; endless in effect."""
+_PROBLEMS_A_SAMPLE = 2**20
+
+
+class TaskSampler(Sampler):
+    """Samples of problems with their answers, for supervised fine-tuning: packed, and the loss is on the answers."""
+
+    has_annotations = True
+
+    def __init__(
+        self, problems: Problems, tokenizer: Tokenizer, *, seq_len: int, num_samples: int = NUM_SAMPLES
+    ) -> None:
+        """Pack problems.
+
+        Args:
+            problems: the problems.
+            tokenizer: a tokenizer with an end-of-text token, which ends every answer.
+            seq_len: S.
+            num_samples: length of an epoch.
+        """
+        self.seq_len = seq_len
+        self._problems = problems
+        self._tokenizer = tokenizer
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return a sample of as many whole problems as fit; the rest is padding, which is not trained on."""
+        size = self.seq_len + 1
+        end_id = self._tokenizer.separator_id
+        assert end_id is not None, "checked before the run"
+        tokens = np.full(size, end_id, dtype=np.int64)
+        documents = np.zeros(size, dtype=np.int32)
+        is_target = np.zeros(size, dtype=np.bool_)
+        start = 0
+        for document in range(_PROBLEMS_A_SAMPLE):
+            documents[start:] = document
+            problem = self._problems.problem(index % self._num_samples * _PROBLEMS_A_SAMPLE + document)
+            prompt, answer = self._tokenizer.encode_batch([problem.prompt, problem.answer])
+            stop = start + len(prompt) + len(answer) + 1
+            if stop > size:
+                break
+            tokens[start : stop - 1] = np.concatenate((prompt, answer))
+            is_target[start + len(prompt) : stop] = True
+            start = stop
+        return Sample(tokens, documents, is_target[1:])
+
+    def origin(self, index: int) -> str:
+        """Return the number of the sample's first problem."""
+        return f"sample {index} of problems"
+
+
+def open_task(
+    data: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
+) -> tuple[TaskSampler, TaskSampler | None]:
+    """Open the samples of a task for supervised fine-tuning.
+
+    Returns:
+        (training, validation); None without held-out problems.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-text token, or a problem does not fit into a sample.
+    """
+    check_task_tokenizer(data, tokenizer)
+    training = TaskSampler(Problems(data, seed, is_validation=False), tokenizer, seq_len=seq_len)
+    if not training.annotated_sample(0).weights.any():  # type: ignore[union-attr]
+        raise ConfigError(f"train.seq_len={seq_len} is shorter than a problem of data.task={data.task!r}; raise it")
+    if data.validation_fraction == 0:
+        return training, None
+    return training, TaskSampler(Problems(data, seed, is_validation=True), tokenizer, seq_len=seq_len)
+
+
+def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer has an end-of-text token, which ends answers.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if tokenizer.separator_id is None:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer!r} has no end-of-text token, so no answer would ever end; name a "
+            "tokenizer with one, or 'bytes'"
+        )

@@ -1,0 +1,184 @@
+"""Checked jobs of `moefold rollout`, made before any rank starts. Torch-free on the CPU; messages name its options."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from moefold.config.rl import RewardConfig
+from moefold.config.schema import Config, DataConfig
+from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
+from moefold.data.tasks import Problems
+from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.pages import PAGE_POSITIONS
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config, kv_cache_bytes
+from moefold.inference.source import ModelSource, find_source
+from moefold.inference.text import open_tokenizer
+from moefold.launch.fitting import check_inference, choose_checked_device
+from moefold.rl.reward import check_reward
+
+ROLLOUT_WORDS = (
+    (r"reward\.use=", "--reward "),
+    (r"data\.path=", "--prompts "),
+    (r"data\.task_size", "--task-size"),
+    (r"data\.task=", "--task "),
+)
+"""Rewords errors about recipe keys for the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """Arguments of `moefold rollout`."""
+
+    model: str
+    out: Path
+    prompts: tuple[str, ...] = ()
+    """Files of prompts; empty: a task."""
+    task: Literal["", "sort", "add", "countdown"] = ""
+    task_size: int = 4
+    count: int = 0
+    """Prompts; 0: all of the files, or 256 problems."""
+    is_held_out: bool = False
+    """Problems that no training uses."""
+    reward: str = ""
+    samples: int = 8
+    max_tokens: int = 64
+    sampling: SamplingParams = SamplingParams()
+    overrides: tuple[str, ...] = ()
+    tokenizer: str = ""
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    slots: int = 256
+    cache_gib: float = 0.0
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutJob:
+    """Rollouts of some prompts; checked."""
+
+    source: ModelSource
+    cfg: Config
+    """Mapping and types of inference."""
+    task_cfg: Config
+    """Prompts and reward."""
+    device_type: str
+    """"cpu" or "cuda"."""
+    request: RolloutRequest
+    settings: EngineSettings
+    num_prompts: int
+
+
+DEFAULT_PROBLEMS = 256
+
+
+def prepare_rollouts(
+    request: RolloutRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None]
+) -> RolloutJob:
+    """Check a job before any rank starts.
+
+    Args:
+        request: the arguments.
+        rank_env: environment of this process, if a launcher started it.
+        report_skipped: receives the damaged checkpoints that were skipped.
+
+    Raises:
+        ConfigError: the model, a prompt, the reward, an option or the mapping cannot work, or the memory is too small.
+    """
+    _check_options(request)
+    source = find_source(request.model)
+    report_skipped(source.skipped)
+    inference = InferenceRequest(
+        overrides=request.overrides,
+        dtype=request.dtype,
+        device=request.device,
+        world_size=None if rank_env is None else rank_env.world_size,
+        seq_len=2,
+        batch_size=1,
+    )
+    cfg = inference_config(source, inference, "generate")
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
+    task_cfg = _task_config(request, source)
+    prompts = open_rollout_prompts(task_cfg, source, request)
+    num_prompts = request.count or (DEFAULT_PROBLEMS if request.task else len(prompts))
+    if num_prompts > len(prompts):
+        raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
+    with reworded_errors(*ROLLOUT_WORDS):
+        check_reward(task_cfg, [prompts.prompt(0)])
+    longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
+    cfg = inference_config(source, replace(inference, seq_len=longest), "generate")
+    settings = EngineSettings(
+        slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
+    )
+    settings.check()
+    one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
+    num_pages = pages_needed([one] * min(request.slots, num_prompts * request.samples), settings)
+    max_pages = cache_pages(cfg, settings)
+    if max_pages is not None:
+        check_requests([one], max_pages)
+        num_pages = min(num_pages, max_pages)
+    cache = {f"the cache of {request.slots} rollouts": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=cache, suggestion=GENERATE_OOM_HINT)
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
+
+
+def open_rollout_prompts(task_cfg: Config, source: ModelSource, request: RolloutRequest) -> PromptSource:
+    """Open the prompts of a job, in the order of their files.
+
+    Raises:
+        ConfigError: a file or a line of it cannot be used.
+    """
+    with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
+        tokenizer = open_tokenizer(source, request.tokenizer)
+    if request.task:
+        problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
+        return TaskPrompts(problems, tokenizer)
+    with reworded_errors(*ROLLOUT_WORDS):
+        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer)
+    return FilePrompts(found, None)
+
+
+def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
+    """Return the recipe keys of prompts and reward."""
+    data = DataConfig(
+        kind="task" if request.task else "prompts",
+        path=request.prompts,
+        task=request.task or "sort",
+        task_size=request.task_size,
+        tokenizer=request.tokenizer or source.data.tokenizer,
+        chat_template=request.chat_template or source.data.chat_template,
+    )
+    return Config(data=data, reward=RewardConfig(use=request.reward))
+
+
+def _check_options(request: RolloutRequest) -> None:
+    if bool(request.prompts) == bool(request.task):
+        raise ConfigError("name prompts: either --prompts FILE.jsonl, or --task sort, add or countdown")
+    if request.prompts and not request.reward:
+        raise ConfigError("--reward is missing: exact, number, sort, countdown, or FILE.py:FUNCTION")
+    if request.prompts and request.is_held_out:
+        raise ConfigError("--held-out has no effect with --prompts; name a file of other prompts")
+    for option, value in (
+        ("--samples", request.samples),
+        ("--max-tokens", request.max_tokens),
+        ("--task-size", request.task_size),
+    ):
+        if value < 1:
+            raise ConfigError(f"{option} {value} must be at least 1")
+    if request.count < 0:
+        raise ConfigError(f"--count {request.count} must be at least 0 (0: all)")
+    request.sampling.check()
+    if request.sampling.temperature == 0 and request.samples > 1:
+        raise ConfigError(f"--temperature 0 makes all --samples {request.samples} of a prompt equal; set --samples 1")
+    check_output_path("--out", request.out, (".jsonl",))
+    reject_existing("--out", request.out, force=request.force)

@@ -1,0 +1,120 @@
+"""Worker of `moefold rollout`: samples and scores completions on each rank, and writes them on the first."""
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TextIO
+
+import numpy as np
+
+from moefold.host.rank_env import RankEnv
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.load import load_model
+from moefold.inference.rollout_job import RolloutJob, open_rollout_prompts
+from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
+from moefold.inference.settings import GENERATE_OOM_HINT, explain_oom
+from moefold.inference.text import open_tokenizer
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.ranks import init_distributed
+from moefold.rl.reward import Reward
+from moefold.rl.rollout import Group
+
+ROUNDS_OF_SLOTS = 8
+"""Rollouts that are sampled before they are scored and written, as a multiple of the slots of all ranks."""
+
+
+def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
+    """Join the job, sample, and write rollouts and summary on the first rank; return the exit status."""
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(GENERATE_OOM_HINT),
+    ):
+        request = job.request
+        tokenizer = open_tokenizer(job.source, request.tokenizer)
+        prompts = open_rollout_prompts(job.task_cfg, job.source, request)
+        loaded = load_model(job.source, job.cfg, device, tokenizer)
+        summary = RolloutSummary(request.samples)
+        is_first = rank_env.rank == 0
+        with (
+            Reward(job.task_cfg) as reward,
+            request.out.open("w", encoding="utf-8") if is_first else nullcontext() as file,
+        ):
+            collector = RolloutCollector(
+                RolloutEngine(loaded.model, job.settings, request.sampling),
+                reward,
+                tokenizer,
+                loaded.groups,
+                stop=stop_rule(job.task_cfg.data, tokenizer),
+                max_tokens=request.max_tokens,
+            )
+            shards = loaded.groups.attn.dp_cp.size
+            at_once = max(shards, ROUNDS_OF_SLOTS * job.settings.slots * shards // request.samples)
+            for first in range(0, job.num_prompts, at_once):
+                indices = range(first, min(first + at_once, job.num_prompts))
+                found = collector.collect(indices, prompts.prompt, request.samples, request.sampling)
+                summary.add(found.groups, found.rollout_s)
+                if file is not None:
+                    _write(file, found.groups, collector)
+        if is_first:
+            print(json.dumps(summary.record()))
+    return 0
+
+
+def _write(file: TextIO, groups: Sequence[Group], collector: RolloutCollector) -> None:
+    for group in groups:
+        for record in rollout_records(group, collector.completion_text):
+            # Nothing adjusts rewards here.
+            del record["adjusted_reward"]
+            file.write(json.dumps(record) + "\n")
+
+
+class RolloutSummary:
+    """Means over all rollouts, and the probability that one of k rollouts is right."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._scores: list[np.ndarray] = []
+        self._num_tokens = 0
+        self._num_truncated = 0
+        self._rollout_s = 0.0
+
+    def add(self, groups: Sequence[Group], rollout_s: float) -> None:
+        """Add the groups of all ranks."""
+        self._rollout_s += rollout_s
+        for group in groups:
+            self._scores.append(group.scores)
+            self._num_tokens += sum(len(one.tokens) for one in group.rollouts)
+            self._num_truncated += sum(one.is_truncated for one in group.rollouts)
+
+    def record(self) -> dict[str, object]:
+        """Return the summary as JSON values; a rollout is right if its reward is at least 1."""
+        scores_PG = np.stack(self._scores)
+        known = scores_PG[~np.isnan(scores_PG)]
+        right_P = (scores_PG >= 1).sum(1)
+        sizes = [2**i for i in range(self._samples.bit_length()) if 2**i <= self._samples]
+        return {
+            "prompts": len(scores_PG),
+            "rollouts": scores_PG.size,
+            "reward": float(known.mean()) if known.size else None,
+            "reward_std": float(known.std()) if known.size else None,
+            "pass_at": {str(k): pass_at_k(right_P, self._samples, k) for k in sizes},
+            "truncated": self._num_truncated / scores_PG.size,
+            "tokens": self._num_tokens,
+            "rollout_s": self._rollout_s,
+        }
+
+
+def pass_at_k(right_P: np.ndarray, samples: int, k: int) -> float:
+    """Return the mean probability that k of a prompt's samples include a right one (arXiv:2107.03374 sec. 2.1).
+
+    Args:
+        right_P: number of right samples of each prompt, [P].
+        samples: samples of each prompt, at least k.
+        k: samples drawn without replacement.
+    """
+    wrong_P = samples - right_P
+    missed_P = np.ones(len(right_P))
+    for i in range(k):
+        missed_P *= np.maximum(wrong_P - i, 0) / (samples - i)
+    return float(1 - missed_P.mean())

@@ -1,0 +1,217 @@
+"""Scored rollouts: every rank samples its share of the prompts and scores it, and all ranks get all groups."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.schema import DataConfig
+from moefold.data.chat import load_chat_template
+from moefold.data.prompts import Prompt, has_conversations
+from moefold.data.tokenizer import Tokenizer
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import Completion, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.text import end_of_turn_marker
+from moefold.rl.reward import FailedReward, Reward
+from moefold.rl.rollout import Group, Rollout
+
+Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
+"""Returns the rewards of a group from its scores."""
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """Conditions that end a rollout, apart from the limit of tokens."""
+
+    eos_ids: frozenset[int]
+    """End-of-text tokens, and end-of-turn tokens of a conversation."""
+    string: str = ""
+    """Text that ends a turn of a conversation where no single token does; "" for none."""
+
+
+@dataclass(frozen=True)
+class CollectedRollouts:
+    """Groups of all ranks."""
+
+    groups: list[Group]
+    """In the order of the prompts."""
+    failures: list[FailedReward]
+    rollout_s: float
+    """Seconds of sampling on this rank, and of scoring with the wait for the other ranks."""
+    reward_s: float
+
+
+class RolloutCollector:
+    """Samples and scores groups of rollouts on all ranks of a mapping.
+
+    Args:
+        engine: samples the completions.
+        reward: scores them, on the first rank of tp and pp.
+        tokenizer: makes text of them.
+        groups: the process groups of the mapping.
+        stop: what ends a rollout.
+        max_tokens: maximum number of new tokens.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        groups: ParallelGroups,
+        *,
+        stop: StopRule,
+        max_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._groups = groups
+        self._stop = stop
+        self._max_tokens = max_tokens
+        self._shard = groups.attn.dp_cp
+        self._is_scoring = groups.attn.tp.rank == 0 and groups.pp.rank == 0
+
+    def collect(
+        self,
+        indices: Sequence[int],
+        open_prompt: Callable[[int], Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        adjust: Adjust = lambda scores, rollouts: scores,
+    ) -> CollectedRollouts:
+        """Sample and score completions; collective over all ranks.
+
+        Args:
+            indices: numbers of the prompts, which are the keys of the random numbers.
+            open_prompt: returns a prompt by its number.
+            group_size: completions of each prompt.
+            sampling: sampling parameters.
+            adjust: computes rewards from scores.
+
+        Raises:
+            RunError: a reward function failed, and failures stop the run.
+        """
+        recorder = self._groups.recorder
+        started_s = time.perf_counter()
+        recorder.set_phase("sampling rollouts")
+        # Every rank samples whole groups, so that the samples of a prompt share its cache.
+        mine = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
+        prompts = [open_prompt(index) for index in mine]
+        rollouts = self._sample(mine, prompts, group_size, sampling)
+        sampled_s = time.perf_counter()
+        recorder.set_phase("computing rewards")
+        own = None
+        if self._is_scoring:
+            own = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
+        by_shard: dict[int, tuple[list[Group], list[FailedReward]]] = {
+            shard: found
+            for shard, found in current_world().all_gather_object((self._shard.rank, own))
+            if found is not None
+        }
+        found_groups: list[Group] = []
+        failures: list[FailedReward] = []
+        for shard in sorted(by_shard):
+            found_groups += by_shard[shard][0]
+            failures += by_shard[shard][1]
+        return CollectedRollouts(found_groups, failures, sampled_s - started_s, time.perf_counter() - sampled_s)
+
+    def completion_text(self, rollout: Rollout) -> str:
+        """Return the text of a rollout, without the token or the text that ended it."""
+        tokens = rollout.tokens
+        if rollout.finish_reason == "eos":
+            tokens = tokens[:-1]
+        text = self._tokenizer.decode(tokens)
+        return text.partition(self._stop.string)[0] if rollout.finish_reason == "stop" else text
+
+    def _sample(
+        self, indices: Sequence[int], prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams
+    ) -> list[Rollout]:
+        requests = [
+            Request(
+                prompt=prompt.ids,
+                prompt_number=index,
+                sample_number=number,
+                max_tokens=self._max_tokens,
+                eos_ids=self._stop.eos_ids,
+                sampling=sampling,
+            )
+            for index, prompt in zip(indices, prompts, strict=True)
+            for number in range(group_size)
+        ]
+        is_complete = partial(_has_string, self._tokenizer, self._stop.string) if self._stop.string else None
+        completions = self._engine.generate(requests, is_complete=is_complete)
+        return [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
+
+    def _score(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int, adjust: Adjust
+    ) -> list[Group]:
+        of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
+        texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
+        ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
+        scores = self._reward.score(prompts, texts, ids)
+        return [
+            Group(prompt, group, score, adjust(score, group))
+            for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
+        ]
+
+
+def stop_rule(data: DataConfig, tokenizer: Tokenizer) -> StopRule:
+    """Return what ends a rollout: the end of text, and in conversations the end of the assistant's turn.
+
+    Args:
+        data: the kind of prompts, their files, the tokenizer and the chat template.
+        tokenizer: the tokenizer.
+    """
+    eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
+    if data.kind != "prompts" or not has_conversations(data):
+        return StopRule(eos_ids)
+    turn_ids, mark = end_of_turn_marker(load_chat_template(data), tokenizer)
+    return StopRule(eos_ids | turn_ids, mark)
+
+
+def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
+    """Return one record for each rollout of a group, with TRL's columns of scored completions and those of the prompt.
+
+    The completion of a conversation is a list of one message.
+    """
+    records = []
+    for rollout, score, reward in zip(group.rollouts, group.scores, group.rewards, strict=True):
+        text = completion_text(rollout)
+        is_chat = not isinstance(group.prompt.source, str)
+        record = {
+            "prompt": group.prompt.source,
+            "completion": [{"role": "assistant", "content": text}] if is_chat else text,
+            "reward": None if np.isnan(score) else float(score),
+            "adjusted_reward": None if np.isnan(reward) else float(reward),
+            "prompt_number": rollout.prompt_number,
+            "sample_number": rollout.sample_number,
+            "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.tokens),
+            "log_prob": float(rollout.log_probs.sum()),
+        }
+        records.append({**group.prompt.columns, **record})
+    return records
+
+
+def _has_string(tokenizer: Tokenizer, string: str, _: int, tokens: Sequence[int]) -> bool:
+    """Return whether the last tokens contain a text."""
+    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
+    return string in tokenizer.decode(list(tokens[-len(string.encode()) - 4 :]))
+
+
+def _to_rollout(request: Request, completion: Completion) -> Rollout:
+    return Rollout(
+        prompt_number=request.prompt_number,
+        sample_number=request.sample_number,
+        prompt_ids=np.array(request.prompt, dtype=np.int64),
+        tokens=np.array(completion.tokens, dtype=np.int64),
+        log_probs=np.array(completion.log_probs, dtype=np.float64),
+        finish_reason=completion.finish_reason,
+    )

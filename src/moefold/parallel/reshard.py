@@ -1,0 +1,216 @@
+"""Resharding in memory: copy the weights of a model to a model under another mapping of the same ranks.
+
+Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every
+byte; here a rank gets from others only the boxes that it lacks, in the dtype of the target, with a bound on the memory
+of a round. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings.
+See docs/design/024-resharding-in-memory.md.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefold.comm.collectives import all_to_all
+from moefold.comm.groups import World
+from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
+from moefold.cost.shard_boxes import Box, WeightSharding
+from moefold.cost.stages import plan_stages
+from moefold.model.init import local_slice
+from moefold.model.local_param import local_tensor
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.parallel_model import ParallelModel
+
+MAX_SCRATCH_BYTES = 1 << 26
+"""Memory of the buffers of one round by default: sent and received bytes together."""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Bytes and time of a transfer on this rank."""
+
+    sent_bytes: int
+    received_bytes: int
+    copied_bytes: int
+    """Copied within this rank, such as casts to the dtype of the target."""
+    shared_bytes: int
+    """Of parameters that both models share."""
+    scratch_bytes: int
+    """Largest memory of the buffers of a round."""
+    rounds: int
+    seconds: float
+
+
+class WeightTransfer:
+    """Transfer of weights between two models whose mappings use the same ranks; the plan is made once.
+
+    Where a rank has the same box of a parameter under both mappings, in the same dtype, an inference model shares the
+    parameter of the training model instead of a copy: a training step then changes both. All other parameters and all
+    buffers keep their values until the next `run`.
+
+    Constructor and `run` are collective over all ranks.
+
+    Args:
+        source: the model with the weights.
+        target: the model that gets them: for inference, or for training under another mapping, without its optimizer
+            state. It may lack the multi-token prediction layers of the source.
+        max_scratch_bytes: largest memory of the buffers of one round on a rank.
+        ranks_per_node: consecutive ranks that share a node, which are preferred as senders; None: all do.
+
+    Raises:
+        ValueError: the mappings have different numbers of ranks, the models have different tensors, or
+            `max_scratch_bytes` is less than two elements.
+    """
+
+    def __init__(
+        self,
+        source: ParallelModel,
+        target: InferenceModel | ParallelModel,
+        *,
+        max_scratch_bytes: int = MAX_SCRATCH_BYTES,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._world = source.groups.world
+        self._shares = isinstance(target, InferenceModel)
+        source_sharding = _sharding(source)
+        target_sharding = _sharding(target)
+        rank = self._world.rank
+        self._source_boxes = source_sharding.boxes(rank)
+        self._target_boxes = target_sharding.boxes(rank)
+        self._dtypes = _all_dtypes(_tensors(target), World(rank, self._world.size))
+        itemsize = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
+        self.plan = plan_reshard(source_sharding, target_sharding, itemsize, max_scratch_bytes // 2, ranks_per_node)
+        self._local = [transfer for transfer in self.plan.local if transfer.target == rank]
+        _check_boxes(_tensors(source), self._source_boxes)
+        _check_boxes(_tensors(target), self._target_boxes)
+
+    @torch.no_grad()
+    def run(self) -> TransferStats:
+        """Bring the weights of the target up to those of the source; call it between two training steps."""
+        started_s = time.perf_counter()
+        # A gathered parameter is no shard.
+        reshard_parameters(self._source.stages)
+        if isinstance(self._target, ParallelModel):
+            reshard_parameters(self._target.stages)
+        source = {name: local_tensor(tensor) for name, tensor in _tensors(self._source).items()}
+        shared = self._share_parameters(source) if self._shares else frozenset()
+        target = {name: local_tensor(tensor) for name, tensor in _tensors(self._target).items()}
+        copied_bytes = 0
+        for transfer in self._local:
+            if transfer.name not in shared:
+                part = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
+                part.copy_(source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])])
+                copied_bytes += part.nbytes
+        sent_bytes = received_bytes = scratch_bytes = 0
+        for transfers in self.plan.rounds:
+            sent, received = self._run_round(transfers, source, target)
+            sent_bytes += sent
+            received_bytes += received
+            scratch_bytes = max(scratch_bytes, sent + received)
+        return TransferStats(
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            copied_bytes=copied_bytes,
+            shared_bytes=sum(source[name].nbytes for name in shared),
+            scratch_bytes=scratch_bytes,
+            rounds=len(self.plan.rounds),
+            seconds=time.perf_counter() - started_s,
+        )
+
+    def _run_round(
+        self, transfers: tuple[BoxTransfer, ...], source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+    ) -> tuple[int, int]:
+        """Send and receive the parts of one round; return the bytes sent and received by this rank."""
+        rank = self._world.rank
+        sends = sorted((t for t in transfers if t.source == rank), key=lambda t: t.target)
+        receives = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
+        send_splits = [0] * self._world.size
+        receive_splits = [0] * self._world.size
+        for transfer in sends:
+            send_splits[transfer.target] += self._num_bytes(transfer)
+        for transfer in receives:
+            receive_splits[transfer.source] += self._num_bytes(transfer)
+        buffer = torch.empty(sum(send_splits), dtype=torch.uint8, device=self._source.groups.device)
+        first = 0
+        for transfer in sends:
+            part = source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])]
+            self._view(buffer, first, transfer).copy_(part)
+            first += self._num_bytes(transfer)
+        received = all_to_all(buffer, self._world, send_splits, receive_splits)
+        first = 0
+        for transfer in receives:
+            part = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
+            part.copy_(self._view(received, first, transfer))
+            first += self._num_bytes(transfer)
+        return sum(send_splits), sum(receive_splits)
+
+    def _num_bytes(self, transfer: BoxTransfer) -> int:
+        return transfer.box.numel * self._dtypes[transfer.name].itemsize
+
+    def _view(self, buffer: Tensor, first: int, transfer: BoxTransfer) -> Tensor:
+        """Return the bytes of a transfer in a buffer as a tensor of its box."""
+        content = buffer[first : first + self._num_bytes(transfer)]
+        return content.view(self._dtypes[transfer.name]).view(transfer.box.size)
+
+    def _share_parameters(self, source: Mapping[str, Tensor]) -> frozenset[str]:
+        """Replace the parameters of the target that coincide with the source's; return their names."""
+        assert isinstance(self._target, InferenceModel)
+        stage = self._target.stage
+        shared = set()
+        coinciding = self.plan.coinciding[self._world.rank]
+        for name, parameter in list(stage.named_parameters()):
+            values = source.get(name)
+            if name not in coinciding or values is None or values.dtype != parameter.dtype:
+                continue
+            shared.add(name)
+            # FSDP may move its shards when it is first used.
+            if local_tensor(parameter).data_ptr() != values.data_ptr():
+                module_name, _, leaf = name.rpartition(".")
+                stage.get_submodule(module_name).register_parameter(leaf, _like(parameter, values))
+        return frozenset(shared)
+
+
+def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return a parameter without a gradient with the sharding of another one, over the storage of `values`."""
+    if isinstance(parameter, DTensor):
+        values = DTensor.from_local(
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(values, requires_grad=False)
+
+
+def _sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
+    if isinstance(model, InferenceModel):
+        return WeightSharding(model.cfg.model, model.groups.layout, plan_stages(model.cfg), False)
+    cfg = model.stages[0].cfg
+    return WeightSharding(cfg.model, model.groups.layout, model.stage_plan, cfg.parallel.zero > 0)
+
+
+def _tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
+    return {**model.named_parameters, **model.named_buffers}
+
+
+def _all_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
+    """Return the dtype of every tensor of every rank; collective."""
+    found: dict[str, torch.dtype] = {}
+    for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
+        found |= of_rank
+    return found
+
+
+def _check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
+    """Assert that the shards of this rank are the boxes of the plan."""
+    for name, box in boxes.items():
+        values, start = local_slice(tensors[name])
+        assert (start, tuple(values.shape)) == (box.start, box.size), (name, start, values.shape, box)

@@ -1,0 +1,48 @@
+"""Checks of the prompts and the reward function of reinforcement learning, before ranks start. Torch-free."""
+
+from moefold.config.schema import Config
+from moefold.data.prompts import PromptSource, open_prompts
+from moefold.data.tokenizer import load_tokenizer
+from moefold.errors import ConfigError
+from moefold.rl.reward import check_reward
+
+MAX_CHECKED_PROBLEMS = 1000
+"""Problems of a task whose length is checked; prompts of files are all checked."""
+
+
+def check_rollout_data(cfg: Config) -> None:
+    """Check that prompts exist and fit into a sample with their completions, and that the reward function works.
+
+    Raises:
+        ConfigError: they do not; the message has the line of the prompt.
+    """
+    tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+    prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed)
+    num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
+    if len(prompts.train) < num_prompts:
+        raise ConfigError(
+            f"data.path={cfg.data.path!r} has {len(prompts.train)} prompts to train on, and a step needs {num_prompts} "
+            "(rl.updates * train.global_batch_size / rl.group_size); give more prompts, or lower "
+            "train.global_batch_size"
+        )
+    for source in (prompts.train, prompts.validation):
+        if source is not None:
+            _check_lengths(cfg, source)
+    check_reward(cfg, [prompts.train.prompt(0)])
+
+
+def _check_lengths(cfg: Config, source: PromptSource) -> None:
+    longest = max(
+        (source.prompt(i) for i in range(min(len(source), _num_checked(cfg)))), key=lambda prompt: len(prompt.ids)
+    )
+    length = len(longest.ids) + cfg.rollout.max_tokens
+    if length > cfg.train.seq_len + 1:
+        raise ConfigError(
+            f"train.seq_len={cfg.train.seq_len} is too short for the prompt of {longest.location}, {len(longest.ids)} "
+            f"tokens, with rollout.max_tokens={cfg.rollout.max_tokens}; set train.seq_len to {length - 1} or more, or "
+            "lower max_tokens"
+        )
+
+
+def _num_checked(cfg: Config) -> int:
+    return MAX_CHECKED_PROBLEMS if cfg.data.kind == "task" else 2**62

@@ -1,0 +1,199 @@
+"""Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes. Torch-free."""
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import Config
+from moefold.data.prompts import Prompt
+from moefold.errors import ConfigError, RunError
+from moefold.rl.reward_pool import RewardError, RewardPool
+from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS
+
+
+@dataclass(frozen=True, slots=True)
+class FailedReward:
+    """A prompt whose reward function failed."""
+
+    prompt: Prompt
+    reason: str
+    details: str
+    """Traceback of the function; empty if there is none."""
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        return f"the reward function {self.reason}, for the prompt {self.prompt.text!r} ({self.prompt.location})"
+
+
+def reward_name(cfg: Config) -> str:
+    """Return reward.use, or the verifier of the task."""
+    return cfg.reward.use or (TASK_VERIFIERS[cfg.data.task] if cfg.data.kind == "task" else "")
+
+
+def split_reference(use: str) -> tuple[Path, str] | None:
+    """Split FILE.py:FUNCTION; None for a name of another form."""
+    path, colon, function = use.rpartition(":")
+    return (Path(path), function) if colon and path.endswith(".py") and function.isidentifier() else None
+
+
+class Reward:
+    """Context manager that computes the rewards of completions."""
+
+    def __init__(self, cfg: Config) -> None:
+        """Open the function of a recipe that `check_reward` passed."""
+        name = reward_name(cfg)
+        self._function = VERIFIERS.get(name)
+        self._on_error = cfg.reward.on_error
+        self._pool: RewardPool | None = None
+        self._failures: list[FailedReward] = []
+        if self._function is None:
+            reference = split_reference(name)
+            assert reference is not None
+            self._pool = RewardPool(*reference, workers=cfg.reward.workers, timeout_s=cfg.reward.timeout_s)
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]], ids: Sequence[Sequence[Sequence[int]]]
+    ) -> list[NDArray[np.float64]]:
+        """Return the scores of the completions of each prompt, [completions] each; NaN where there is none.
+
+        Args:
+            prompts: the prompts.
+            completions: texts of the completions of each prompt.
+            ids: their tokens.
+
+        Raises:
+            RunError: the function failed and reward.on_error is "stop".
+        """
+        calls = [
+            reward_arguments(prompt, texts, tokens)
+            for prompt, texts, tokens in zip(prompts, completions, ids, strict=True)
+        ]
+        results: Iterable[Sequence[Any] | RewardError]
+        if self._pool is None:
+            assert self._function is not None
+            results = [list(self._function(**arguments)) for arguments in calls]
+        else:
+            results = self._pool.call_all(calls)
+        return [
+            self._checked(prompt, result, len(texts))
+            for prompt, result, texts in zip(prompts, results, completions, strict=True)
+        ]
+
+    def take_failures(self) -> list[FailedReward]:
+        """Return the failures since the last call."""
+        failures = self._failures
+        self._failures = []
+        return failures
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked(self, prompt: Prompt, result: Sequence[Any] | RewardError, count: int) -> NDArray[np.float64]:
+        """Return the scores; all NaN if the function failed and failures are dropped."""
+        details = ""
+        if isinstance(result, RewardError):
+            reason = str(result)
+            details = result.details
+        else:
+            reason = _fault(result, count)
+        if not reason:
+            assert not isinstance(result, RewardError)
+            return np.array([math.nan if score is None else float(score) for score in result])
+        failed = FailedReward(prompt, reason, details)
+        if self._on_error == "stop":
+            trace = f"\n{details.rstrip()}" if details else ""
+            raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
+        self._failures.append(failed)
+        return np.full(count, math.nan)
+
+
+def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the keyword arguments of a reward function for the completions of one prompt, as TRL passes them.
+
+    Columns are repeated for each completion. Completions of a conversation are messages of the assistant.
+    """
+    is_chat = not isinstance(prompt.source, str)
+    completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in texts]
+    columns: Mapping[str, Any] = {name: [value] * len(texts) for name, value in prompt.columns.items()}
+    return {
+        "prompts": [prompt.source] * len(texts),
+        "completions": completions,
+        "completion_ids": [list(tokens) for tokens in ids],
+        **columns,
+    }
+
+
+def _fault(scores: Sequence[Any], count: int) -> str:
+    """Return what is wrong with the returned scores; empty if nothing is."""
+    if len(scores) != count:
+        return f"returned {len(scores)} rewards for {count} completions"
+    for score in scores:
+        if score is not None and not _is_finite(score):
+            return f"returned {reprlib.repr(score)}, which is no finite number"
+    return ""
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return isinstance(score, int | float) and math.isfinite(score)
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
+    """Check the reward function of a recipe; a Python function is called once with two completions.
+
+    Args:
+        cfg: the recipe.
+        prompts: at least one prompt of the run.
+
+    Raises:
+        ConfigError: there is no such function, a column that it reads is missing, or the call fails.
+    """
+    name = reward_name(cfg)
+    if not name:
+        raise ConfigError(
+            f"reward.use='' must name the reward of data.kind={cfg.data.kind!r}: one of "
+            f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
+        )
+    prompt = prompts[0]
+    if name in VERIFIERS:
+        for column in REQUIRED_COLUMNS[name]:
+            if column not in prompt.columns:
+                raise ConfigError(
+                    f"reward.use={name!r} reads the column {column!r}, and {prompt.location} has the columns "
+                    f"{sorted(prompt.columns)}; add it, or choose another reward"
+                )
+        return
+    reference = split_reference(name)
+    if reference is None:
+        raise ConfigError(
+            f"reward.use={name!r} must be one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION, such as reward.py:reward"
+        )
+    if not reference[0].is_file():
+        raise ConfigError(f"reward.use={name!r}: {str(reference[0])!r} does not exist; name a Python file")
+    with RewardPool(*reference, workers=1, timeout_s=cfg.reward.timeout_s) as pool:
+        (result,) = pool.call_all([reward_arguments(prompt, ["", ""], [[], []])])
+    reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
+    if reason:
+        raise ConfigError(
+            f"reward.use={name!r} was tried with two empty completions, and {reason}; the signature is "
+            "f(prompts, completions, **columns) -> list of one number or None for each completion"
+        )

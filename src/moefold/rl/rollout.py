@@ -1,0 +1,160 @@
+"""Rollouts: completions of a version of the policy, their rewards, and their packing into training samples.
+
+Pure functions of numpy arrays; torch-free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.rl import RLConfig
+from moefold.data.prompts import Prompt
+from moefold.data.sample import Sample
+from moefold.data.sft import pack_best_fit
+from moefold.rl.advantage import ADVANTAGES, is_mixed, length_penalty
+
+TRUNCATED = "length"
+"""Finish reason of a rollout that rollout.max_tokens cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion of a prompt."""
+
+    prompt_number: int
+    """Number of the prompt in the run; with `sample_number` the key of the random numbers."""
+    sample_number: int
+    prompt_ids: NDArray[np.int64]
+    """[prompt tokens]."""
+    tokens: NDArray[np.int64]
+    """Sampled tokens, [T]; the last is the end-of-text token unless the rollout is truncated."""
+    log_probs: NDArray[np.float64]
+    """Log-probability of each token in the sampler, [T]; of float32 values unless run.dtype is float64."""
+    finish_reason: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_ids) + len(self.tokens)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return whether the maximum number of tokens ended the rollout."""
+        return self.finish_reason == TRUNCATED
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt with their rewards."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    """[G]."""
+    scores: NDArray[np.float64]
+    """What the reward function returned, [G]; NaN: nothing."""
+    rewards: NDArray[np.float64]
+    """Scores after the rules on truncated and long rollouts, [G]."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether two rewards differ."""
+        return bool(is_mixed(self.rewards[None])[0])
+
+
+def adjust_rewards(
+    scores: NDArray[np.float64], rollouts: Sequence[Rollout], rl: RLConfig, max_tokens: int
+) -> NDArray[np.float64]:
+    """Return the rewards of rollouts: scores under rl.truncated="zero" and rl.length_penalty_from, [G]."""
+    truncated = np.array([rollout.is_truncated for rollout in rollouts])
+    lengths = np.array([len(rollout.tokens) for rollout in rollouts], dtype=np.int64)
+    rewards = np.where(truncated & ~np.isnan(scores), 0.0, scores) if rl.truncated == "zero" else scores
+    return rewards + length_penalty(lengths, rl.length_penalty_from, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRollout:
+    """A rollout with its share in the loss."""
+
+    rollout: Rollout
+    advantage: float
+    weight: float
+    """Weight of each of its tokens in the loss; 0: not trained on."""
+
+
+def weigh_rollouts(groups: Sequence[Group], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:
+    """Return the rollouts of one optimizer step with advantages and token weights.
+
+    The denominators are counts over the whole step, so a loss does not depend on mapping, packing or micro-batches.
+
+    Args:
+        groups: the groups of the step.
+        rl: advantage, loss_mean, truncated.
+        max_tokens: rollout.max_tokens.
+    """
+    rewards = np.stack([group.rewards for group in groups])
+    advantages = ADVANTAGES[rl.advantage](rewards).reshape(-1)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counts = [
+        not np.isnan(advantage) and not (rl.truncated == "ignore" and rollout.is_truncated)
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+    ]
+    num_rollouts = max(1, sum(counts))
+    num_tokens = max(1, sum(len(rollout.tokens) for rollout, counted in zip(rollouts, counts, strict=True) if counted))
+    found = []
+    for rollout, advantage, counted in zip(rollouts, advantages.tolist(), counts, strict=True):
+        share = {
+            "token": 1.0 / num_tokens,
+            "rollout": 1.0 / (num_rollouts * len(rollout.tokens)),
+            "constant": 1.0 / (num_rollouts * max_tokens),
+        }[rl.loss_mean]
+        found.append(TrainingRollout(rollout, advantage if counted else 0.0, share if counted else 0.0))
+    return found
+
+
+WEIGHTS = "weights"
+
+
+def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: int) -> list[Sample]:
+    """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
+
+    Args:
+        rollouts: each with at most seq_len + 1 tokens.
+        seq_len: S.
+        pad_id: id of the padding, which is a document of its own.
+
+    Returns:
+        Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
+        number of the rollout in its sample, -1 where no rollout is trained on).
+    """
+    bins = pack_best_fit([one.rollout.num_tokens for one in rollouts], seq_len + 1)
+    return [_pack_sample([rollouts[i] for i in packed], seq_len, pad_id) for packed in bins]
+
+
+def empty_sample(seq_len: int, pad_id: int) -> Sample:
+    """Return a sample of padding with the columns of `pack_rollouts`."""
+    return _pack_sample([], seq_len, pad_id)
+
+
+def _pack_sample(rollouts: Sequence[TrainingRollout], seq_len: int, pad_id: int) -> Sample:
+    tokens = np.full(seq_len + 1, pad_id, dtype=np.int64)
+    documents = np.full(seq_len + 1, len(rollouts), dtype=np.int32)
+    columns = {name: np.zeros(seq_len) for name in (WEIGHTS, "advantages", "old_log_probs")}
+    sequence_ids = np.full(seq_len, -1, dtype=np.int64)
+    start = 0
+    for number, one in enumerate(rollouts):
+        rollout = one.rollout
+        stop = start + rollout.num_tokens
+        tokens[start:stop] = np.concatenate((rollout.prompt_ids, rollout.tokens))
+        documents[start:stop] = number
+        # The input at position i predicts token i + 1.
+        targets = slice(start + len(rollout.prompt_ids) - 1, stop - 1)
+        columns[WEIGHTS][targets] = one.weight
+        columns["advantages"][targets] = one.advantage
+        columns["old_log_probs"][targets] = rollout.log_probs
+        sequence_ids[targets] = number
+        start = stop
+    weights = columns.pop(WEIGHTS)
+    token_columns = {**columns, "sequence_ids": sequence_ids}
+    return Sample(tokens, documents, weights, token_columns=token_columns)

@@ -1,0 +1,62 @@
+"""Statistics of a round of rollouts, for metrics.jsonl. Pure and torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from moefold.rl.rollout import Group
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatistics:
+    """Counts and seconds of sampling one round, those of replaced groups included."""
+
+    num_groups: int = 0
+    num_mixed: int = 0
+    num_tokens: int = 0
+    """Sampled tokens."""
+    num_dropped: int = 0
+    """Groups without any reward."""
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+    reshard_s: float = 0.0
+    """Of copying the weights to the mapping of sampling."""
+
+    def add(self, groups: Sequence[Group], rollout_s: float, reward_s: float) -> Self:
+        """Return the statistics with further groups."""
+        return replace(
+            self,
+            num_groups=self.num_groups + len(groups),
+            num_mixed=self.num_mixed + sum(group.is_mixed for group in groups),
+            num_tokens=self.num_tokens + sum(len(one.tokens) for group in groups for one in group.rollouts),
+            num_dropped=self.num_dropped + sum(bool(np.isnan(group.scores).all()) for group in groups),
+            rollout_s=self.rollout_s + rollout_s,
+            reward_s=self.reward_s + reward_s,
+        )
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """Return the metrics of the groups that a step trains on.
+
+        Rewards are what the reward function returned. `solved` is the fraction of groups with the reward 1 only, and
+        `mixed_groups` the fraction of groups with two different rewards, of all that were sampled.
+        """
+        scores = np.concatenate([group.scores for group in groups])
+        known = scores[~np.isnan(scores)]
+        rollouts = [one for group in groups for one in group.rollouts]
+        lengths = np.array([len(one.tokens) for one in rollouts])
+        return {
+            "reward": float(known.mean()) if known.size else None,
+            "reward_std": float(known.std()) if known.size else None,
+            "solved": float(np.mean([bool((group.scores == 1).all()) for group in groups])),
+            "mixed_groups": self.num_mixed / self.num_groups,
+            "truncated": float(np.mean([one.is_truncated for one in rollouts])),
+            "length_mean": float(lengths.mean()),
+            "length_max": int(lengths.max()),
+            "dropped": self.num_dropped,
+            "rollout_s": self.rollout_s,
+            "reward_s": self.reward_s,
+            "reshard_s": self.reshard_s,
+            "rollout_tokens_per_s": self.num_tokens / self.rollout_s if self.rollout_s else 0.0,
+        }

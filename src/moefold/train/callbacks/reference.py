@@ -1,0 +1,147 @@
+"""Callback that computes the reference log-probabilities of preference data, by a pass of the initial weights."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import sample_order
+from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import current_world
+from moefold.config.align import REFERENCE_METHODS
+from moefold.data.sampler import Sampler
+from moefold.errors import ConfigError
+from moefold.model.head import ModelOutput
+from moefold.objectives.sequences import Sequences
+from moefold.parallel.batch import Batch
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.train.batch import BatchSharder
+from moefold.train.callbacks.callback import Callback, TrainingContext
+
+
+class ReferencePass(Callback):
+    """Callback that fills in the column "reference_log_probs" before the first step.
+
+    A new run computes it with its initial weights under its own mapping and stores it in the run folder; a resumed run
+    reads it from there.
+    """
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Compute or read the log-probabilities of all pairs; collective.
+
+        Raises:
+            ConfigError: the run is resumed, and its folder has none for its data.
+        """
+        reference = run.data.reference
+        if reference is None or run.cfg.align.method not in REFERENCE_METHODS:
+            return
+        name = _file_name(run)
+        path = Path(run.cfg.run.dir) / name
+        if run.is_resumed:
+            reference.values = _read_on_rank0(run, name, reference.values.shape)
+            return
+        reference.values = reference_log_probs(run, len(reference.values))
+        if run.is_first_rank:
+            draft = path.with_suffix(".tmp")
+            with draft.open("wb") as file:
+                np.save(file, reference.values)
+            os.replace(draft, path)
+
+
+def _file_name(run: TrainingContext) -> str:
+    """Return a file name that changes with anything that changes the pairs or their numbers."""
+    identity = json.dumps([sample_order(run.cfg), run.data.fingerprints], sort_keys=True)
+    return f"reference-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.npy"
+
+
+def _read_on_rank0(run: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Read the file on rank 0, and send its array to all ranks; collective.
+
+    It is in the run folder, or next to the checkpoints that checkpoint.resume names one of.
+    """
+    found: NDArray[np.float64] | None = None
+    folders = [Path(run.cfg.run.dir)]
+    if run.cfg.checkpoint.resume not in ("auto", "never"):
+        folders.append(Path(run.cfg.checkpoint.resume).resolve().parent.parent)
+    if run.is_first_rank:
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is not None:
+            try:
+                found = np.load(path, allow_pickle=False)
+            except (OSError, ValueError):
+                found = None
+            if found is not None and (found.shape != shape or found.dtype != np.float64):
+                found = None
+    on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
+    if on_rank0 is None:
+        raise ConfigError(
+            f"run.dir={run.cfg.run.dir!r} has no readable {name}, the log-probabilities of this data under the initial "
+            "weights, which are trained already; restore the file and the data, or start a new run with "
+            "checkpoint.init_from"
+        )
+    return on_rank0
+
+
+def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
+    """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
+
+    The forward pass is that of an evaluation, under the mapping of the training.
+    """
+    training = run.training
+    model = training.model
+    groups = model.groups
+    last = model.stages[-1]
+    loss = last.loss
+    recorder = SequenceLogProbs(tuple(loss.terms))
+    last.loss = recorder
+    model.train(False)
+    with model.cast_copies.fresh():
+        for sampler in (run.data.train_sampler, run.data.validation_sampler):
+            for batch in _epoch(sampler, run):
+                model.runner.evaluate(batch)
+    reshard_parameters(model.stages)
+    model.train(True)
+    last.loss = loss
+    # Sums and counts: the samples that fill the last batch of an epoch are computed twice.
+    totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
+    if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
+        for pair_ids, sums in recorder.found:
+            is_pair = pair_ids.flatten() >= 0
+            rows = torch.cat((sums.double().view(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
+            totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
+    totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
+    found: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
+    return found
+
+
+def _epoch(sampler: Sampler, run: TrainingContext) -> Iterator[Batch]:
+    """Yield this rank's shards of batches that cover each sample of an epoch."""
+    if not len(sampler):
+        return
+    sharder = BatchSharder(sampler, run.cfg, run.groups, run.training.model.positions)
+    for first in range(0, len(sampler), run.cfg.train.global_batch_size):
+        run.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
+        yield sharder.batch(first)
+
+
+class SequenceLogProbs:
+    """Loss function of 0 that keeps the sum of the log-probabilities of each sequence of a row."""
+
+    def __init__(self, terms: tuple[str, ...]) -> None:
+        self.terms = terms
+        self.found: list[tuple[Tensor, Tensor]] = []
+        """For each micro-batch "pair_ids", int64 [B, K / 2], and sums [B, K]."""
+
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
+        """Keep the sums; all-reduce over cp."""
+        sequences = Sequences(columns["sequence_ids"], output.context_parallel)
+        (sums,) = sequences.sums(output.log_probs(columns["labels"]).unsqueeze(0))
+        pair_ids = columns["pair_ids"]
+        self.found.append((pair_ids, sums[:, : 2 * pair_ids.shape[1]].detach()))
+        return sums.new_zeros(len(self.terms))

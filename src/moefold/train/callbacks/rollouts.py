@@ -1,0 +1,96 @@
+"""Callbacks of reinforcement learning: held-out reward, rollouts.jsonl, and a message if nothing is learnt."""
+
+import json
+from pathlib import Path
+from typing import TextIO
+
+from moefold.inference.rollouts import rollout_records
+from moefold.metrics.writer import truncate_metrics
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.run_log import is_due
+from moefold.train.rollout_loader import RolloutLoader
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+"""Name of the file of rollouts in the run folder: one JSON object per rollout."""
+SILENT_STEPS = 20
+"""Steps without a mixed group after which the log says that nothing is learnt."""
+
+
+class RewardEvaluation(Callback):
+    """Callback that computes the mean reward of greedy completions of held-out prompts (train.eval_every)."""
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Evaluate if it is due and no signal stops the run; collective."""
+        every = run.cfg.train.eval_every
+        assert step.rl is not None
+        step.rl["eval_reward"] = None
+        if not (is_due(every, step.number) or (every > 0 and step.is_last)) or step.signals:
+            return
+        loader = rollout_loader(run)
+        reward = loader.evaluate_reward()
+        step.rl["eval_reward"] = reward
+        if run.log is not None:
+            run.log.message(f"step {step.number}: greedy reward {reward:.4f} on held-out prompts")
+        if loader.resets_reference(reward):
+            loader.reset_reference()
+            run.training.reset_moments()
+            if run.log is not None:
+                run.log.message(
+                    f"step {step.number}: the reference model is the current policy, and the optimizer moments are 0: "
+                    f"no higher reward in {run.cfg.rl.reset_patience} evaluations"
+                )
+
+
+class RolloutLogging(Callback):
+    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._silent_steps = 0
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
+        if not run.is_first_rank or not run.cfg.metrics.rollouts_every:
+            return
+        path = Path(run.cfg.run.dir) / ROLLOUTS_FILE
+        truncate_metrics(path, run.position.step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Write the rollouts of the step if they are due."""
+        assert step.rl is not None
+        loader = rollout_loader(run)
+        if run.log is not None:
+            self._report_silence(run, step)
+        if self._file is not None and is_due(run.cfg.metrics.rollouts_every, step.number):
+            for group in loader.round:
+                for record in rollout_records(group, loader.completion_text):
+                    self._file.write(json.dumps({"step": step.number, **record}) + "\n")
+            self._file.flush()
+
+    def on_end(self, run: TrainingContext, status: int) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _report_silence(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Log once that no group had two rewards for many steps, so that no gradient came from rewards."""
+        assert step.rl is not None
+        assert run.log is not None
+        self._silent_steps = 0 if step.rl["mixed_groups"] else self._silent_steps + 1
+        if self._silent_steps == SILENT_STEPS:
+            reward = step.rl["reward"]
+            cause = (
+                "the prompts are solved" if reward is not None and reward >= 1 else "no rollout is better than others"
+            )
+            run.log.message(
+                f"step {step.number}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
+                f"learnt: {cause} (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a "
+                "larger rl.group_size or a higher rollout.temperature"
+            )
+
+
+def rollout_loader(run: TrainingContext) -> RolloutLoader:
+    """Return the data loader of a run of reinforcement learning."""
+    assert isinstance(run.data, RolloutLoader)
+    return run.data

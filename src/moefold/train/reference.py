@@ -1,0 +1,104 @@
+"""Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.convert.init_from import load_initial_weights
+from moefold.model.head import ModelOutput
+from moefold.model.loss import SoftmaxOptions
+from moefold.parallel.batch import Batch
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallelize import parallelize
+
+ENTRY_PREFIX = "reference."
+"""Prefix of the reference weights in a checkpoint, which has them after a reset."""
+
+
+class LogProbCapture:
+    """Loss function that stores the log-probabilities of the labels, and whose loss is 0.
+
+    They are computed as `PolicyGradientLoss` computes them, so equal weights have equal log-probabilities.
+    """
+
+    terms = ("log_probs",)
+
+    def __init__(self, temperature: float) -> None:
+        self._options = SoftmaxOptions(temperature, has_entropy=True)
+        self.captured: list[Tensor] = []
+        """Log-probabilities of each micro-batch, [B, S/cp]."""
+
+    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
+        """Store the log-probabilities; return [0]."""
+        losses = output.token_losses(columns["labels"], self._options).loss
+        self.captured.append(-losses.detach())
+        return losses.new_zeros(1)
+
+
+class ReferenceModel:
+    """Computes log-probabilities of batches under reference weights."""
+
+    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
+        """Build the model; collective. Its weights are those of a new run of the recipe.
+
+        Args:
+            cfg: the recipe; rl.reference names the weights.
+            groups: the process groups of the training mapping.
+        """
+        self._cfg = cfg
+        self._groups = groups
+        self._capture = LogProbCapture(cfg.rollout.temperature)
+        self._model: ParallelModel = parallelize(cfg, groups, self._capture)
+        # Recomputed and offloaded parts have nothing to save.
+        self._model.train(False)
+        for parameter in self._model.named_parameters.values():
+            parameter.requires_grad_(False)
+        self.is_reset = False
+        """Whether the weights are those of the policy at a reset, which checkpoints must contain."""
+
+    def load(self) -> None:
+        """Load the weights that rl.reference names; collective.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        checkpoint = replace(self._cfg.checkpoint, every=0, at_end=False)
+        cfg = replace(self._cfg, checkpoint=checkpoint)
+        if cfg.rl.reference != "start":
+            model = replace(cfg.model, upcycle_from="")
+            cfg = replace(cfg, model=model, checkpoint=replace(checkpoint, init_from=cfg.rl.reference))
+        load_initial_weights(cfg, self._model, is_first_rank=self._groups.rank == 0)
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective.
+
+        On other pipeline ranks than the last, zeros.
+        """
+        self._groups.recorder.set_phase("log-probabilities of the reference model")
+        self._capture.captured.clear()
+        for layer in self._model.moe_layers().values():
+            layer.begin_step(0)
+        with self._model.cast_copies.fresh():
+            self._model.runner.evaluate(batch)
+        reshard_parameters(self._model.stages)
+        if not self._capture.captured:
+            return torch.zeros_like(batch.columns["weights"])
+        return torch.cat(self._capture.captured).to(batch.columns["weights"].dtype)
+
+    def copy_from(self, policy: ParallelModel) -> None:
+        """Take the weights of the policy, shard by shard; local."""
+        own = {**self._model.named_parameters, **self._model.named_buffers}
+        with torch.no_grad():
+            for name, tensor in {**policy.named_parameters, **policy.named_buffers}.items():
+                own[name].copy_(tensor)
+        self.is_reset = True
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return this rank's shards by their names in a checkpoint."""
+        weights = {name: parameter.data for name, parameter in self._model.named_parameters.items()}
+        return {f"{ENTRY_PREFIX}{name}": tensor for name, tensor in {**weights, **self._model.named_buffers}.items()}

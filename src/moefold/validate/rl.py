@@ -1,0 +1,118 @@
+"""Rules on reinforcement learning: batch, objective, sampling, rewards and the settings that sampling cannot take."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.config.suggestions import nearest_numbers
+from moefold.topology.layout import divisors
+
+RL_DATA_KINDS = ("task", "prompts")
+"""Kinds of data that have prompts."""
+
+
+def validate_rl_data(cfg: Config) -> Iterator[str]:
+    """Check that reinforcement learning has prompts, and that prompts are not trained on as text."""
+    kind = cfg.data.kind
+    if cfg.is_rl and kind not in RL_DATA_KINDS:
+        yield (
+            f"rl.group_size={cfg.rl.group_size} samples rollouts of prompts, and data.kind={kind!r} has none; choose "
+            "data.kind='task' or 'prompts', or rl.group_size=0"
+        )
+    if not cfg.is_rl and kind == "prompts":
+        yield ("data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'")
+    if cfg.is_rl and kind == "prompts" and not cfg.reward.use:
+        yield (
+            "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or "
+            "FILE.py:FUNCTION"
+        )
+
+
+def validate_rl_batch(cfg: Config) -> Iterator[str]:
+    """Check that groups divide the batch, and that saves come after whole rounds of rollouts."""
+    if not cfg.is_rl:
+        return
+    rl = cfg.rl
+    size = cfg.train.global_batch_size
+    if size % rl.group_size:
+        legal = [number for number in divisors(size) if number > 1]
+        yield (
+            f"train.global_batch_size={size} must be a multiple of rl.group_size={rl.group_size}: it counts rollouts; "
+            f"choose group_size {nearest_numbers(rl.group_size, legal)}, or another batch"
+        )
+    for key, steps in (("run.steps", cfg.run.steps), ("checkpoint.every", cfg.checkpoint.every)):
+        if steps % rl.updates:
+            yield (
+                f"{key}={steps} must be a multiple of rl.updates={rl.updates}: rollouts that are not trained on yet "
+                f"are not saved; choose {steps - steps % rl.updates or rl.updates} or {steps + -steps % rl.updates}"
+            )
+
+
+def validate_rl_objective(cfg: Config) -> Iterator[str]:
+    """Check that the objective corrects for the steps after the first on one round of rollouts."""
+    rl = cfg.rl
+    if cfg.is_rl and rl.updates > 1 and rl.objective == "policy":
+        yield (
+            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not "
+            "correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
+        )
+    if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
+        yield (
+            f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
+            f"{cfg.rollout.max_tokens}, where the reward has fallen by 1; choose 0 (none) to "
+            f"{cfg.rollout.max_tokens - 1}"
+        )
+    if cfg.is_rl and cfg.rollout.pass_tokens < cfg.rollout.slots:
+        yield (
+            f"rollout.pass_tokens={cfg.rollout.pass_tokens} must be at least rollout.slots={cfg.rollout.slots}: each "
+            "rollout adds one token to a pass; choose fewer slots or more tokens"
+        )
+    if cfg.is_rl and rl.reset_patience and not cfg.train.eval_every:
+        yield (
+            f"rl.reset_patience={rl.reset_patience} counts evaluations, and train.eval_every=0 makes none; set "
+            "eval_every, or reset_patience=0"
+        )
+
+
+def validate_rl_model(cfg: Config) -> Iterator[str]:
+    """Check that the forward pass of training is one that sampling computes token by token."""
+    if not cfg.is_rl:
+        return
+    moe = cfg.moe
+    depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
+    obstacles = {
+        f"moe.choice={moe.choice!r}": (moe.choice != "topk", depends, "choose 'topk'"),
+        f"moe.capacity_factor={moe.capacity_factor}": (moe.capacity_factor > 0, depends, "set 0.0"),
+        f"moe.input_jitter={moe.input_jitter}": (
+            moe.input_jitter > 0,
+            "the noise would differ between sampling and training",
+            "set 0.0",
+        ),
+        f"moe.trace_every={moe.trace_every}": (moe.trace_every > 0, "batches of rollouts vary in size", "set 0"),
+        f"moe.replay={moe.replay!r}": (bool(moe.replay), "a trace has the tokens of another run", "leave it out"),
+        f"train.precision={cfg.train.precision!r}": (
+            cfg.train.precision != "dtype",
+            "sampling has no rows enough for its blocks",
+            "set 'dtype'",
+        ),
+        f"model.mtp_layers={cfg.model.mtp_layers}": (
+            cfg.model.mtp_layers > 0,
+            "the loss of rollouts has no targets for multi-token prediction",
+            "set 0",
+        ),
+        f"parallel.dispatcher={cfg.parallel.dispatcher!r}": (
+            cfg.parallel.dispatcher in ("leastloaded", "deepep", "symm_mem"),
+            "it cannot dispatch the few tokens of a decoding pass",
+            "choose 'alltoall' or 'allgather'",
+        ),
+    }
+    for setting, (is_present, reason, remedy) in obstacles.items():
+        if is_present:
+            yield f"{setting} does not go with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
+
+
+RL_RULES = (validate_rl_data, validate_rl_batch, validate_rl_objective, validate_rl_model)
+
+
+def uses_python_reward(cfg: Config) -> bool:
+    """Return whether a Python function of the user computes the rewards."""
+    return ":" in cfg.reward.use

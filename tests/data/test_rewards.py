@@ -1,0 +1,138 @@
+"""Alignment with rewards: what is kept, how losses are scaled, and how a reward is written into a prompt."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.config.align import AlignConfig
+from moefold.config.schema import DataConfig
+from moefold.data import Dataset, open_dataset, prepare
+from moefold.errors import ConfigError
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+ROWS = [
+    {"prompt": f"q{i // 3}", "response": f"r{i}", "reward": reward}
+    for i, reward in enumerate([0.1, 0.9, 0.9, -1.0, 0.25, 0.0, 3, 1.5, 2.0])
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a template, and a token cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def _open(folder: Path, rows: list[dict[str, object]] | None = None, seq_len: int = 16, **align: object) -> Dataset:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
+    cfg = DataConfig(
+        kind="sft", path=str(file), chat_template=str(folder / "template.jinja"), validation_fraction=0.0, shuffle=False
+    )
+    arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": AlignConfig(**align)}
+    prepare(cfg, **arguments)
+    return open_dataset(cfg, **arguments)
+
+
+def _texts(data: Dataset) -> list[str]:
+    """Return the conversations of all samples."""
+    found = []
+    for index in range(len(data.train)):
+        sample = data.train.annotated_sample(index)
+        for number in range(sample.document_ids[-1]):
+            found.append(bytes(sample.tokens[sample.document_ids == number].astype(np.uint8)).decode())
+    return found
+
+
+def _numbers(data: Dataset) -> list[int]:
+    return sorted(int(text[text.index("r") + 1 : -1]) for text in _texts(data))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kept"),
+    [(0.9, [1, 2, 6, 7, 8]), ("best", [1, 4, 6]), ("q0.75", [6, 7, 8]), ("q1", [6]), ("q0", list(range(9)))],
+    ids=str,
+)
+def test_filter_keeps_the_rows_at_the_threshold(files: Path, threshold, kept):
+    assert _numbers(_open(files, method="filter", threshold=threshold)) == kept
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("beta", [0.5, 2.0, 1e-3])
+def test_weight_scales_by_the_exponential_of_the_reward(files: Path, beta, cap):
+    data = _open(files, method="weight", beta=beta, weight_cap=cap)
+    reward = np.array([row["reward"] for row in ROWS])
+    expected = np.exp(reward / beta - reward.max() / beta)
+    expected /= expected.mean()
+    assert expected.mean() == pytest.approx(1)
+    expected = np.minimum(expected, cap) if cap else expected
+    seen = {}
+    for index in range(len(data.train)):
+        sample = data.train.annotated_sample(index)
+        for number in range(sample.document_ids[-1]):
+            is_in = sample.document_ids == number
+            text = bytes(sample.tokens[is_in].astype(np.uint8)).decode()
+            (scale,) = set(sample.weight_scale[is_in[1:] & (sample.document_ids[:-1] == number)])
+            seen[int(text[text.index("r") + 1 : -1])] = scale
+    assert [seen[i] for i in range(9)] == pytest.approx(expected, rel=1e-14)
+
+
+def test_condition_writes_the_reward_into_the_message_before_the_answer(files: Path):
+    template = "<{reward:.1f}>{prompt}{{}}"
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                      {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "reward": 0.25},
+        {"prompt": "x{y}", "response": "z", "reward": -1},
+    ]  # fmt: skip
+    data = _open(files, rows, method="condition", template=template, seq_len=60)
+    assert _texts(data) == ["u:a;a:b;u:<0.2>c{};a:d;", "u:<-1.0>x{y}{};a:z;"]
+    assert _texts(_open(files, rows, method="condition", seq_len=60)) == [
+        "u:a;a:b;u:c <reward>0.25</reward>;a:d;", "u:x{y} <reward>-1.00</reward>;a:z;",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "the reward in column 'reward' is nan, and must be a finite number"),
+        (float("-inf"), "the reward in column 'reward' is -inf"),
+        ("1.0", "the reward in column 'reward' is '1.0'"),
+        (None, "the reward in column 'reward' is None"),
+        (True, "the reward in column 'reward' is True"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", ["filter", "weight", "condition"])
+def test_a_reward_that_is_no_number_is_refused_with_its_line(files: Path, method, value, message):
+    rows = [*ROWS[:4], {**ROWS[4], "reward": value}]
+    with pytest.raises(ConfigError) as error:
+        _open(files, rows, method=method)
+    assert str(error.value).startswith(f"{files / 'rows.jsonl'}:5: ")
+    assert message in str(error.value)
+
+
+def test_a_column_that_is_missing_is_named(files: Path):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no column 'rewards'; did you mean 'reward'\?; align.reward"):
+        _open(files, method="weight", reward="rewards")
+
+
+@pytest.mark.parametrize("method", ["filter", "weight"])
+def test_equal_rewards_are_refused(files: Path, method):
+    with pytest.raises(ConfigError, match=f"align.method='{method}' has no effect: all 9 rewards in the column"):
+        _open(files, [{**row, "reward": 2} for row in ROWS], method=method)
+
+
+def test_a_threshold_that_keeps_nothing_is_refused(files: Path):
+    with pytest.raises(ConfigError, match=r"align.threshold=3.5 keeps none of 9 conversations, .* lie in \[-1, 3\]"):
+        _open(files, method="filter", threshold=3.5)
+
+
+def test_a_column_of_that_name_given_twice_is_refused(files: Path):
+    file = files / "rows.jsonl"
+    file.write_text('{"prompt": "a", "response": "b", "reward": 1, "reward": 2}\n')
+    cfg = DataConfig(kind="sft", path=str(file), validation_fraction=0.0)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 has the column 'reward' twice; remove one"):
+        prepare(cfg, seq_len=200, vocab_size=256, seed=0, align=AlignConfig(method="weight"))

@@ -1,0 +1,89 @@
+"""The all-to-all without duplicates equals the all-to-all, in results, gradients and what overlaps, and sends less."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import ParallelGroups
+from moefold.model.moe.dispatch import make_dispatcher
+from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher, DedupMetadata
+from moefold.topology.layout import fold
+from tests.model.moe.dispatch.test_deepep import CASES, LAYOUTS, E, H, K, T, _assignment, _layer
+from tests.slow import slow
+
+
+def _groups(sizes: dict[str, Any]) -> ParallelGroups:
+    return ParallelGroups.create(fold(**sizes), torch.device("cpu"))
+
+
+def _both(sizes: dict[str, Any], case: str, weighs_early: bool, packs: bool) -> tuple[dict[str, Tensor], ...]:
+    groups = _groups(sizes)
+    width = 256 if packs else H
+    names = ("dedup_alltoall", "alltoall")
+    dispatchers = [make_dispatcher(name, groups.moe, E, fp8_dispatch=packs) for name in names]
+    return tuple(_layer(dispatcher, case, groups, weighs_early, width) for dispatcher in dispatchers)
+
+
+def _assert_equal(results: list[tuple[dict[str, Tensor], ...]]) -> None:
+    for found, expected in results:
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])], ids=str)
+@pytest.mark.parametrize("weighs_early", [False, True])
+def test_it_equals_the_all_to_all(pool, sizes, case, weighs_early):
+    _assert_equal(pool.run(sizes["world_size"], _both, sizes, case, weighs_early, False))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["dropped", "empty rank"])
+def test_rows_in_8_bits_are_those_of_the_all_to_all(pool, case):
+    _assert_equal(pool.run(2, _both, LAYOUTS[0], case, False, True))
+
+
+def _sent(case: str) -> tuple[int, int]:
+    """Rows that this rank sends, and pairs of a token and a rank with any of its experts."""
+    groups = _groups(LAYOUTS[0])
+    dispatcher = make_dispatcher("dedup_alltoall", groups.moe, E)
+    routing_map = _assignment(case, groups.rank, torch.Generator().manual_seed(groups.rank))
+    rows, metadata = dispatcher.dispatch_preprocess(torch.randn(T, H, dtype=torch.float64), routing_map)
+    kept = torch.ones(T, K, dtype=torch.bool) if routing_map.kept_TK is None else routing_map.kept_TK
+    ranks = routing_map.ids_TK // (E // 2)
+    pairs = sum(len(set(row[keep].tolist())) for row, keep in zip(ranks, kept, strict=True))
+    assert len(rows) == sum(metadata.input_splits)
+    return len(rows), pairs
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_is_sent_to_a_rank_once(pool, case):
+    for rows, pairs in pool.run(2, _sent, case):
+        assert rows == pairs <= 2 * T
+
+
+class _ForgetsAPartialSum(DedupAllToAllDispatcher):
+    def combine_postprocess(self, rows: Tensor, metadata: DedupMetadata) -> Tensor:
+        kept = metadata.to_ranks.kept_TK
+        assert kept is not None
+        first_only = kept & (kept.cumsum(1) == 1)
+        return super().combine_postprocess(
+            rows, replace(metadata, to_ranks=replace(metadata.to_ranks, kept_TK=first_only))
+        )
+
+
+def _forgetful() -> tuple[bool, bool]:
+    groups = _groups(LAYOUTS[0])
+    found = _layer(_ForgetsAPartialSum(groups.moe.ep, E), "spread", groups)
+    expected = _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
+    return torch.allclose(found["rows"], expected["rows"]), torch.allclose(found["y"], expected["y"])
+
+
+@pytest.mark.parity
+def test_a_lost_partial_sum_is_noticed(pool):
+    assert pool.run(2, _forgetful) == [(True, False)] * 2

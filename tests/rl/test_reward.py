@@ -1,0 +1,287 @@
+"""The reward of a recipe: built-in verifiers, and a Python function in workers that may fail or hang."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.schema import Config, DataConfig, TrainConfig
+from moefold.data.prompts import Prompt
+from moefold.errors import ConfigError, RunError
+from moefold.rl.preflight import check_rollout_data
+from moefold.rl.reward import Reward, check_reward
+from moefold.rl.reward_pool import RewardError, RewardPool
+
+FUNCTIONS = """
+import os
+import sys
+import time
+
+def fine(prompts, completions, answer, **columns):
+    print("on standard output")
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def raises(prompts, completions, **columns):
+    raise KeyError(completions[0])
+
+def hangs(prompts, completions, **columns):
+    time.sleep(600 if completions[0] == "slow" else 0)
+    return [1] * len(completions)
+
+def dies(prompts, completions, **columns):
+    if completions[0] == "die":
+        os._exit(3)
+    return [None] * len(completions)
+
+def dies_or_hangs(prompts, completions, **columns):
+    if completions[0] == "die":
+        os._exit(3)
+    time.sleep(600)
+
+def short(prompts, completions, **columns):
+    return [1.0]
+
+def text(prompts, completions, **columns):
+    return ["high"] * len(completions)
+
+def nan(prompts, completions, **columns):
+    return [float("nan")] * len(completions)
+
+def number(prompts, completions, **columns):
+    return 1.0
+
+def needs_more(prompts, completions, missing):
+    return [1.0] * len(completions)
+
+def chat(prompts, completions, **columns):
+    return [float(prompts[0][0]["content"] + completion[0]["content"] == "ab") for completion in completions]
+
+def forks_and_hangs(prompts, completions, **columns):
+    if completions[0] == "slow":
+        os.fork()
+        time.sleep(600)
+    return [1] * len(completions)
+
+def reads(prompts, completions, **columns):
+    return [float(len(sys.stdin.read()) == 0)] * len(completions)
+
+def huge(prompts, completions, **columns):
+    return [10**400] * len(completions)
+
+constant = 3
+"""
+PROMPT = Prompt("p", "p", (112,), {"answer": "yes"}, "prompts.jsonl:1")
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def config(use: str, **reward: object) -> Config:
+    return Config(
+        data=DataConfig(kind="prompts"),
+        reward=RewardConfig(use=use, **{"workers": 1, **reward}),
+        rl=RLConfig(group_size=2),
+    )
+
+
+def score(cfg: Config, *texts: str, prompt: Prompt = PROMPT) -> list[float]:
+    with Reward(cfg) as reward:
+        (scores,) = reward.score([prompt], [texts], [[[1]] * len(texts)])
+        return scores.tolist()
+
+
+def test_a_python_function_gets_the_columns_of_each_completion(module):
+    assert score(config(f"{module}:fine"), "yes", "no") == [1.0, 0.0]
+
+
+def test_a_verifier_gets_the_columns(module):
+    assert score(config("exact"), "yes", "no", "yes ") == [1.0, 0.0, 1.0]
+
+
+def test_a_conversation_gets_messages(module):
+    prompt = replace(PROMPT, source=[{"role": "user", "content": "a"}])
+    assert score(config(f"{module}:chat"), "b", "c", prompt=prompt) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "texts", "reason"),
+    [
+        ("raises", ["x", "y"], "raised KeyError: 'x'"),
+        ("hangs", ["slow", "y"], "took longer than 0.5 s"),
+        ("dies", ["die", "y"], "ended its process with status 3"),
+        ("short", ["x", "y"], "returned 1 rewards for 2 completions"),
+        ("text", ["x", "y"], "returned 'high', which is no finite number"),
+        ("nan", ["x", "y"], "returned nan, which is no finite number"),
+        ("number", ["x", "y"], "raised TypeError: 'float' object is not iterable"),
+        ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is no finite number"),
+    ],
+)
+def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, reason):
+    cfg = config(f"{module}:{function}", timeout_s=0.5)
+    with pytest.raises(RunError) as error:
+        score(cfg, *texts)
+    line = str(error.value).splitlines()[0]
+    assert line.startswith(f"the reward function {reason}, for the prompt 'p' (prompts.jsonl:1); ")
+    dropping = replace(cfg, reward=replace(cfg.reward, on_error="drop"))
+    with Reward(dropping) as reward:
+        scores = reward.score([PROMPT, PROMPT], [texts, texts], [[[1], [1]]] * 2)
+        assert np.isnan(scores).all()
+        assert [failed.reason for failed in reward.take_failures()] == [reason] * 2
+
+
+def test_the_pool_goes_on_after_a_hang_and_a_death(module):
+    calls = [{"prompts": ["p"], "completions": [text]} for text in ("x", "slow", "y")]
+    with RewardPool(module, "hangs", workers=1, timeout_s=0.5) as pool:
+        first, hung, last = pool.call_all(calls)
+    assert (first, last) == ([1], [1])
+    assert isinstance(hung, RewardError)
+
+
+def test_workers_end_with_the_pool(module):
+    pool = RewardPool(module, "fine", workers=2, timeout_s=5)
+    list(pool.call_all([{"prompts": ["p"], "completions": ["x"], "answer": ["x"]}] * 4))
+    pids = [worker._process.pid for worker in list(pool._free.queue) if worker is not None]
+    assert pids
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_function_that_forks_is_killed_with_its_children(module):
+    calls = [{"prompts": ["p"], "completions": [text]} for text in ("slow", "y")]
+    with RewardPool(module, "forks_and_hangs", workers=1, timeout_s=0.5) as pool:
+        hung, last = pool.call_all(calls)
+    assert isinstance(hung, RewardError)
+    assert last == [1]
+
+
+def test_a_worker_that_died_between_calls_is_replaced(module):
+    call = {"prompts": ["p"], "completions": ["x"], "answer": ["x"]}
+    with RewardPool(module, "fine", workers=1, timeout_s=5) as pool:
+        assert list(pool.call_all([call])) == [[1.0]]
+        (worker,) = pool._free.queue
+        os.kill(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        assert list(pool.call_all([call])) == [[1.0]]
+
+
+def test_a_failure_that_stops_the_run_does_not_wait_for_the_other_prompts(module):
+    """100 prompts that hang for their time limit of 60 s each."""
+    prompts = [PROMPT] * 100
+    texts = [["die"], *[["slow"]] * 99]
+    with pytest.raises(RunError), Reward(config(f"{module}:dies_or_hangs", timeout_s=60)) as reward:
+        reward.score(prompts, texts, [[[1]]] * 100)
+
+
+def test_a_worker_ends_with_the_process_that_started_it(module):
+    code = (
+        "import os, sys, threading, time; from pathlib import Path; from moefold.rl.reward_pool import RewardPool;"
+        f"pool = RewardPool(Path({str(module)!r}), 'hangs', workers=1, timeout_s=600);"
+        "threading.Thread(target=lambda: list(pool.call_all([{'prompts': ['p'], 'completions': ['slow']}])),"
+        " daemon=True).start()\n"
+        "while not pool._workers or not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "print(next(iter(pool._workers))._process.pid, flush=True); os._exit(1)"
+    )
+    marker = module.with_suffix(".started")
+    module.write_text(FUNCTIONS.replace("time.sleep(600 if", f"open({str(marker)!r}, 'w'); time.sleep(600 if"))
+    found = subprocess.run([sys.executable, "-c", code, str(marker)], stdout=subprocess.PIPE, timeout=120)
+    pid = int(found.stdout)
+    deadline = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie, which a container without an init process keeps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_function_that_reads_standard_input_gets_none(module):
+    assert score(config(f"{module}:reads"), "x") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        ("", "reward.use='' must name the reward of data.kind='prompts': one of exact, number, sort, countdown, or"),
+        ("exactly", "reward.use='exactly' must be one of exact, number, sort, countdown, or FILE.py:FUNCTION"),
+        (
+            "countdown",
+            "reward.use='countdown' reads the column 'numbers', and prompts.jsonl:1 has the columns ['answer']",
+        ),
+        ("missing.py:f", "reward.use='missing.py:f': 'missing.py' does not exist; name a Python file"),
+        ("MODULE:absent", "cannot be imported: AttributeError: it has no function 'absent'"),
+        ("MODULE:constant", "cannot be imported: AttributeError: it has no function 'constant'"),
+        ("MODULE:needs_more", "raised TypeError: needs_more() "),
+        ("MODULE:short", "returned 1 rewards for 2 completions"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
+    with pytest.raises(ConfigError) as error:
+        check_reward(config(use.replace("MODULE", str(module))), [PROMPT])
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_check_accepts(module):
+    check_reward(config(f"{module}:fine"), [PROMPT])
+    check_reward(config("exact"), [PROMPT])
+
+
+def data(tmp_path: Path, rows: list[object], **train: int) -> Config:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return Config(
+        data=DataConfig(kind="prompts", path=str(path), validation_fraction=0.0),
+        train=TrainConfig(**{"seq_len": 32, "global_batch_size": 4, **train}),
+        rl=RLConfig(group_size=2),
+        rollout=RolloutConfig(max_tokens=8),
+        reward=RewardConfig(use="exact"),
+    )
+
+
+GOOD = [{"prompt": f"question {i}", "answer": str(i)} for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (GOOD[:1], "has 1 prompts to train on, and a step needs 2"),
+        ([*GOOD, {"prompt": "x" * 26, "answer": "1"}], "prompts.jsonl:5, 26 tokens, with rollout.max_tokens=8; set"),
+        ([*GOOD, {"prompt": "", "answer": "1"}], "prompts.jsonl:5: the prompt is empty"),
+        ([*GOOD, {"prompt": "x"}], "prompts.jsonl:5 has the columns [], and"),
+        ([*GOOD, {"text": "x"}], "prompts.jsonl:5: no column 'prompt'"),
+        ([*GOOD, {"prompt": [{"role": "user"}], "answer": 1}], "message 1 of the prompt needs a text"),
+        ([{"prompt": "x", "completions": 1}], "the column 'completions' has the name of an argument"),
+        ([*GOOD, "{"], "prompts.jsonl:5 is not JSON"),
+        ([], "holds no prompt"),
+    ],
+)
+def test_prompts_that_cannot_work_are_refused_with_their_line(tmp_path, rows, reason):
+    with pytest.raises(ConfigError) as error:
+        check_rollout_data(data(tmp_path, rows))
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_good_prompts_are_accepted(tmp_path):
+    check_rollout_data(data(tmp_path, GOOD))
+    chats = [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}] * 4
+    check_rollout_data(data(tmp_path, chats, seq_len=128))

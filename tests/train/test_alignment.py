@@ -1,0 +1,160 @@
+"""Runs with [align]: what must equal a run without it by bits, and the reference of preference losses."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moefold import train_model
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.parallel.parallelize import parallelize
+from moefold.recipe import load_config
+from moefold.train.callbacks.callback import Position, TrainingContext
+from moefold.train.callbacks.reference import reference_log_probs
+from moefold.train.data_loader import DataLoader
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+COMMON = [
+    "model.preset=tiny",
+    "model.vocab_size=256",
+    "train.seq_len=64",
+    "train.global_batch_size=4",
+    "train.lr_schedule=constant",
+    "train.lr=1e-3",
+    "run.device=cpu",
+    "run.dtype=float64",
+    "checkpoint.every=0",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with data files, and a token cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    rng = np.random.default_rng(0)
+    files = {name: [] for name in ("scored", "best", "pairs", "labelled")}
+    for i in range(24):
+        prompt, good, bad = f"{i}: after {WORDS[i % 9]}?", WORDS[i % 9 + 1], WORDS[rng.integers(9)] + "x"
+        rows = [{"prompt": prompt, "response": text, "reward": reward} for text, reward in ((bad, 0.01), (good, 0.03))]
+        files["scored"] += rows
+        files["best"].append(rows[1])
+        files["pairs"].append({"prompt": prompt, "chosen": good, "rejected": bad})
+        files["labelled"].append({"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)})
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def _recipe(folder: Path, name: str, file: str, *settings: str) -> Config:
+    kind = "preference" if file in ("pairs", "labelled") else "sft"
+    words = [f"data.kind={kind}", f"data.path={folder / file}.jsonl", f"run.dir={folder / name}"]
+    words.append(f"data.chat_template={folder / 'template.jinja'}")
+    if "data.validation_fraction" not in "".join(settings):
+        words.append("data.validation_fraction=0.0")
+    return load_config(None, [*COMMON, *words, *settings])
+
+
+def _train(folder: Path, name: str, file: str, *settings: str) -> list[dict[str, object]]:
+    """Train, and return the records of the steps."""
+    cfg = _recipe(folder, name, file, *settings)
+    assert train_model(cfg).status == 0
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def _numbers(records: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    return [(record["loss"], record["grad_norm"], record["aux_loss"]) for record in records]
+
+
+def test_weight_with_an_infinite_beta_is_fine_tuning_by_bits(folder: Path):
+    """The largest beta that a recipe may have is infinite for these rewards: exp(-0.02 / beta) rounds to 1."""
+    plain = _train(folder, "plain", "scored", "run.steps=3")
+    flat = _train(folder, "flat", "scored", "run.steps=3", "align.method=weight", "align.beta=1e15")
+    steep = _train(folder, "steep", "scored", "run.steps=3", "align.method=weight", "align.beta=0.01")
+    assert _numbers(flat) == _numbers(plain)
+    assert steep[0]["loss"] != plain[0]["loss"]
+
+
+def test_filter_of_the_best_is_fine_tuning_on_the_filtered_file_by_bits(folder: Path):
+    best = _train(folder, "best", "best", "run.steps=3")
+    assert _numbers(_train(folder, "filtered", "scored", "run.steps=3", "align.method=filter")) == _numbers(best)
+
+
+FIRST_LOSS = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
+
+
+@pytest.mark.parametrize("method", FIRST_LOSS)
+def test_the_first_step_compares_the_initial_weights_with_themselves(folder: Path, method):
+    file = "labelled" if method == "kto" else "pairs"
+    settings = ("run.steps=2", f"align.method={method}", "train.eval_every=2", "data.validation_fraction=0.2")
+    first, second = _train(folder, "run", file, *settings)
+    assert first["loss"] == pytest.approx(FIRST_LOSS[method], rel=1e-14)
+    rewards = {name: value for name, value in first["loss_metrics"].items() if name != "accuracy"}
+    assert set(rewards.values()) == {0.0}
+    assert second["loss"] != first["loss"]
+    assert math.isfinite(second["eval_loss"])
+
+
+def test_a_resumed_run_keeps_its_reference(folder: Path):
+    settings = ("align.method=dpo", "align.beta=0.5")
+    whole = _train(folder, "whole", "pairs", "run.steps=4", *settings)
+    _train(folder, "run", "pairs", "run.steps=2", *settings)
+    shutil.copytree(folder / "run", folder / "copy")
+    assert _numbers(_train(folder, "run", "pairs", "run.steps=4", *settings)) == _numbers(whole)
+    (file,) = (folder / "copy").glob("reference-*.npy")
+    file.unlink()
+    with pytest.raises(ConfigError, match="has no readable reference-.*; restore the file and the data, or start a"):
+        _train(folder, "copy", "pairs", "run.steps=4", *settings)
+
+
+def test_dpo_learns_to_tell_pairs_apart(folder: Path):
+    records = _train(folder, "run", "pairs", "run.steps=12", "align.method=dpo", "train.lr=5e-3", "run.dtype=float32")
+    assert records[-1]["loss"] < 0.35
+    assert records[-1]["loss_metrics"]["accuracy"] == 1
+
+
+def _reference(cfg: Config, cache: str) -> np.ndarray:
+    os.environ["XDG_CACHE_HOME"] = cache
+    groups = create_groups(cfg)
+    training = TrainingStep(parallelize(cfg, groups), cfg)
+    loader = DataLoader(cfg, groups, training.model.positions)
+    loader.open(None)
+    run = TrainingContext(cfg, groups, training, loader, Position(), StopSignals(announces=False))
+    values = reference_log_probs(run, len(loader.reference.values))
+    assert training.model.stages[-1].training
+    assert training.model.stages[-1].loss.terms == ("preference",)
+    return values
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        ("world_size=4", "tp=2", "cp=2"),
+        ("world_size=2", "pp=2", "zero=2"),
+        pytest.param(("world_size=2", "ep=2", "zero=3"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_reference_is_the_same_under_every_mapping(pool, folder: Path, mapping):
+    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.num_query_groups=2")
+    alone = _recipe(folder, "run", "pairs", *settings)
+    cache = str(folder / "cache")
+    (expected,) = pool.run(1, _reference, alone, cache)
+    assert expected.shape == (24, 2)
+    assert (expected < -10).all()
+    cfg = _recipe(folder, "run", "pairs", *settings, *(f"parallel.{word}" for word in mapping))
+    for found in pool.run(cfg.parallel.world_size, _reference, cfg, cache):
+        torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=1e-11, atol=1e-9)

@@ -1,0 +1,262 @@
+"""Reinforcement learning on forked ranks: rewards rise, mappings agree, and a resumed run repeats no step."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.checkpoint.safe_metadata import read_metadata
+from moefold.comm.groups import ParallelGroups
+from moefold.config.model import ModelConfig
+from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MetricsConfig,
+    MoEConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from moefold.cost.rollout_memory import rollout_weight_bytes
+from moefold.errors import ConfigError
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.rollout_model import RolloutModel
+from moefold.train.signals import StopSignals
+from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
+from moefold.validate.memory_need import min_training_memory
+from tests.ops.c_kernels import needs_compiler
+from tests.slow import slow
+
+pytestmark = pytest.mark.parity
+
+ASCII_REWARD = """
+def reward(prompts, completions, completion_ids, **columns):
+    return [sum(token < 64 for token in ids) / 8 for ids in completion_ids]
+"""
+
+
+def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
+    """A tiny policy that is rewarded for ids below 64, a quarter of those that a random policy samples."""
+    (tmp_path / "reward.py").write_text(ASCII_REWARD)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}:"}) + "\n" for i in range(20)))
+    return Config(
+        run=RunConfig(dir=str(tmp_path / "run"), seed=3, steps=steps, device="cpu", dtype="float64"),
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=4,
+            num_query_groups=2,
+            head_dim=4,
+            vocab_size=256,
+            num_experts=4,
+            top_k=2,
+            moe_ffn_hidden_size=8,
+            init_std=0.2,
+        ),
+        # The load-balancing loss counts padding, which depends on the number of ranks.
+        moe=MoEConfig(aux_loss=0.0),
+        train=TrainConfig(
+            seq_len=32, micro_batch_size=2, global_batch_size=16, lr=3e-2, lr_schedule="constant", weight_decay=0.0
+        ),
+        data=DataConfig(kind="prompts", path=str(tmp_path / "prompts.jsonl"), validation_fraction=0.1),
+        checkpoint=CheckpointConfig(every=2),
+        metrics=MetricsConfig(rollouts_every=1),
+        rl=RLConfig(**{"group_size": 4, **rl}),
+        rollout=RolloutConfig(max_tokens=8),
+        reward=RewardConfig(use=f"{tmp_path / 'reward.py'}:reward", workers=1),
+    )
+
+
+class Interruption(Callback):
+    """Ends a run as a crash would, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        if step.number == self.step:
+            raise InterruptedError
+
+
+def _train(cfg: Config, interrupted_at: int = 0) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    try:
+        return Trainer(cfg, groups, callbacks=[Interruption(interrupted_at)]).run(StopSignals())
+    except InterruptedError:
+        return -1
+
+
+def records(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(cfg.run.dir) / name).read_text().splitlines()]
+
+
+def under(cfg: Config, folder: Path, **parallel: int) -> Config:
+    return replace(cfg, run=replace(cfg.run, dir=str(folder)), parallel=ParallelConfig(**parallel))
+
+
+def test_rewards_rise(pool, tmp_path):
+    cfg = recipe(tmp_path, 30, advantage="group_std")
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False), train=replace(cfg.train, eval_every=30))
+    pool.run(1, _train, cfg)
+    rewards = [record["rl"]["reward"] for record in records(cfg)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert records(cfg)[-1]["rl"]["eval_reward"] > 0.7
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 2, "ep": 2},
+        {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+        {"world_size": 2, "pp": 2},
+        {"world_size": 2, "cp": 2},
+    ],
+    ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
+)
+def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
+    cfg = recipe(tmp_path, 2)
+    pool.run(1, _train, cfg)
+    other = under(cfg, tmp_path / "mapped", **mapping)
+    pool.run(mapping["world_size"], _train, other)
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
+        for key in ("reward", "mixed_groups", "length_mean"):
+            assert found["rl"][key] == expected["rl"][key]
+    texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sampling"),
+    [
+        ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"tp": 1, "pp": 2, "ep": 1, "etp": 2}),
+        *slow(
+            [
+                ({"world_size": 4, "pp": 2, "cp": 2, "etp": 2}, {"pp": 1, "ep": 4, "etp": 1}),
+                ({"world_size": 2, "ep": 2}, {"tp": 2}),
+            ]
+        ),
+    ],
+)
+def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, mapping, sampling):
+    """Two rounds and an evaluation; a sampler with stale weights has other completions in the second round."""
+    cfg = recipe(tmp_path, 2)
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
+    pool.run(1, _train, cfg)
+    other = under(cfg, tmp_path / "mapped", **mapping)
+    other = replace(other, rollout=replace(other.rollout, **sampling))
+    pool.run(mapping["world_size"], _train, other)
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
+        for key in ("reward", "eval_reward", "mixed_groups", "length_mean"):
+            assert found["rl"][key] == expected["rl"][key]
+        assert found["rl"]["reshard_s"] > 0 == expected["rl"]["reshard_s"]
+    texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
+    assert texts[0] == texts[1]
+
+
+def _unshared_bytes(cfg: Config) -> int:
+    """Bytes of the weights of the model that samples, of those that training has not."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trained = parallelize(cfg, groups)
+    sampler = RolloutModel(cfg, groups, trained)
+    sampler.update()
+    pointers = {local_tensor(parameter).data_ptr() for parameter in trained.named_parameters.values()}
+    sampled = [local_tensor(parameter) for parameter in sampler.model.named_parameters.values()]
+    return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
+    cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
+    counted = pool.run(4, _unshared_bytes, cfg)
+    assert tuple(counted) == rollout_weight_bytes(cfg)
+    needed = min_training_memory(cfg, "cpu")
+    without = min_training_memory(replace(cfg, rollout=RolloutConfig(max_tokens=8)), "cpu")
+    assert [a.total() - b.total() for a, b in zip(needed, without, strict=True)] == [
+        sum(counted[:2]) // 2,
+        sum(counted[2:]) // 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"tp": 3}, "rollouts cannot be sampled under tp=3 pp=1 ep=1 etp=1: rollout.tp=3 must divide"),
+        ({"ep": 2, "etp": 4}, "rollout.ep=2 must divide"),
+        ({"pp": 4}, "model.num_layers=2"),
+    ],
+)
+def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
+    cfg = under(recipe(tmp_path), tmp_path, world_size=4)
+    with pytest.raises(ConfigError) as error:
+        check_config(replace(cfg, rollout=replace(cfg.rollout, **sampling)))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
+    cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
+    pool.run(1, _train, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    assert pool.run(1, _train, crashed, 3) == [-1]
+    assert records(crashed)[-1]["step"] == 3
+    pool.run(1, _train, crashed)
+    whole, repaired = ((Path(one.run.dir) / "rollouts.jsonl").read_bytes() for one in (cfg, crashed))
+    assert whole == repaired
+    assert weights(cfg) == weights(crashed)
+    assert weights(cfg)
+
+
+def weights(cfg: Config) -> dict[str, bytes]:
+    """The files of weights and moments of the last checkpoint."""
+    folder = Path(cfg.run.dir) / "checkpoints" / f"step-{cfg.run.steps:06d}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    pool.run(1, _train, cfg)
+    first, *_, last = [record["rl"] for record in records(cfg)]
+    assert first["kl"] == 0
+    assert last["kl"] > 0
+    assert first["ratio_max"] == pytest.approx(1, abs=1e-12)
+    assert first["mismatch_max"] < 1e-12
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
+    cfg = recipe(tmp_path, 2, kl=0.1)
+    run = replace(cfg.run, dtype=dtype, kernels="c")
+    pool.run(1, _train, replace(cfg, run=run))
+    for record in records(cfg):
+        assert record["rl"]["mismatch_equal"] == 1
+        assert record["rl"]["ratio_max"] == 1
+    assert records(cfg)[0]["rl"]["kl"] == 0
+
+
+def test_the_reference_is_reset_on_a_plateau_and_saved(pool, tmp_path):
+    cfg = recipe(tmp_path, 6, kl=0.1, reset_patience=1)
+    # Two held-out prompts: the reward stays the same in some steps.
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-3))
+    pool.run(1, _train, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, _train, crashed, 5)
+    pool.run(1, _train, crashed)
+    assert weights(cfg) == weights(crashed)
+    entries = read_metadata(Path(cfg.run.dir) / "checkpoints" / "step-000006").state_dict_metadata
+    assert any(name.startswith("reference.") for name in entries)
+    assert [record["rl"]["kl"] for record in records(cfg)] == [record["rl"]["kl"] for record in records(crashed)]

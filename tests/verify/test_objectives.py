@@ -1,0 +1,220 @@
+"""Objectives under mappings equal the one-process float64 oracle: loss, every gradient, weights after 3 steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import DataConfig
+from moefold.data import ProgramData
+from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
+from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
+from moefold.verify.compare import NamedError, compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.oracle_objectives import policy_objective, preference_objective
+from tests.slow import slow
+from tests.verify.oracle import TOLERANCE
+from tests.verify.recipes import tiny, without_mapping
+
+Loss = PolicyGradientLoss | PreferenceLoss
+STEPS = 3
+S = 16
+VOCAB = 32
+
+
+class PackedRollouts(Sampler):
+    """Two rollouts and padding in each sample, of lengths and numbers that depend on the sample."""
+
+    seq_len = S
+    has_annotations = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`; log-probabilities are near those of an untrained model, on both sides of the clips."""
+        rng = np.random.default_rng(index)
+        ends = np.sort(rng.choice(np.arange(4, S), 2, replace=False))
+        documents = np.searchsorted(ends, np.arange(S + 1), side="right")
+        starts = np.concatenate(([0], ends))
+        # The first two tokens of a rollout are its prompt; the last document is padding.
+        is_sampled = (np.arange(1, S + 1) - starts[documents[1:]] >= 2) & (documents[1:] < 2)
+        return Sample(
+            rng.integers(VOCAB, size=S + 1),
+            documents.astype(np.int32),
+            is_sampled * rng.uniform(0.5, 1.5, S),
+            token_columns={
+                "advantages": rng.normal(size=S),
+                "sequence_ids": np.where(is_sampled, documents[1:], -1).astype(np.int64),
+                **{f"{name}_log_probs": rng.normal(-3.5, 0.8, S) for name in ("old", "trainer", "reference")},
+            },
+        )
+
+
+class PackedPairs(Sampler):
+    """One or two pairs of completions in each sample, then padding."""
+
+    seq_len = S
+    has_annotations = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`; the reference is near the untrained model."""
+        rng = np.random.default_rng(index)
+        num_sequences = 2 * (1 + index % 2)
+        # The first token of a sequence is its prompt.
+        sizes = rng.integers(2, 4 + S // (4 * num_sequences), num_sequences)
+        documents = np.repeat(np.arange(num_sequences + 1), [*sizes, S + 1 - sizes.sum()])
+        is_target = (documents[1:] == documents[:-1]) & (documents[1:] < num_sequences)
+        ids = np.where(is_target, documents[1:], -1).astype(np.int64)
+        counts = np.array([(ids == number).sum() for number in range(4)])
+        return Sample(
+            rng.integers(VOCAB, size=S + 1),
+            documents.astype(np.int32),
+            np.where((ids >= 0) & (ids % 2 == 0), 1 / np.maximum(counts, 1)[ids], 0.0),
+            token_columns={"sequence_ids": ids},
+            sample_columns={
+                "reference_log_probs": -3.5 * counts + rng.normal(0, 1, 4),
+                "is_desirable": rng.random(2) < 0.5,
+            },
+        )
+
+
+MAPPINGS = {
+    "tp2-cp2": {"world_size": 4, "tp": 2, "cp": 2},
+    "pp2": {"world_size": 2, "pp": 2},
+    "ep4": {"world_size": 4, "ep": 4},
+    "etp2": {"world_size": 2, "etp": 2},
+    "zero3": {"world_size": 2, "zero": 3},
+    "interleaved": {"world_size": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "cp2-overlapped": {"world_size": 4, "cp": 2, "ep": 2, "overlap_experts": True},
+    "cp2-ulysses": {"world_size": 2, "cp": 2, "context": "ulysses"},
+}
+OBJECTIVES = {
+    "policy": PolicyGradientLoss(temperature=1.3),
+    "clip": PolicyGradientLoss(objective="clip", kl=0.2, temperature=0.8),
+    "cispo": PolicyGradientLoss(objective="cispo", clip_low=1.0, clip_high=2.0, kl=0.1, kl_kind="k2"),
+    "sequence": PolicyGradientLoss(objective="sequence", kl=0.2, temperature=0.8),
+    "clip-mask": PolicyGradientLoss(objective="clip", correction="mask", correction_low=0.5),
+    "policy-sequence-mask": PolicyGradientLoss(correction="sequence_mask", correction_low=0.8, correction_high=1.6),
+    "sequence-clamp": PolicyGradientLoss(objective="sequence", correction="clamp"),
+}
+PREFERENCES = {
+    "dpo": PreferenceLoss(method="dpo", beta=0.5),
+    "ipo": PreferenceLoss(method="ipo", beta=0.3),
+    "simpo": PreferenceLoss(method="simpo", beta=2.0),
+    "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.3),
+}
+FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "pp2", "ep4", "etp2", "zero3", "interleaved")]
+FAST += [("tp2-cp2", "clip"), ("tp2-cp2", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
+ALL = [(mapping, objective) for mapping in MAPPINGS for objective in OBJECTIVES | PREFERENCES]
+
+
+def _recipe(mapping: str):
+    cfg = tiny(train={"global_batch_size": 4, "micro_batch_size": 1, "seq_len": S}, **MAPPINGS[mapping])
+    return replace(cfg, data=DataConfig(kind="program"))
+
+
+def _data(loss: Loss) -> ProgramData:
+    kind = PackedRollouts if isinstance(loss, PolicyGradientLoss) else PackedPairs
+    return ProgramData(kind(), kind())
+
+
+def _run(cfg, steps: int, loss: Loss) -> DistributedRecord:
+    return run_distributed(cfg, steps, loss=loss, data=_data(loss))
+
+
+def _compare(pool, mapping: str, loss: Loss, run=_run, steps: int = STEPS) -> list[NamedError]:
+    cfg = _recipe(mapping)
+    ranks = pool.run(cfg.parallel.world_size, run, cfg, steps, loss)
+    is_policy = isinstance(loss, PolicyGradientLoss)
+    objective = policy_objective(loss) if is_policy else preference_objective(loss)
+    oracle = run_oracle(without_mapping(cfg), steps, objective=objective, data=_data(loss))
+    assert all(record.steps[0].loss_metrics == ranks[0].steps[0].loss_metrics for record in ranks)
+    return compare_records(oracle, ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("mapping", "objective"), [*FAST, *slow([case for case in ALL if case not in FAST])])
+def test_an_objective_equals_the_oracle(pool, mapping, objective):
+    worst = _compare(pool, mapping, (OBJECTIVES | PREFERENCES)[objective])[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+@pytest.mark.parity
+def test_metrics_do_not_depend_on_the_mapping(pool):
+    loss = OBJECTIVES["clip-mask"]
+    cfg = _recipe("tp2-cp2")
+    (alone,) = pool.run(1, _run, without_mapping(cfg), 2, loss)
+    expected = alone.steps[0].loss_metrics
+    assert set(expected) == {metric.name for metric in loss.metrics} - {"kl"}
+    assert 0 < expected["clipped"] < 1
+    assert 0 < expected["corrected"] < 1
+    for mapping in ("tp2-cp2", "pp2"):
+        cfg = _recipe(mapping)
+        for record in pool.run(cfg.parallel.world_size, _run, cfg, 2, loss):
+            for step, other in zip(alone.steps, record.steps, strict=True):
+                assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)
+
+
+class ScaledSamples(PackedRollouts):
+    """Next-token prediction whose targets have a scale, as rows with rewards have."""
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index`."""
+        sample = super().annotated_sample(index)
+        scale = np.random.default_rng(index).uniform(0, 3, S)
+        return Sample(sample.tokens, sample.document_ids, sample.weights, weight_scale=scale)
+
+
+def _run_scaled(cfg, steps: int) -> DistributedRecord:
+    return run_distributed(cfg, steps, data=ProgramData(ScaledSamples(), ScaledSamples()))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping", ["tp2-cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "zero3"))]
+)
+def test_scaled_losses_equal_the_oracle(pool, mapping):
+    """Multi-token prediction has the scales of its targets too, and the shares do not add up to 1."""
+    cfg = tiny(model={"mtp_layers": 1}, train={"global_batch_size": 4, "seq_len": S}, **MAPPINGS[mapping])
+    cfg = replace(cfg, data=DataConfig(kind="program"))
+    ranks = pool.run(cfg.parallel.world_size, _run_scaled, cfg, 2)
+    data = ProgramData(ScaledSamples(), ScaledSamples())
+    worst = compare_records(run_oracle(without_mapping(cfg), 2, data=data), ranks)[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:
+    """As if each context-parallel rank took the sum over its own tokens for that of the sequence."""
+    from moefold.parallel import context_parallel
+
+    context_parallel.ContextParallelSum.sum_over_context = lambda self, x: x
+    return _run(cfg, steps, loss)
+
+
+def _run_without_adjoint(cfg, steps: int, loss: Loss) -> DistributedRecord:
+    """As if the gradient of a sequence's ratio came from the tokens of one rank."""
+    from moefold.comm import collectives
+
+    collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
+    return _run(cfg, steps, loss)
+
+
+@pytest.mark.parity
+def test_a_sequence_ratio_without_its_context_sum_is_noticed(pool):
+    names = {e.name for e in _compare(pool, "tp2-cp2", OBJECTIVES["sequence"], _run_without_context_sum, 1)
+             if e.error > TOLERANCE}  # fmt: skip
+    assert "step 1 loss (rank 0)" in names
+
+
+@pytest.mark.parity
+def test_a_sequence_ratio_without_the_adjoint_of_its_sum_is_noticed(pool):
+    errors = _compare(pool, "tp2-cp2", OBJECTIVES["sequence"], _run_without_adjoint, 1)
+    names = {error.name for error in errors if error.error > TOLERANCE}
+    assert "gradients head.weight" in names
+    assert "step 1 loss (rank 0)" not in names
