@@ -100,8 +100,8 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "set 0",
         ),
         f"parallel.dispatcher={cfg.parallel.dispatcher!r}": (
-            cfg.parallel.dispatcher in ("leastloaded", "deepep", "symm_mem"),
-            "it cannot dispatch the few tokens of a decoding pass",
+            cfg.parallel.dispatcher in ("deepep", "symm_mem"),
+            "it was not tried with the few tokens of a decoding pass",
             "choose 'alltoall' or 'allgather'",
         ),
     }
