@@ -415,7 +415,7 @@ class _BlockAttention(torch.autograd.Function):
         sinks: Tensor | None,
         block_mask: BlockMask,
         kernel: Any,
-        takes_limits: bool,
+        takes_limits: bool = False,
     ) -> Tensor:
         if takes_limits:
             out, lse = kernel.forward(q, k, v, block_mask, sinks)

@@ -1,4 +1,4 @@
-"""Sigmoid and softplus whose bits do not depend on where an element lies in its tensor.
+"""Sigmoid, SiLU and softplus whose bits do not depend on where an element lies in its tensor.
 
 torch evaluates most elements on a CPU with vectors, and those at the end of a thread's share with another approximation
 (aten/src/ATen/cpu/vec). exp and log1p have one approximation for all elements, so a token has the same values here
@@ -19,6 +19,12 @@ def sigmoid(x: Tensor) -> Tensor:
     return y
 
 
+def silu(x: Tensor) -> Tensor:
+    """Compute x * sigmoid(x) of each element."""
+    y: Tensor = _SiLU.apply(x) if x.is_cpu else F.silu(x)
+    return y
+
+
 def softplus(x: Tensor) -> Tensor:
     """Compute log(1 + exp(x)) of each element."""
     y: Tensor = _Softplus.apply(x) if x.is_cpu else F.softplus(x)
@@ -28,8 +34,7 @@ def softplus(x: Tensor) -> Tensor:
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = torch.exp(-wide).add_(1).reciprocal_().to(x.dtype)
+        y = _wide_sigmoid(_widened(x)).to(x.dtype)
         ctx.save_for_backward(y)
         return y
 
@@ -40,11 +45,25 @@ class _Sigmoid(torch.autograd.Function):
         return torch.ops.aten.sigmoid_backward(grad, y)
 
 
+class _SiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = _widened(x)
+        return _wide_sigmoid(wide).mul_(wide).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad, x)
+
+
 class _Softplus(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = _widened(x)
         return torch.exp(-wide.abs()).log1p_().add_(wide.clamp(min=0)).to(x.dtype)
 
     @staticmethod
@@ -52,3 +71,12 @@ class _Softplus(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * torch.sigmoid(x)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _wide_sigmoid(x: Tensor) -> Tensor:
+    return torch.exp(-x).add_(1).reciprocal_()

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
-from moefold.ops.elementwise import sigmoid
+from moefold.ops.elementwise import sigmoid, silu
 
 
 class SwiGLUKernel(Protocol):
@@ -27,7 +27,7 @@ class SwiGLUKernel(Protocol):
 def swiglu(g: Tensor, u: Tensor, kernel: SwiGLUKernel | None) -> Tensor:
     """Compute silu(g) * u; with a kernel, only g and u are saved for backward."""
     if kernel is None:
-        return F.silu(g) * u
+        return silu(g) * u
     y: Tensor = _SwiGLUFunction.apply(g, u, kernel)
     return y
 
@@ -73,18 +73,18 @@ class SwiGLUActivation:
         """See `ExpertActivation`."""
         if out is not None:
             return torch.ops.aten.silu.out(g, out=out).mul_(u)
-        silu = F.silu(g)
-        return silu * u if silu.requires_grad else silu.mul_(u)
+        gate = F.silu(g)
+        return gate * u if gate.requires_grad else gate.mul_(u)
 
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
-        hidden, silu = outs or (torch.empty_like(g), torch.empty_like(g))
-        torch.ops.aten.silu.out(g, out=silu)
-        torch.mul(silu, u, out=hidden)
-        grad_u = silu.mul_(grad)
+        hidden, gate = outs or (torch.empty_like(g), torch.empty_like(g))
+        torch.ops.aten.silu.out(g, out=gate)
+        torch.mul(gate, u, out=hidden)
+        grad_u = gate.mul_(grad)
         grad_g = torch.ops.aten.silu_backward.grad_input(grad.mul_(u), g, grad_input=grad)
         return hidden, grad_g, grad_u
 

@@ -175,12 +175,23 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
-        swiglu=activation,
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         paged_attention=paged_attention if uses_attention else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
+    )
+
+
+def uses_c_kernels(kernels: Kernels) -> bool:
+    """Return whether every part of a layer whose sums may depend on the number of tokens is computed in C."""
+    return (
+        kernels.attention is not None
+        and kernels.paged_attention is not None
+        and kernels.norm is not None
+        and kernels.linear_backend is not None
+        and kernels.gemm is not TORCH_GEMM
+        and kernels.expert_ops is not TORCH_EXPERT_OPS
     )
 
 

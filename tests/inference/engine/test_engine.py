@@ -226,7 +226,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     return num_preemptions
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 0.0), ("bfloat16", 0.0)])
 def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
     (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
     assert num_preemptions > 0

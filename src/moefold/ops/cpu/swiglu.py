@@ -17,7 +17,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 class CSwiGLU:
-    """`ExpertActivation` and `SwiGLUKernel` silu(g) * u, computed in float32, for float32 or bfloat16 tensors.
+    """`ExpertActivation` silu(g) * u, computed in float32, for float32 or bfloat16 tensors.
 
     Unsupported calls fall back to the reference: autograd, other dtypes, devices and strides.
 
@@ -53,15 +53,6 @@ class CSwiGLU:
         hidden, grad_u = outs or (torch.empty_like(grad), torch.empty_like(grad))
         self._call("swiglu_backward", grad, g, u, hidden, grad, grad_u)
         return hidden, grad, grad_u
-
-    def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
-        """See `SwiGLUKernel`."""
-        return self.forward(g_MF, u_MF)
-
-    def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SwiGLUKernel`."""
-        _, grad_g, grad_u = self.backward(grad_MF.clone(), g_MF, u_MF)
-        return grad_g, grad_u
 
     def _call(self, kind: str, *tensors: Tensor) -> None:
         first = tensors[0]
