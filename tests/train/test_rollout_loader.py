@@ -1,6 +1,7 @@
 """Reinforcement learning on forked ranks: rewards rise, mappings agree, and a resumed run repeats no step."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,25 @@ def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     assert whole == repaired
     assert weights(cfg) == weights(crashed)
     assert weights(cfg)
+
+
+class Stop(Callback):
+    """Requests a stop before the first step."""
+
+    def on_start(self, run: TrainingContext) -> None:
+        run.stop.request(signal.SIGTERM)
+
+
+def _train_and_stop(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups, callbacks=[Stop()]).run(StopSignals())
+
+
+def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
+    cfg = recipe(tmp_path, 4, updates=2, objective="cispo")
+    assert pool.run(1, _train_and_stop, cfg) == [128 + signal.SIGTERM]
+    assert [record["step"] for record in records(cfg)] == [1, 2]
+    assert [path.name for path in (Path(cfg.run.dir) / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def weights(cfg: Config) -> dict[str, bytes]:
