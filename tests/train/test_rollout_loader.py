@@ -166,6 +166,18 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
     assert texts[0] == texts[1]
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype):
+    """Pipeline, data and expert parallelism change no sum: copied weights give the log-probabilities of training."""
+    cfg = under(recipe(tmp_path, 2), tmp_path / "mapped", world_size=2, ep=2, zero=3)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, ep=1, pp=2))
+    pool.run(2, _train, cfg)
+    for record in records(cfg):
+        assert record["rl"]["mismatch_equal"] == 1
+        assert record["rl"]["reshard_s"] > 0
+
+
 def _unshared_bytes(cfg: Config) -> int:
     """Bytes of the weights of the model that samples, of those that training has not."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -177,7 +189,7 @@ def _unshared_bytes(cfg: Config) -> int:
     return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
     cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
