@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +41,11 @@ def dies(prompts, completions, **columns):
         os._exit(3)
     return [None] * len(completions)
 
+def dies_or_hangs(prompts, completions, **columns):
+    if completions[0] == "die":
+        os._exit(3)
+    time.sleep(600)
+
 def short(prompts, completions, **columns):
     return [1.0]
 
@@ -54,6 +63,18 @@ def needs_more(prompts, completions, missing):
 
 def chat(prompts, completions, **columns):
     return [float(prompts[0][0]["content"] + completion[0]["content"] == "ab") for completion in completions]
+
+def forks_and_hangs(prompts, completions, **columns):
+    if completions[0] == "slow":
+        os.fork()
+        time.sleep(600)
+    return [1] * len(completions)
+
+def reads(prompts, completions, **columns):
+    return [float(len(sys.stdin.read()) == 0)] * len(completions)
+
+def huge(prompts, completions, **columns):
+    return [10**400] * len(completions)
 
 constant = 3
 """
@@ -104,6 +125,7 @@ def test_a_conversation_gets_messages(module):
         ("text", ["x", "y"], "returned 'high', which is no finite number"),
         ("nan", ["x", "y"], "returned nan, which is no finite number"),
         ("number", ["x", "y"], "raised TypeError: 'float' object is not iterable"),
+        ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is no finite number"),
     ],
 )
 def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, reason):
@@ -129,13 +151,70 @@ def test_the_pool_goes_on_after_a_hang_and_a_death(module):
 
 def test_workers_end_with_the_pool(module):
     pool = RewardPool(module, "fine", workers=2, timeout_s=5)
-    pool.call_all([{"prompts": ["p"], "completions": ["x"], "answer": ["x"]}] * 4)
+    list(pool.call_all([{"prompts": ["p"], "completions": ["x"], "answer": ["x"]}] * 4))
     pids = [worker._process.pid for worker in list(pool._free.queue) if worker is not None]
     assert pids
     pool.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_function_that_forks_is_killed_with_its_children(module):
+    calls = [{"prompts": ["p"], "completions": [text]} for text in ("slow", "y")]
+    with RewardPool(module, "forks_and_hangs", workers=1, timeout_s=0.5) as pool:
+        hung, last = pool.call_all(calls)
+    assert isinstance(hung, RewardError)
+    assert last == [1]
+
+
+def test_a_worker_that_died_between_calls_is_replaced(module):
+    call = {"prompts": ["p"], "completions": ["x"], "answer": ["x"]}
+    with RewardPool(module, "fine", workers=1, timeout_s=5) as pool:
+        assert list(pool.call_all([call])) == [[1.0]]
+        (worker,) = pool._free.queue
+        os.kill(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        assert list(pool.call_all([call])) == [[1.0]]
+
+
+def test_a_failure_that_stops_the_run_does_not_wait_for_the_other_prompts(module):
+    """100 prompts that hang for their time limit of 60 s each."""
+    prompts = [PROMPT] * 100
+    texts = [["die"], *[["slow"]] * 99]
+    with pytest.raises(RunError), Reward(config(f"{module}:dies_or_hangs", timeout_s=60)) as reward:
+        reward.score(prompts, texts, [[[1]]] * 100)
+
+
+def test_a_worker_ends_with_the_process_that_started_it(module):
+    code = (
+        "import os, sys, threading, time; from pathlib import Path; from moefold.rl.reward_pool import RewardPool;"
+        f"pool = RewardPool(Path({str(module)!r}), 'hangs', workers=1, timeout_s=600);"
+        "threading.Thread(target=lambda: list(pool.call_all([{'prompts': ['p'], 'completions': ['slow']}])),"
+        " daemon=True).start()\n"
+        "while not pool._workers or not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "print(next(iter(pool._workers))._process.pid, flush=True); os._exit(1)"
+    )
+    marker = module.with_suffix(".started")
+    module.write_text(FUNCTIONS.replace("time.sleep(600 if", f"open({str(marker)!r}, 'w'); time.sleep(600 if"))
+    found = subprocess.run([sys.executable, "-c", code, str(marker)], stdout=subprocess.PIPE, timeout=120)
+    pid = int(found.stdout)
+    deadline = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie, which a container without an init process keeps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_function_that_reads_standard_input_gets_none(module):
+    assert score(config(f"{module}:reads"), "x") == [1.0]
 
 
 @pytest.mark.parametrize(

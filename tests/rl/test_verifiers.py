@@ -51,6 +51,11 @@ def test_the_last_number_of_a_text():
     assert last_number("none") is None
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "1." + "9" * 5000, "1," * 5000 + "1"])
+def test_a_number_of_endless_digits_is_wrong(text):
+    assert VERIFIERS["number"]([""], [text], answer=["9"]) == [0.0]
+
+
 @pytest.mark.parametrize("task", ["sort", "add", "countdown"])
 def test_the_answer_of_a_task_is_verified_and_a_wrong_one_is_not(task):
     problems = Problems(DataConfig(kind="task", task=task), seed=1, is_validation=False)

@@ -1,7 +1,8 @@
 """Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes. Torch-free."""
 
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -74,7 +75,7 @@ class Reward:
             reward_arguments(prompt, texts, tokens)
             for prompt, texts, tokens in zip(prompts, completions, ids, strict=True)
         ]
-        results: Sequence[Sequence[Any] | RewardError]
+        results: Iterable[Sequence[Any] | RewardError]
         if self._pool is None:
             assert self._function is not None
             results = [list(self._function(**arguments)) for arguments in calls]
@@ -144,10 +145,16 @@ def _fault(scores: Sequence[Any], count: int) -> str:
     if len(scores) != count:
         return f"returned {len(scores)} rewards for {count} completions"
     for score in scores:
-        is_number = isinstance(score, int | float)
-        if score is not None and (not is_number or not math.isfinite(score)):
-            return f"returned {score!r}, which is no finite number"
+        if score is not None and not _is_finite(score):
+            return f"returned {reprlib.repr(score)}, which is no finite number"
     return ""
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return isinstance(score, int | float) and math.isfinite(score)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:

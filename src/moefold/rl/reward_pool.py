@@ -4,12 +4,15 @@ The workers are processes of the same user with the same rights: they protect a 
 not a machine from hostile code.
 """
 
+import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +32,11 @@ class RewardError(Exception):
 
 
 class _Worker:
-    """One worker process."""
+    """One worker process.
+
+    Raises:
+        RewardError: the function cannot be imported, or not in time.
+    """
 
     def __init__(self, path: Path, function: str) -> None:
         self._process = subprocess.Popen(
@@ -43,7 +50,16 @@ class _Worker:
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_lines, daemon=True).start()
-        self._receive(START_TIMEOUT_S)
+        try:
+            self._receive(START_TIMEOUT_S)
+        except RewardError:
+            self.close()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._process.poll() is None
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> list[Any]:
         """Return the rewards.
@@ -61,12 +77,14 @@ class _Worker:
         return rewards
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, with those that the function has forked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        assert self._process.stdin is not None
+        # A request that a dead worker did not read is still in the buffer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -82,8 +100,9 @@ class _Worker:
 
     def _read_lines(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")
 
 
@@ -102,21 +121,28 @@ class RewardPool:
         self._path = path
         self._function = function
         self._timeout_s = timeout_s
+        self._workers: set[_Worker] = set()
         self._free: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(workers):
             self._free.put(None)
         self._threads = ThreadPoolExecutor(workers)
 
-    def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[list[Any] | RewardError]:
-        """Call the function with each of several keyword arguments; return results in order, or their errors."""
-        return list(self._threads.map(self._call, calls))
+    def call_all(self, calls: Sequence[Mapping[str, Any]]) -> Iterator[list[Any] | RewardError]:
+        """Call the function with each of several keyword arguments; yield results in order, or their errors.
+
+        All calls are queued at once; those that have not started are dropped when the pool is closed.
+        """
+        return self._threads.map(self._call, calls)
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, also in the middle of a call."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in tuple(self._workers):
+            worker.close()
         self._threads.shutdown()
-        while not self._free.empty():
-            if (worker := self._free.get()) is not None:
-                worker.close()
+        # A worker that was starting meanwhile.
+        for worker in tuple(self._workers):
+            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,14 +155,23 @@ class RewardPool:
     def _call(self, arguments: Mapping[str, Any]) -> list[Any] | RewardError:
         worker = self._free.get()
         try:
+            # The function did not run when a process ended between two calls.
+            if worker is not None and not worker.is_running:
+                self._end(worker)
+                worker = None
             if worker is None:
                 worker = _Worker(self._path, self._function)
+                self._workers.add(worker)
             return worker.call(arguments, self._timeout_s)
         except RewardError as error:
             if worker is not None and not error.details:
                 # It hangs or is dead; a function that raised is still there.
-                worker.close()
+                self._end(worker)
                 worker = None
             return error
         finally:
             self._free.put(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.close()
+        self._workers.discard(worker)

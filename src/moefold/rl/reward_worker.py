@@ -1,12 +1,16 @@
 """Worker process of the reward pool: runs a user's reward function on JSON lines from standard input.
 
-Started as `python -m moefold.rl.reward_worker FILE FUNCTION`. What the function prints goes to standard error.
+Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in a session of its own. What the function prints goes to
+standard error, and its standard input is empty. The worker ends with the process that started it.
 """
 
 import importlib.util
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -15,6 +19,10 @@ def main(path: str, name: str) -> None:
     """Answer requests until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)
+    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
 
     def reply(answer: dict[str, Any]) -> None:
         replies.write(json.dumps(answer) + "\n")
@@ -26,11 +34,19 @@ def main(path: str, name: str) -> None:
         reply({"error": f"cannot be imported: {type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         return
     reply({"ready": True})
-    for line in sys.stdin:
+    for line in requests:
         try:
             reply({"rewards": _call(function, json.loads(line))})
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
             reply({"error": f"raised {type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+
+
+def _end_with_parent(pipe: int) -> None:
+    """Kill this process, also in the middle of a call, and those that it has forked, once a pipe has no writer."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _load(path: str, name: str) -> Any:

@@ -19,6 +19,8 @@ _TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
 MAX_EXPRESSION_CHARACTERS = 1000
 """A longer expression is wrong: the parser recurses."""
 _MAX_DEPTH = 50
+MAX_NUMBER_CHARACTERS = 1000
+"""A longer number is wrong: Python converts at most 4300 digits, which a policy that repeats itself exceeds."""
 
 
 def text_of(completion: Completion) -> str:
@@ -85,9 +87,15 @@ TASK_VERIFIERS: Mapping[str, str] = {"sort": "exact", "add": "number", "countdow
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, exactly; commas between digits are dropped."""
+    """Return the last number of a text, exactly; commas between digits are dropped.
+
+    Returns:
+        The number; None if there is none, or if it is longer than MAX_NUMBER_CHARACTERS.
+    """
     found = _NUMBER.findall(text)
-    return Fraction(found[-1].replace(",", "").rstrip(".")) if found else None
+    if not found or len(found[-1]) > MAX_NUMBER_CHARACTERS:
+        return None
+    return Fraction(found[-1].replace(",", "").rstrip("."))
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
