@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import divisors
 
 RL_DATA_KINDS = ("task", "prompts")
@@ -78,6 +79,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
     if not cfg.is_rl:
         return
     moe = cfg.moe
+    dispatcher = dispatcher_of(cfg)
     depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
     obstacles = {
         f"moe.choice={moe.choice!r}": (moe.choice != "topk", depends, "choose 'topk'"),
@@ -100,8 +102,8 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "set 0",
         ),
         f"parallel.dispatcher={cfg.parallel.dispatcher!r}": (
-            cfg.parallel.dispatcher in ("leastloaded", "deepep", "symm_mem"),
-            "it cannot dispatch the few tokens of a decoding pass",
+            not (dispatcher.for_inference or dispatcher.prefers),
+            "sampling does not run with it",
             "choose 'alltoall' or 'allgather'",
         ),
     }
