@@ -58,6 +58,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"world_size": 2, "tp": 2}, "rl": {"group_size": 4}, "rollout": {"tp": 1}}, "rollout.tp=1"),
     ({"parallel": {"world_size": 2, "cp": 2}}, "parallel.cp=2"),
     ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "allgather"}}, "parallel.dispatcher='allgather'"),
+    ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"}}, "parallel.dispatcher='dedup_alltoall'"),
     ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),
     ({"model": KINDS["deepseek-v3"]}, "rollout.cache='latents'"),
     ({"model": {"head_dim": 512}}, "model.head_dim=512"),
