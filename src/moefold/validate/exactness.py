@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedules import SCHEDULES
 
-MAX_EXACT_SEQ_LEN = 4096
+MAX_EXACT_SEQ_LEN = 16384
 """Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
 MAX_EXACT_HEAD_DIM = 256
 """Widest head of the C kernel, as `MAX_HEAD_DIM` of ops/cpu/attention.py."""
