@@ -115,10 +115,10 @@ def test_rewards_rise(pool, tmp_path):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 2, "ep": 2},
         {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
         {"world_size": 2, "pp": 2},
-        {"world_size": 2, "cp": 2},
+        pytest.param({"world_size": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"world_size": 2, "cp": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
@@ -219,7 +219,7 @@ def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
     pool.run(1, _train, cfg)
@@ -269,7 +269,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     cfg = recipe(tmp_path, 2, kl=0.1)
     run = replace(cfg.run, dtype=dtype, kernels="c")
