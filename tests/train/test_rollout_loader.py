@@ -133,6 +133,53 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
     assert texts[0] == texts[1]
 
 
+DROPPING_REWARD = """
+def reward(prompts, completions, completion_ids, **columns):
+    if prompts[0] == "p" * 9 + ":":
+        raise ValueError("no reward for this prompt")
+    return [None if ids[0] % 3 == 0 else sum(token < 64 for token in ids) / 8 for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize(
+    ("mapping", "loss_mean"),
+    [
+        ({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, "token"),
+        ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
+        *slow(
+            [
+                ({"world_size": 4, "pp": 2, ""cp": 2}, "constant"),
+                ({"world_size": 4, "cp": 2, "tp": 2, "zero": 3}, "token"),
+            ]
+        ),
+    ],
+)
+def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(pool, tmp_path, mapping, loss_mean):
+    """Some rollouts and a whole group have no reward, prompts differ in length, and the KL penalty has a gradient."""
+    cfg = recipe(tmp_path, 3, kl=0.3, loss_mean=loss_mean)
+    (tmp_path / "reward.py").write_text(DROPPING_REWARD)
+    rows = ({"prompt": "p" * (1 + i % 10) + ":"} for i in range(20))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = replace(
+        cfg,
+        data=replace(cfg.data, validation_fraction=0.0, shuffle=False),
+        reward=replace(cfg.reward, on_error="drop"),
+        train=replace(cfg.train, micro_batch_size=1),
+    )
+    pool.run(1, _train, cfg)
+    other = under(cfg, tmp_path / "mapped", **mapping)
+    pool.run(mapping["world_size"], _train, other)
+    assert records(cfg)[-1]["rl"]["dropped"] >= 1
+    assert records(cfg)[-1]["rl"]["kl"] > 1e-6
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
+        for key in ("kl", "entropy", "ratio_max"):
+            assert found["rl"][key] == pytest.approx(expected["rl"][key], rel=1e-8, abs=1e-12)
+        for key in ("reward", "dropped", "mixed_groups"):
+            assert found["rl"][key] == expected["rl"][key]
+
+
 @pytest.mark.parametrize(
     ("mapping", "sampling"),
     [
