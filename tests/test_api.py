@@ -197,6 +197,12 @@ def test_a_model_is_that_of_a_run():
         (lambda f: moefold.train_model(f / "none.toml"), "does not exist"),
         (lambda f: moefold.train_model(moefold.load_config(None), ["run.steps=1"]), "overrides apply to a recipe file"),
         (lambda f: moefold.train_model(moefold.load_config(None, ["parallel.mapping=auto"])), "result of load_recipe"),
+        (
+            lambda f: moefold.train_model(
+                moefold.load_config(None, ["data.kind=task", "rl.group_size=4"]), loss=lambda *_: None
+            ),
+            "^rl.group_size=4 has the loss that rl.objective names",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_message_in_terms_of_python(tmp_path, call, message):

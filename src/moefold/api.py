@@ -182,6 +182,11 @@ def train_model(
         RunError: the run failed, or a rank that was started did; the rank's message is on stderr.
     """
     loaded = _loaded(recipe, overrides)
+    if loss is not None and loaded.cfg.is_rl:
+        raise ConfigError(
+            f"rl.group_size={loaded.cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace "
+            "it; leave one of them out"
+        )
     rank_env = read_rank_env()
     setup = set_up_run(loaded, rank_env, data)
     if setup.is_finished:

@@ -13,14 +13,18 @@ from moefold.config.schema import Config
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.model.loss import SoftmaxOptions
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.parallel import select_ops
+from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
+from moefold.validate.exactness import inexact_settings
 from tests.inference.example import CPU, KINDS
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.ops.c_kernels import needs_compiler
+from tests.slow import slow
 
 pytestmark = [pytest.mark.parity, needs_compiler]
 
@@ -52,7 +56,7 @@ def recipe(model: str, dtype: str, **mapping: Any) -> Config:
         {
             "run": {"dtype": dtype, "seed": 5, "kernels": "c"},
             "model": SIZES | MODELS[model],
-            "train": {"seq_len": 100, "global_batch_size": 4, "micro_batch_size": 1},
+            "train": {"seq_len": 100, "global_batch_size": len(REQUESTS), "micro_batch_size": 1},
             "parallel": mapping,
             "data": {"kind": "synthetic"},
         }
@@ -67,15 +71,12 @@ class KeepLogProbs:
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
         self.kept: torch.Tensor | None = None
+        self.of_samples: dict[int, torch.Tensor] = {}
 
     def __call__(self, output, columns):
-        logits = output.logits() / self.temperature if self.temperature != 1 else None
-        if logits is None:
-            log_probs = output.log_probs(columns["labels"])
-        else:
-            vocab_parallel = output._head.vocab_parallel
-            log_probs = -vocab_parallel.cross_entropy(logits, columns["labels"], output._head.cross_entropy_ops)
+        log_probs = -output.token_losses(columns["labels"], SoftmaxOptions(self.temperature)).loss
         self.kept = log_probs
+        self.of_samples |= zip(columns["sample_ids"].tolist(), log_probs.detach(), strict=True)
         return log_probs.sum().unsqueeze(0)
 
 
@@ -146,10 +147,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
+SAMPLED = [(model, dtype, settings) for model in MODELS for dtype in ("float32", "bfloat16") for settings in SETTINGS]
+FAST_SAMPLED = [*[(model, "float32", "pieces") for model in MODELS], ("gpt-oss", "bfloat16", "whole prompts")]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "settings"), [*FAST_SAMPLED, *slow([case for case in SAMPLED if case not in FAST_SAMPLED])]
+)
 def test_every_log_probability_is_that_of_training(pool, model, dtype, settings):
+    cfg = recipe(model, dtype)
+    assert inexact_settings(replace(cfg, rollout=replace(cfg.rollout, cache="heads")), "cpu") == ()
     ((equal, largest, count),) = pool.run(1, compare, recipe(model, dtype), SETTINGS[settings])
     assert count == 240
     assert (equal, largest) == (1.0, 0.0)
@@ -163,10 +170,83 @@ def compare_packed(cfg: Config) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(alone, packed_log_probs(model, rows), strict=True)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["qwen3-moe", "latent", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("gpt-oss", "float32"),
+        ("latent", "float32"),
+        *slow([("qwen3-moe", "float32"), *((model, "bfloat16") for model in ("qwen3-moe", "latent", "gpt-oss"))]),
+    ],
+)
 def test_packed_documents_have_the_bits_of_each_by_itself(pool, model, dtype):
     assert pool.run(1, compare_packed, recipe(model, dtype)) == [[True] * 5]
+
+
+def sample_and_train(cfg: Config) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Log-probabilities of each request of this rank: sampled, and of a training step of the mapping on the last stage.
+
+    Both are of the sampled tokens.
+    """
+    model = build(cfg)
+    dp, num_ranks = model.groups.attn.dp.rank, model.groups.attn.dp.size
+    count = len(REQUESTS) // num_ranks
+    numbers = list(range(dp * count, (dp + 1) * count))
+    requests = [REQUESTS[number] for number in numbers]
+    completions = RolloutEngine(model, SETTINGS["pieces"], SAMPLING).generate(requests)
+    rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
+    loss = KeepLogProbs(SAMPLING.temperature)
+    model.train()
+    for stage in model.stages:
+        stage.loss = loss
+        stage.set_positions(model.positions)
+    tokens = torch.zeros(count, cfg.train.seq_len + 1, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    labels = tokens[:, 1:].contiguous()
+    columns = {"labels": labels, "weights": torch.ones(labels.shape), "sample_ids": torch.tensor(numbers)}
+    model.forward_backward(Batch(tokens[:, :-1].contiguous(), columns))
+    found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for number, row, completion in zip(numbers, rows, completions, strict=True):
+        trained = loss.of_samples.get(number)
+        part = None if trained is None else trained[len(row) - 1 - len(completion.tokens) : len(row) - 1].clone()
+        found[number] = torch.tensor(completion.log_probs), part
+    return found
+
+
+MAPPINGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "pp2": ({"world_size": 2, "pp": 2}, True),
+    "dp2": ({"world_size": 2}, True),
+    "dp2-ep2": ({"world_size": 2, "ep": 2}, True),
+    "dp2-ep2-pp2-zero3": ({"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, True),
+    "tp2-ep2": ({"world_size": 2, "tp": 2, "ep": 2}, False),
+    "tp2-etp2": ({"world_size": 2, "tp": 2, "etp": 2}, False),
+}
+"""Mappings, and whether they have the bits of one rank."""
+
+
+MAPPED = [(mapping, dtype) for mapping in MAPPINGS for dtype in ("float32", "bfloat16")]
+FAST_MAPPED = [("pp2", "bfloat16"), ("dp2-ep2", "float32"), ("tp2-etp2", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "dtype"), [*FAST_MAPPED, *slow([case for case in MAPPED if case not in FAST_MAPPED])]
+)
+def test_sampling_under_a_mapping_has_the_bits_of_training_under_it(pool, mapping, dtype):
+    axes, is_that_of_one_rank = MAPPINGS[mapping]
+    cfg = recipe("mixtral", dtype, **axes)
+    assert inexact_settings(cfg, "cpu") == ()
+    (alone,) = pool.run(1, sample_and_train, recipe("mixtral", dtype))
+    ranks = pool.run(axes["world_size"], sample_and_train, cfg)
+    trained = 0
+    for number in range(len(REQUESTS)):
+        for rank in ranks:
+            sampled, of_training = rank.get(number, (None, None))
+            if of_training is not None:
+                trained += 1
+                assert torch.equal(sampled, of_training)
+            if sampled is not None and is_that_of_one_rank:
+                assert torch.equal(sampled, alone[number][0])
+    assert trained >= len(REQUESTS)
 
 
 UNDONE = ["router", "head", "linears", "decode attention", "training attention"]

@@ -110,3 +110,13 @@ def test_smooth_leaves_a_straight_line_alone_and_steps_over_nan() -> None:
 def test_matplotlib_is_imported_only_to_draw() -> None:
     code = "import sys, moefold.metrics.plot; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_of_reinforcement_learning_shows_rewards(tmp_path):
+    rewards = [{"reward": step / 4, "eval_reward": 0.5 if step == 2 else None} for step in range(1, 4)]
+    write_metrics(tmp_path, [record(step, rl=rl) for step, rl in enumerate(rewards, 1)])
+    curves = read_curves(tmp_path)
+    assert curves.is_reward
+    assert curves.loss == [0.25, 0.5, 0.75]
+    assert (curves.eval_steps, curves.eval_loss) == ([2], [0.5])
+    assert plot_loss(tmp_path).stat().st_size > 0

@@ -1,5 +1,7 @@
 """Weights, advantages and packing of rollouts."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,3 +105,15 @@ def test_a_plateau_counts_evaluations_since_the_best():
         counts.append(state.num_since_best)
     assert counts == [0, 0, 1, 2, 0]
     assert state.best == 0.4
+
+
+@pytest.mark.parametrize("state", [3, {}, {"best": 1.0}, {"best": "x", "num_since_best": 0, "num_resets": 0}])
+def test_a_broken_state_of_a_checkpoint_is_refused(state):
+    with pytest.raises(TypeError):
+        Plateau.from_json(state)
+
+
+def test_the_state_of_a_checkpoint_is_restored():
+    state = Plateau(best=0.5, num_since_best=2, num_resets=1)
+    assert Plateau.from_json(asdict(state)) == state
+    assert Plateau.from_json(None) == Plateau()

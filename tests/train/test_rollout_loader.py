@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
@@ -31,6 +32,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_training_memory
+from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
 pytestmark = pytest.mark.parity
@@ -281,13 +283,27 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
     assert first["mismatch_max"] < 1e-12
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
+    cfg = recipe(tmp_path, 2, kl=0.1)
+    run = replace(cfg.run, dtype=dtype, kernels="c")
+    pool.run(1, _train, replace(cfg, run=run))
+    for record in records(cfg):
+        assert record["rl"]["mismatch_equal"] == 1
+        assert record["rl"]["ratio_max"] == 1
+    assert records(cfg)[0]["rl"]["kl"] == 0
+
+
 def test_the_reference_is_reset_on_a_plateau_and_saved(pool, tmp_path):
     cfg = recipe(tmp_path, 6, kl=0.1, reset_patience=1)
-    # No reward rises without a learning rate, but the policy moves in the first steps.
-    cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
+    # Two held-out prompts: the reward stays the same in some steps.
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-3))
     pool.run(1, _train, cfg)
     crashed = under(cfg, tmp_path / "crashed")
     pool.run(1, _train, crashed, 5)
     pool.run(1, _train, crashed)
     assert weights(cfg) == weights(crashed)
+    entries = read_metadata(Path(cfg.run.dir) / "checkpoints" / "step-000006").state_dict_metadata
+    assert any(name.startswith("reference.") for name in entries)
     assert [record["rl"]["kl"] for record in records(cfg)] == [record["rl"]["kl"] for record in records(crashed)]

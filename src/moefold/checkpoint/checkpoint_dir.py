@@ -18,6 +18,7 @@ from moefold.config.model import ModelConfig, layer_windows
 from moefold.config.schema import Config
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
+from moefold.rl.plateau import Plateau
 
 if TYPE_CHECKING:
     from moefold.comm.groups import World
@@ -296,6 +297,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
+    Plateau.from_json(meta.rl)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")

@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "ranks": "where the ranks of a recipe spend a step",
     "scaling": "tokens/s over tokens, step time over experts",
     "leastloaded": "least-loaded dispatch under skewed routing",
+    "rollout": "generation by the rollout engine against transformers",
     "plot": "plot a report of any of these commands",
 }
 MS_PER_S = 1e3

@@ -9,17 +9,21 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, planner_from_args, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
+from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.memory.budget import RESERVE_FRACTION
 from moefold.planner.query import result_as_dict
+from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
 
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe supplies the
-batch, the number of GPUs and its other settings wherever no option is given.
+batch, the number of GPUs and its other settings wherever no option is given. For a recipe of reinforcement learning,
+the fastest training mappings are paired with the best mapping for sampling on the same GPUs; decoding is not
+calibrated.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
 """
@@ -52,6 +56,7 @@ def run(argv: list[str]) -> int:
     check_output_paths(args)
     request = request_from_args(args)
     check_contents(request, args)
+    rollout_lengths(request.base_config, args)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 
@@ -72,10 +77,14 @@ def run(argv: list[str]) -> int:
             planner.top_plans(max(args.top or DEFAULT_TABLE_ROWS, DEFAULT_TABLE_ROWS))
         best = planner.best()
     write_outputs(planner, best, args, argv)
+    lengths = rollout_lengths(request.base_config, args)
+    rollouts = [] if lengths is None else plan_rollouts(planner, lengths)
     if args.json:
-        print(json.dumps(result_as_dict(planner, args.top)))
+        found = result_as_dict(planner, args.top)
+        print(json.dumps(found if lengths is None else found | {"rollouts": rollouts_as_dict(rollouts, lengths)}))
     else:
         from moefold.cli.plan_outputs import print_footer
+        from moefold.cli.plan_rollouts import print_rollouts
         from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
         from moefold.cli.screen import open_console
 
@@ -85,6 +94,8 @@ def run(argv: list[str]) -> int:
         print_ranking(console, shown, wide=args.wide)
         if args.breakdown:
             print_breakdown(console, shown)
+        if lengths is not None:
+            print_rollouts(console, rollouts, lengths)
         print_footer(console, planner, shown, args, argv, time.perf_counter() - started)
     return 0
 
@@ -93,6 +104,13 @@ def _check_output(args: argparse.Namespace) -> None:
     for option in ("wide", "breakdown"):
         if getattr(args, option) and args.json:
             raise ConfigError(f"--{option} has no effect on --json, which has every number; leave --{option} out")
+    is_other_answer = args.explain is not None or args.compare_folding is not None
+    for name in ("prompt", "new"):
+        if getattr(args, f"{name}_tokens") is not None and is_other_answer:
+            raise ConfigError(
+                f"--{name}-tokens has no effect on --explain and --compare-folding, which price no rollouts; leave it "
+                "out"
+            )
     if args.breakdown and args.explain is not None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 
@@ -135,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"rows of the table ({DEFAULT_TABLE_ROWS}), or mappings of --json (all folds, slower)",
     )
+    help_ = "mean prompt of reinforcement learning (default: the longest that fits into train.seq_len)"
+    add("--prompt-tokens", type=int, metavar="N", help=help_)
+    add("--new-tokens", type=int, metavar="N", help="mean completion (default: rollout.max_tokens)")
     add("--wide", action="store_true", help="all columns of the table")
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")

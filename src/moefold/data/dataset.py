@@ -55,8 +55,8 @@ NEEDS_PROGRAM = (
 
 
 NEEDS_RL = (
-    'data.kind="prompts" has no answers to train on; set rl.group_size above 0 for reinforcement learning, or choose '
-    'data.kind="sft"'
+    'data.kind="prompts" has no answers to train on: `moefold train` reads it, with rl.group_size above 0; choose '
+    'data.kind="synthetic" for other commands'
 )
 """Message where prompts are to be trained on as text."""
 

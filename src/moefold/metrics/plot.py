@@ -31,6 +31,7 @@ class Curves:
 
     steps: list[int]
     loss: list[float]
+    """Loss; the mean reward in reinforcement learning, and likewise `eval_loss`."""
     eval_steps: list[int]
     eval_loss: list[float]
     lr: list[float]
@@ -41,6 +42,8 @@ class Curves:
     """Mean expert load (max/mean) of the MoE layers; empty for a model without them."""
     tokens: int
     """Total trained tokens."""
+    is_reward: bool = False
+    """Whether the first panel shows rewards."""
 
 
 def plot_loss(run_dir: Path) -> Path:
@@ -88,12 +91,16 @@ def read_curves(run_dir: Path) -> Curves:
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds no metrics to plot ({METRICS_FILE}); train there for a step first"
         )
-    evaluations = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    is_reward = isinstance(records[-1].get("rl"), dict)
+    rows = [r.get("rl") or {} for r in records] if is_reward else records
+    train_key, eval_key = ("reward", "eval_reward") if is_reward else ("loss", "eval_loss")
+    values = [row.get(eval_key) for row in rows]
+    evaluations = [(r["step"], value) for r, value in zip(records, values, strict=True) if value is not None]
     loads = [[_number(load) for load in r.get("expert_load", ())] for r in records]
     has_experts = all(loads)
     return Curves(
         steps=[r["step"] for r in records],
-        loss=[_number(r.get("loss")) for r in records],
+        loss=[_number(row.get(train_key)) for row in rows],
         eval_steps=[step for step, _ in evaluations],
         eval_loss=[loss for _, loss in evaluations],
         lr=[_number(r.get("lr")) for r in records],
@@ -101,6 +108,7 @@ def read_curves(run_dir: Path) -> Curves:
         worst_load=[max(layers) for layers in loads] if has_experts else [],
         mean_load=[sum(layers) / len(layers) for layers in loads] if has_experts else [],
         tokens=records[-1].get("tokens") or 0,
+        is_reward=is_reward,
     )
 
 
@@ -126,19 +134,25 @@ def _number(value: Any) -> float:
 
 
 def _draw_loss(axes: "Axes", curves: Curves) -> None:
+    name = "reward" if curves.is_reward else "loss"
     if len(curves.steps) < _SMOOTH_FROM_STEPS:
-        label = f"training loss ({curves.loss[-1]:.3f})"
+        label = f"training {name} ({curves.loss[-1]:.3f})"
         axes.plot(curves.steps, curves.loss, color=_TRAIN, linewidth=1.8, marker="o", markersize=3.5, label=label)
     else:
         smoothed = smooth(curves.loss, max(3, len(curves.loss) // 60))
-        axes.plot(curves.steps, curves.loss, color=_TRAIN, linewidth=0.9, alpha=0.35, label="training loss")
+        axes.plot(curves.steps, curves.loss, color=_TRAIN, linewidth=0.9, alpha=0.35, label=f"training {name}")
         axes.plot(curves.steps, smoothed, color=_TRAIN, linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})")
     if curves.eval_steps:
-        label = f"held-out loss ({curves.eval_loss[-1]:.3f})"
+        label = f"held-out {name} ({curves.eval_loss[-1]:.3f})"
         line = axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, label=label, zorder=3)[0]
         line.set(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
-    axes.set_ylabel("loss, nats per token", color=_TEXT_COLOR)
-    axes.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=_TEXT_COLOR)
+    axes.set_ylabel("mean reward" if curves.is_reward else "loss, nats per token", color=_TEXT_COLOR)
+    axes.legend(
+        frameon=False,
+        loc="lower right" if curves.is_reward else "upper right",
+        fontsize=9,
+        labelcolor=_TEXT_COLOR,
+    )
 
 
 def _draw_balance(axes: "Axes", curves: Curves) -> None:

@@ -183,6 +183,18 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     )
 
 
+def uses_c_kernels(kernels: Kernels) -> bool:
+    """Return whether every part of a layer whose sums may depend on the number of tokens is computed in C."""
+    return (
+        kernels.attention is not None
+        and kernels.paged_attention is not None
+        and kernels.norm is not None
+        and kernels.linear_backend is not None
+        and kernels.gemm is not TORCH_GEMM
+        and kernels.expert_ops is not TORCH_EXPERT_OPS
+    )
+
+
 def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention | None, str]:
     """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
 

@@ -131,8 +131,23 @@ def next_commands(cfg: Config) -> list[str]:
     steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
+    if cfg.data.kind in ("task", "prompts"):
+        return [f"next: {_rollout_command(cfg)}", f"or train on: the same command with run.steps={2 * steps}"]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
+
+
+def _rollout_command(cfg: Config) -> str:
+    """Return the command that samples and scores completions of a run's prompts."""
+    data = cfg.data
+    if data.kind == "task":
+        prompts = f"--task {data.task} --task-size {data.task_size} --held-out"
+    else:
+        paths = (data.path,) if isinstance(data.path, str) else data.path
+        prompts = " ".join(f"--prompts {shlex.quote(path)}" for path in paths)
+        prompts += f" --reward {shlex.quote(cfg.reward.use)}"
+    limit = f" --max-tokens {cfg.rollout.max_tokens}" if cfg.is_rl else ""
+    return f"moefold rollout {shlex.quote(cfg.run.dir)} {prompts}{limit} --out scored.jsonl"
 
 
 def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
@@ -27,6 +28,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import (
@@ -42,6 +44,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
 from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
+from moefold.validate.exactness import inexact_settings
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling on held-out prompts."""
@@ -128,8 +131,9 @@ class RolloutLoader(DataLoader):
             ConfigError: as `open_prompts`.
         """
         cfg = self._cfg
+        self.message = exactness_message(cfg, self._groups.device)
         if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
-            self.message = f"the prompts restart at the first: {change}"
+            self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
             self._initial_fingerprints = meta.data_files
         self.reference = None
@@ -151,7 +155,7 @@ class RolloutLoader(DataLoader):
             ConfigError: the weights of the reference model cannot be read.
         """
         self._pending = []
-        self._plateau = Plateau(**meta.rl) if isinstance(meta.rl, dict) else Plateau()
+        self._plateau = Plateau.from_json(meta.rl)
         if self._reference is None:
             return
         if self._plateau.num_resets:
@@ -292,6 +296,15 @@ class RolloutLoader(DataLoader):
             reference = self._reference.log_probs(batch)
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
         return batch
+
+
+def exactness_message(cfg: Config, device: torch.device) -> str:
+    """Return a log message that names the settings under which sampling differs from training by rounding."""
+    has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
+    inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+    if not inexact:
+        return "rollouts have the bits of training: the ratio of policy to sampler is 1"
+    return f"rollouts differ from training by rounding: {'; '.join(inexact)}"
 
 
 def policy_loss(cfg: Config) -> PolicyGradientLoss:

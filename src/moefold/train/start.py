@@ -5,7 +5,7 @@
 """
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,11 +93,16 @@ def check_initial_weights(cfg: Config) -> None:
         ConfigError: they cannot be used.
     """
     initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
+    if cfg.rl.reference != "start":
+        initial_weights["rl.reference"] = cfg.rl.reference
     for key, path in initial_weights.items():
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason
 
-            if reason := init_from_unsupported_reason(cfg, Path(path)):
+            # Reference weights are never upcycled.
+            upcycle_from = "" if key == "rl.reference" else cfg.model.upcycle_from
+            model = replace(cfg.model, upcycle_from=upcycle_from)
+            if reason := init_from_unsupported_reason(replace(cfg, model=model), Path(path)):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -16,8 +16,9 @@ MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median: 1 / Phi^-1(3/4)."""
 MIN_RELATIVE_SPREAD = 0.01
 """Lower bound of the spread relative to the median, as equal values have no spread."""
-SPIKE_METRICS = ("loss", "gradient norm")
-"""The metrics that are checked for spikes."""
+GRAD_NORM = "gradient norm"
+SPIKE_METRICS = ("loss", GRAD_NORM)
+"""The metrics that are checked for spikes; the policy-gradient loss is near 0 and has no typical value."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class StepGuard:
     `state` has everything that a resumed run needs for the same decisions.
     """
 
-    def __init__(self, cfg: FaultsConfig) -> None:
+    def __init__(self, cfg: FaultsConfig, spike_metrics: Sequence[str] = SPIKE_METRICS) -> None:
         self._cfg = cfg
+        self._spike_metrics = spike_metrics
         self._recent_values = {name: deque[float](maxlen=cfg.spike_window) for name in SPIKE_METRICS}
         self._consecutive_skips = 0
         self._rollbacks = 0
@@ -122,7 +124,7 @@ class StepGuard:
             return StepDecision(cfg.nonfinite, "nonfinite", " and ".join(wrong))
         if cfg.spike == "ignore":
             return StepDecision("update")
-        high = [spike for name in SPIKE_METRICS if (spike := self._describe_spike(name, metrics[name]))]
+        high = [spike for name in self._spike_metrics if (spike := self._describe_spike(name, metrics[name]))]
         return StepDecision(cfg.spike, "spike", " and ".join(high)) if high else StepDecision("update")
 
     def _describe_spike(self, name: str, value: float) -> str:

@@ -29,7 +29,7 @@ from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
-from moefold.train.step_guard import StepDecision, StepGuard
+from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
 STOP_POLL_EVERY = 8
@@ -135,7 +135,7 @@ class TrainingStep:
         self.buffers = model.named_buffers
         self.optimizer = _make_optimizer(model, cfg)
         self.moment_updates = 0
-        self.guard = StepGuard(cfg.faults)
+        self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None

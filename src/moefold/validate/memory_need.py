@@ -74,6 +74,9 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
         device_type: "cpu" or "cuda".
     """
     needed = _step_memory(cfg, device_type)
+    if cfg.is_rl and cfg.rl.kl:
+        # The reference model has the weights of training, under its mapping, and no gradients.
+        needed = tuple(parts + BytesByPart({"reference weights": parts["weights"]}) for parts in needed)
     if not has_rollout_mapping(cfg):
         return needed
     view = WeightSharding.from_config(cfg, for_training=True).layout.attention

@@ -68,7 +68,7 @@ class NewToken:
 class EngineSettings:
     """Limits of the rollout engine on one rank. They change speed and memory, never a completion."""
 
-    slots: int = 64
+    slots: int = 256
     """Most samples that are decoded at once."""
     pass_tokens: int = 2048
     """Most tokens of one forward pass, of prompts and of samples together; at least `slots`."""

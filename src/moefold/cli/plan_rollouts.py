@@ -1,0 +1,68 @@
+"""Mappings for sampling in `moefold plan`: options and table of reinforcement learning. Torch-free."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from moefold.cli.screen import Column, print_columns
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.planner.mapping import format_compact_degrees, format_seconds
+from moefold.planner.rollout import RolloutLengths, RolloutPlan, default_lengths
+
+GIB = 2**30
+
+
+def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | None:
+    """Return the lengths to plan for; None if the recipe is not one of reinforcement learning.
+
+    Raises:
+        ConfigError: an option is out of its range, or has no effect.
+    """
+    given = {"prompt": args.prompt_tokens, "new": args.new_tokens}
+    for name, value in given.items():
+        if value is not None and not cfg.is_rl:
+            raise ConfigError(
+                f"--{name}-tokens {value} has no effect: MODEL is no recipe with rl.group_size above 0; leave it out"
+            )
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}-tokens {value} must be at least 1")
+    if not cfg.is_rl:
+        return None
+    default = default_lengths(cfg)
+    return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
+
+
+def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: RolloutLengths) -> None:
+    """Print a row for each pair of a training mapping and a mapping for sampling."""
+    console.print()
+    console.print(
+        f"reinforcement learning, prompts of {lengths.prompt} and completions of {lengths.new} tokens: training and "
+        "sampling on the same GPUs (decoding is not calibrated)",
+        style="bold",
+    )
+    columns = [
+        Column(name="training", cells=[format_compact_degrees(plan.training.mapping) for plan in plans], wraps=True),
+        Column(name="sampling", cells=[_sampling(plan) for plan in plans], wraps=True),
+    ]
+    parts = {
+        "step, s": [plan.total_s for plan in plans],
+        "train": [plan.train_s for plan in plans],
+        "prefill": [plan.prefill_s for plan in plans],
+        "decode": [plan.decode_s for plan in plans],
+        "copy": [plan.reshard_s for plan in plans],
+    }
+    columns += [
+        Column(name=name, cells=[format_seconds(seconds) for seconds in times], justify="right")
+        for name, times in parts.items()
+    ]
+    gib = [f"{plan.memory_bytes / GIB:.1f}{'' if plan.fits else ' (too much)'}" for plan in plans]
+    columns.append(Column(name="GiB", cells=gib, justify="right"))
+    print_columns(console, columns)
+
+
+def _sampling(plan: RolloutPlan) -> str:
+    degrees = plan.degrees
+    text = f"tp{degrees.tp} pp{degrees.pp} ep{degrees.ep} etp{degrees.etp} dp{degrees.dp}"
+    return f"{text}, in place" if plan.is_in_place else text

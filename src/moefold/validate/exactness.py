@@ -1,0 +1,106 @@
+"""Settings that make sampling differ by bits from the forward pass of training; see docs/exact-sampling.md.
+
+Without such a setting, the log-probability that the rollout engine gives a sampled token is the one that the next
+training step computes from the same weights, bit by bit: the ratio of policy to sampler is 1.
+"""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.topology.schedules import SCHEDULES
+
+MAX_EXACT_SEQ_LEN = 4096
+"""Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
+MAX_EXACT_HEAD_DIM = 256
+"""Widest head of the C kernel, as `MAX_HEAD_DIM` of ops/cpu/attention.py."""
+MAX_COMMUTING_RANKS = 2
+"""Ranks whose partial sums are the same in any order: an all-reduce of more adds them in an order that depends on the
+number of tokens."""
+
+
+def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = True) -> tuple[str, ...]:
+    """Return one line for each setting that makes sampling differ by bits from training; none: sampling is exact.
+
+    Args:
+        cfg: a checked recipe, without "auto" values of the mapping.
+        device_type: "cpu" or "cuda".
+        has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
+            machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
+    """
+    return (*_kernels(cfg, device_type, has_c_kernels), *_mapping(cfg), *_model(cfg), *_routing(cfg))
+
+
+def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str]:
+    run = cfg.run
+    if device_type != "cpu":
+        yield f"run.device={device_type!r}: sums depend on the number of tokens; only the C kernels of a CPU are exact"
+        return
+    if run.dtype == "float64":
+        yield "run.dtype='float64': computed by torch, whose sums depend on the number of tokens; choose float32"
+    elif run.kernels not in ("auto", "c"):
+        yield f"run.kernels={run.kernels!r}: sums depend on the number of tokens; choose 'c'"
+    elif not has_c_kernels:
+        yield f"run.kernels={run.kernels!r}: not all parts are computed in C on this machine; choose 'c'"
+    if run.compile != "none":
+        yield f"run.compile={run.compile!r}: compiled parts differ with the number of tokens; set 'none'"
+    if cfg.train.precision != "dtype":
+        yield f"train.precision={cfg.train.precision!r}: scales are shared by blocks of tokens; set 'dtype'"
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    is_single_chunk = not 0 < cfg.loss_chunk_tokens(device_type) < tokens
+    if cfg.parallel.pp > 1 and SCHEDULES[cfg.parallel.schedule].splits_backward and is_single_chunk:
+        yield (
+            f"parallel.schedule={cfg.parallel.schedule!r}: delays the head's weight gradient, and takes another path "
+            f"through the loss; choose '1f1b', or train.loss_chunk below {tokens}"
+        )
+
+
+def _mapping(cfg: Config) -> Iterator[str]:
+    p = cfg.parallel
+    for axis in ("tp", "etp"):
+        degree = getattr(p, axis)
+        if degree > MAX_COMMUTING_RANKS:
+            yield f"parallel.{axis}={degree}: sums of more than two ranks depend on the number of tokens; set 2 or 1"
+        sampling = getattr(cfg.rollout, axis)
+        if cfg.is_rl and sampling and sampling != degree:
+            yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
+    if p.cp > 1:
+        yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
+    if p.ep * p.etp > 1 and p.dispatcher not in ("auto", "alltoall"):
+        yield (
+            f"parallel.dispatcher={p.dispatcher!r}: sums the outputs of a token's experts otherwise than the "
+            "all-to-all, with which sampling runs; choose 'alltoall'"
+        )
+    if cfg.moe.dispatch_precision != "dtype":
+        yield f"moe.dispatch_precision={cfg.moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    is_latent = model.attention == "mla"
+    if is_latent and cfg.rollout.cache != "heads":
+        yield (
+            "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
+            "choose 'heads'"
+        )
+    head_dim = max(model.head_size, model.v_head_dim) if is_latent else model.head_size
+    if head_dim > MAX_EXACT_HEAD_DIM:
+        yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
+    if cfg.train.seq_len > MAX_EXACT_SEQ_LEN:
+        yield (
+            f"train.seq_len={cfg.train.seq_len}: training attends with the C kernel to samples of at most "
+            f"{MAX_EXACT_SEQ_LEN} tokens"
+        )
+
+
+def _routing(cfg: Config) -> Iterator[str]:
+    moe = cfg.moe
+    if moe.capacity_factor > 0:
+        yield f"moe.capacity_factor={moe.capacity_factor}: tokens are dropped in training; set 0.0"
+    if moe.choice != "topk":
+        yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
+    if moe.input_jitter > 0:
+        yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
+    if moe.replay:
+        yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"
+    if moe.router_dtype == "float64" and cfg.run.dtype != "float64":
+        yield "moe.router_dtype='float64': computed by torch, whose sums depend on the number of tokens; set 'float32'"
