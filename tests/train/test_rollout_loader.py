@@ -150,7 +150,7 @@ def reward(prompts, completions, completion_ids, **columns):
         ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
         *slow(
             [
-                ({"world_size": 4, "pp": 2, ""cp": 2}, "constant"),
+                ({"world_size": 4, "pp": 2, "cp": 2}, "constant"),
                 ({"world_size": 4, "cp": 2, "tp": 2, "zero": 3}, "token"),
             ]
         ),
