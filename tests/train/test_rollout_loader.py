@@ -295,6 +295,40 @@ def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     assert records(cfg)[0]["rl"]["kl"] == 0
 
 
+def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
+    """rl.reference="start" and checkpoint.init_from names a run, which goes on meanwhile."""
+    start = under(recipe(tmp_path, 4), tmp_path / "start")
+    pool.run(1, _train, start)
+    newer = tmp_path / "start/checkpoints/step-000004"
+    newer.rename(tmp_path / "newer")
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=1, init_from=start.run.dir))
+    pool.run(1, _train, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, _train, crashed, 2)
+    (tmp_path / "newer").rename(newer)
+    pool.run(1, _train, crashed)
+    assert weights(cfg) == weights(crashed)
+    # Another recipe has another reference.
+    other = replace(crashed, rl=replace(cfg.rl, reference=str(newer)), run=replace(crashed.run, steps=4))
+    pool.run(1, _train, other)
+    assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
+
+
+def test_trained_weights_without_a_reference_are_refused(pool, tmp_path):
+    start = under(recipe(tmp_path, 2), tmp_path / "start")
+    start = replace(start, rl=RLConfig(), reward=RewardConfig(), data=DataConfig(kind="synthetic"))
+    pool.run(1, _train, start)
+    checkpoint = tmp_path / "start/checkpoints/step-000002"
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, resume=str(checkpoint)))
+    with pytest.raises(Exception, match=f"{checkpoint}.* of a run without reinforcement learning.*init_from"):
+        pool.run(1, _train, cfg)
+    cfg = replace(cfg, rl=replace(cfg.rl, reference=str(checkpoint)))
+    pool.run(1, _train, cfg)
+    assert records(cfg)[0]["rl"]["kl"] == 0
+
+
 def test_the_reference_is_reset_on_a_plateau_and_saved(pool, tmp_path):
     cfg = recipe(tmp_path, 6, kl=0.1, reset_patience=1)
     # Two held-out prompts: the reward stays the same in some steps.
