@@ -24,11 +24,14 @@ from moefold.config.schema import (
 )
 from moefold.cost.rollout_memory import rollout_weight_bytes
 from moefold.errors import ConfigError
+from moefold.inference.settings import kv_cache_bytes
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
 from moefold.train.signals import StopSignals
+from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_training_memory
@@ -235,6 +238,34 @@ def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
         sum(counted[:2]) // 2,
         sum(counted[2:]) // 2,
     ]
+
+
+def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
+    """Of two heads, a rank of tp=2 caches one."""
+    cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
+    page_gib = kv_cache_bytes(cfg, 64, 1) / 2**30
+    cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))
+    check_rollout_cache(cfg)
+    with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page"):
+        check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)))
+
+
+def _reference_bytes(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    reference = ReferenceModel(cfg, groups)
+    return sum(local_tensor(tensor).nbytes for tensor in reference.entries().values())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_memory_of_the_reference_is_counted(pool, tmp_path, zero):
+    cfg = under(recipe(tmp_path, kl=0.1), tmp_path, world_size=4, pp=2, ep=2, zero=zero)
+    cfg = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
+    counted = pool.run(4, _reference_bytes, cfg)
+    needed = min_training_memory(cfg, "cpu")
+    # RoPE's cosines and sines are counted, and in no checkpoint.
+    for stage in (0, 1):
+        (rest,) = {needed[stage]["reference weights"] - size for size in counted[2 * stage : 2 * stage + 2]}
+        assert 0 <= rest <= needed[stage]["buffers"]
 
 
 @pytest.mark.parametrize(

@@ -232,8 +232,8 @@ class RolloutLoader(DataLoader):
         assert self._statistics is not None
         return self._statistics.metrics(self.round)
 
-    def evaluate_reward(self) -> float:
-        """Return the mean reward of greedy completions of held-out prompts; collective.
+    def evaluate_reward(self) -> float | None:
+        """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.
 
         Raises:
             RunError: a reward function failed.
@@ -244,7 +244,7 @@ class RolloutLoader(DataLoader):
         self._sampler.update()
         found = self._collect(self._prompts.validation, indices, 1, GREEDY)
         scores = np.concatenate([group.scores for group in found.groups])
-        return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+        return float(np.nanmean(scores)) if not np.isnan(scores).all() else None
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without what ended it."""
