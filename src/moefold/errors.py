@@ -57,18 +57,19 @@ TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
 
 @contextmanager
 def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
-    """Reword ConfigErrors raised inside: replace recipe keys by the command's options.
+    """Reword errors raised inside: replace recipe keys by the command's options.
 
     Args:
         replacements: pairs of a regular expression and its replacement.
 
     Raises:
         ConfigError: the original error, reworded.
+        RunError: likewise.
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         text = str(error)
         for pattern, replacement in replacements:
             text = re.sub(pattern, replacement, text)
-        raise ConfigError(text) from error
+        raise type(error)(text) from error

@@ -45,8 +45,12 @@ from moefold.inference.text import (
 )
 from moefold.launch.fitting import check_inference, choose_checked_device
 
-CACHE_OPTION = ((r"cache_gib=", "--cache-gib "), ("a larger cache_gib", "a larger --cache-gib"))
-"""Rewords errors about the cache for the command line."""
+ENGINE_OPTIONS = (
+    (r"cache_gib=", "--cache-gib "),
+    ("a larger cache_gib", "a larger --cache-gib"),
+    (r"\bslots=", "--slots "),
+)
+"""Rewords errors about the settings of the rollout engine for the command line."""
 MAX_GENERATED_AT_ONCE = 64
 """Prompts that a data-parallel rank continues at once."""
 MAX_DEFAULT_SEQ_LEN = 2048
@@ -268,7 +272,7 @@ def prepare_generation(
         for i, prompt in enumerate(ids)
     )
     settings = EngineSettings(slots=MAX_GENERATED_AT_ONCE, cache_gib=options.cache_gib)
-    with reworded_errors(*CACHE_OPTION):
+    with reworded_errors(*ENGINE_OPTIONS):
         settings.check()
         num_bytes = _cache_bytes(cfg, requests, settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"

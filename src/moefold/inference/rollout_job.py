@@ -16,6 +16,7 @@ from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.jobs import ENGINE_OPTIONS
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config, kv_cache_bytes
 from moefold.inference.source import ModelSource, find_source
@@ -28,6 +29,7 @@ ROLLOUT_WORDS = (
     (r"data\.path=", "--prompts "),
     (r"data\.task_size", "--task-size"),
     (r"data\.task=", "--task "),
+    (r", or set reward\.on_error='drop'", ""),
 )
 """Rewords errors about recipe keys for the command line."""
 
@@ -118,13 +120,14 @@ def prepare_rollouts(
     settings = EngineSettings(
         slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
     )
-    settings.check()
     one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
-    num_pages = pages_needed([one] * min(request.slots, num_prompts * request.samples), settings)
-    max_pages = cache_pages(cfg, settings)
-    if max_pages is not None:
-        check_requests([one], max_pages)
-        num_pages = min(num_pages, max_pages)
+    with reworded_errors(*ENGINE_OPTIONS):
+        settings.check()
+        num_pages = pages_needed([one] * min(request.slots, num_prompts * request.samples), settings)
+        max_pages = cache_pages(cfg, settings)
+        if max_pages is not None:
+            check_requests([one], max_pages)
+            num_pages = min(num_pages, max_pages)
     cache = {f"the cache of {request.slots} rollouts": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=cache, suggestion=GENERATE_OOM_HINT)
     with reworded_errors(*DEVICE_OPTION):

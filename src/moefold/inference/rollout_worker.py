@@ -7,10 +7,11 @@ from typing import TextIO
 
 import numpy as np
 
+from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.load import load_model
-from moefold.inference.rollout_job import RolloutJob, open_rollout_prompts
+from moefold.inference.rollout_job import ROLLOUT_WORDS, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
 from moefold.inference.settings import GENERATE_OOM_HINT, explain_oom
 from moefold.inference.text import open_tokenizer
@@ -29,6 +30,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
         explain_oom(GENERATE_OOM_HINT),
+        reworded_errors(*ROLLOUT_WORDS),
     ):
         request = job.request
         tokenizer = open_tokenizer(job.source, request.tokenizer)

@@ -12,7 +12,7 @@ from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.jobs import CACHE_OPTION
+from moefold.inference.jobs import ENGINE_OPTIONS
 from moefold.inference.settings import InferenceRequest, inference_config, kv_cache_bytes
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
@@ -104,7 +104,7 @@ def prepare_server(
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         open_tokenizer(source, options.tokenizer)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
-    with reworded_errors(*CACHE_OPTION, (r"slots=", "--slots ")):
+    with reworded_errors(*ENGINE_OPTIONS):
         settings.check()
         num_pages = cache_pages(cfg, settings)
     assert num_pages is not None

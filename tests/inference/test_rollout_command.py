@@ -1,0 +1,81 @@
+"""`moefold rollout`: what is wrong is one message in the words of the command line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from tests.inference.example import recipe, write_checkpoint
+
+REWARD = """
+def length(prompts, completions, **columns):
+    return [len(completion) for completion in completions]
+
+def fails(prompts, completions, **columns):
+    if any(completions):
+        raise ValueError("boom")
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def byte_model(pool, tmp_path_factory) -> Path:
+    """The run folder of a small Mixtral over bytes."""
+    run_dir = tmp_path_factory.mktemp("rollout") / "run"
+    cfg = recipe("mixtral", run_dir)
+    pool.run(1, write_checkpoint, replace(cfg, model=replace(cfg.model, vocab_size=258)))
+    return run_dir
+
+
+@pytest.fixture
+def rollout(byte_model, tmp_path, capsys):
+    """Runs the command in a folder with prompts and rewards; returns (exit status, stdout, stderr)."""
+    Path(tmp_path, "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n', encoding="utf-8")
+    Path(tmp_path, "reward.py").write_text(REWARD, encoding="utf-8")
+
+    def run(*words: str, reward: str = "length") -> tuple[int, str, str]:
+        command = ["rollout", str(byte_model), "--prompts", str(tmp_path / "prompts.jsonl")]
+        command += ["--reward", f"{tmp_path / 'reward.py'}:{reward}", "--out", str(tmp_path / "out.jsonl")]
+        command += ["--max-tokens", "4", "--samples", "3", "--tokenizer", "bytes", "--device", "cpu", *words]
+        status = main(command)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
+    status, out, _ = rollout()
+    assert status == 0
+    records = [json.loads(line) for line in Path(tmp_path, "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(r["prompt"], r["sample_number"]) for r in records] == [(p, i) for p in ("a", "bc") for i in range(3)]
+    assert all(r["reward"] == len(r["completion"]) for r in records)
+    summary = json.loads(out)
+    assert (summary["prompts"], summary["rollouts"]) == (2, 6)
+    assert summary["tokens"] == sum(r["tokens"] for r in records)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cache-gib", "1e-9"], "--cache-gib 1e-09 is smaller than one page"),
+        (["--cache-gib", "-1"], "--cache-gib -1 must be at least 0"),
+        (["--cache-gib", "0.0004", "--max-tokens", "4000"], "set a larger --cache-gib, or fewer new tokens"),
+        (["--slots", "0"], "--slots 0 must be at least 1"),
+        (["--count", "3"], "--count 3 must be at most the number of prompts, 2"),
+        (["--temperature", "0"], "--temperature 0 makes all --samples 3 of a prompt equal"),
+    ],
+)
+def test_wrong_options_are_one_message(rollout, words, message):
+    status, out, err = rollout(*words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_reward_that_fails_is_named_without_a_key_that_the_command_lacks(rollout):
+    status, _, err = rollout(reward="fails")
+    assert status == 1
+    assert "the reward function raised ValueError: boom, for the prompt 'a'" in err
+    assert "reward.on_error" not in err
