@@ -59,7 +59,7 @@ def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> tor
             logits = torch.zeros(2, model.cfg.model.vocab_size, dtype=dtype)
             found.append(logits if shard is None else model.stage.head.vocab_parallel.gather(shard))
             done += size
-    return torch.stack([model.broadcast_from_last_stage(logits) for logits in found])
+    return torch.stack([model.chain.broadcast_from_last_stage(logits) for logits in found])
 
 
 def run_without_cache(path: Path) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from moefold.comm.collectives import broadcast, gather_to_first
+from moefold.comm.collectives import gather_to_first
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
@@ -59,19 +59,3 @@ class InferenceModel:
     def gather_to_first(self, x: Tensor) -> Tensor | None:
         """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
         return gather_to_first(x, self.groups.attn.stage)
-
-    def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
-        """Broadcast a tensor from tp rank 0 of the last stage to every rank; collective. Not with dp or cp.
-
-        Args:
-            x: the tensor to send; elsewhere a tensor of the same shape and dtype.
-        """
-        groups = self.groups
-        view = groups.layout.attention
-        world = groups.world
-        source = next(
-            member
-            for member, rank in enumerate(world.ranks)
-            if view.coordinate(rank, "pp") == groups.pp.size - 1 and view.coordinate(rank, "tp") == 0
-        )
-        return broadcast(x, world, source)
