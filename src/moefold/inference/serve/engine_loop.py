@@ -37,7 +37,7 @@ class _Stop:
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Of an unfinished sample."""
+    """Only for an unfinished sample."""
 
     dp_rank: int
     deliver: Deliver
