@@ -37,7 +37,7 @@ class _Stop:
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Only for an unfinished sample."""
+    """Receiver of the tokens of an unfinished sample."""
 
     dp_rank: int
     deliver: Deliver
