@@ -107,13 +107,16 @@ def test_a_plateau_counts_evaluations_since_the_best():
     assert state.best == 0.4
 
 
-@pytest.mark.parametrize("state", [3, {}, {"best": 1.0}, {"best": "x", "num_since_best": 0, "num_resets": 0}])
+@pytest.mark.parametrize(
+    "state",
+    [3, {}, {"best": 1.0}, asdict(Plateau()) | {"best": "x"}, asdict(Plateau()) | {"reference": 3}],
+)
 def test_a_broken_state_of_a_checkpoint_is_refused(state):
     with pytest.raises(TypeError):
         Plateau.from_json(state)
 
 
 def test_the_state_of_a_checkpoint_is_restored():
-    state = Plateau(best=0.5, num_since_best=2, num_resets=1)
+    state = Plateau(best=0.5, num_since_best=2, num_resets=1, reference="runs/a", reference_folder="runs/a/1")
     assert Plateau.from_json(asdict(state)) == state
     assert Plateau.from_json(None) == Plateau()

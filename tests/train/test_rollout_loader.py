@@ -1,6 +1,7 @@
 """Reinforcement learning on forked ranks: rewards rise, mappings agree, and a resumed run repeats no step."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from moefold.config.schema import (
 )
 from moefold.cost.rollout_memory import rollout_weight_bytes
 from moefold.errors import ConfigError
+from moefold.inference.settings import kv_cache_bytes
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
 from moefold.train.signals import StopSignals
+from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_training_memory
@@ -114,10 +118,10 @@ def test_rewards_rise(pool, tmp_path):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 2, "ep": 2},
         {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
         {"world_size": 2, "pp": 2},
-        {"world_size": 2, "cp": 2},
+        pytest.param({"world_size": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"world_size": 2, "cp": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
@@ -133,6 +137,53 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
             assert found["rl"][key] == expected["rl"][key]
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
+
+
+DROPPING_REWARD = """
+def reward(prompts, completions, completion_ids, **columns):
+    if prompts[0] == "p" * 9 + ":":
+        raise ValueError("no reward for this prompt")
+    return [None if ids[0] % 3 == 0 else sum(token < 64 for token in ids) / 8 for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize(
+    ("mapping", "loss_mean"),
+    [
+        ({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, "token"),
+        ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
+        *slow(
+            [
+                ({"world_size": 4, "pp": 2, "cp": 2}, "constant"),
+                ({"world_size": 4, "cp": 2, "tp": 2, "zero": 3}, "token"),
+            ]
+        ),
+    ],
+)
+def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(pool, tmp_path, mapping, loss_mean):
+    """Some rollouts and a whole group have no reward, prompts differ in length, and the KL penalty has a gradient."""
+    cfg = recipe(tmp_path, 3, kl=0.3, loss_mean=loss_mean)
+    (tmp_path / "reward.py").write_text(DROPPING_REWARD)
+    rows = ({"prompt": "p" * (1 + i % 10) + ":"} for i in range(20))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = replace(
+        cfg,
+        data=replace(cfg.data, validation_fraction=0.0, shuffle=False),
+        reward=replace(cfg.reward, on_error="drop"),
+        train=replace(cfg.train, micro_batch_size=1),
+    )
+    pool.run(1, _train, cfg)
+    other = under(cfg, tmp_path / "mapped", **mapping)
+    pool.run(mapping["world_size"], _train, other)
+    assert records(cfg)[-1]["rl"]["dropped"] >= 1
+    assert records(cfg)[-1]["rl"]["kl"] > 1e-6
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
+        for key in ("kl", "entropy", "ratio_max"):
+            assert found["rl"][key] == pytest.approx(expected["rl"][key], rel=1e-8, abs=1e-12)
+        for key in ("reward", "dropped", "mixed_groups"):
+            assert found["rl"][key] == expected["rl"][key]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +216,18 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
     assert texts[0] == texts[1]
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype):
+    """Pipeline, data and expert parallelism change no sum: copied weights give the log-probabilities of training."""
+    cfg = under(recipe(tmp_path, 2), tmp_path / "mapped", world_size=2, ep=2, zero=3)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, ep=1, pp=2))
+    pool.run(2, _train, cfg)
+    for record in records(cfg):
+        assert record["rl"]["mismatch_equal"] == 1
+        assert record["rl"]["reshard_s"] > 0
+
+
 def _unshared_bytes(cfg: Config) -> int:
     """Bytes of the weights of the model that samples, of those that training has not."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -176,7 +239,7 @@ def _unshared_bytes(cfg: Config) -> int:
     return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
     cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
@@ -188,6 +251,34 @@ def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
         sum(counted[:2]) // 2,
         sum(counted[2:]) // 2,
     ]
+
+
+def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
+    """Of two heads, a rank of tp=2 caches one."""
+    cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
+    page_gib = kv_cache_bytes(cfg, 64, 1) / 2**30
+    cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))
+    check_rollout_cache(cfg)
+    with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page"):
+        check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)))
+
+
+def _reference_bytes(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    reference = ReferenceModel(cfg, groups)
+    return sum(local_tensor(tensor).nbytes for tensor in reference.entries().values())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_memory_of_the_reference_is_counted(pool, tmp_path, zero):
+    cfg = under(recipe(tmp_path, kl=0.1), tmp_path, world_size=4, pp=2, ep=2, zero=zero)
+    cfg = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
+    counted = pool.run(4, _reference_bytes, cfg)
+    needed = min_training_memory(cfg, "cpu")
+    # RoPE's cosines and sines are counted, and in no checkpoint.
+    for stage in (0, 1):
+        (rest,) = {needed[stage]["reference weights"] - size for size in counted[2 * stage : 2 * stage + 2]}
+        assert 0 <= rest <= needed[stage]["buffers"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +297,7 @@ def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
     pool.run(1, _train, cfg)
@@ -218,6 +309,25 @@ def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     assert whole == repaired
     assert weights(cfg) == weights(crashed)
     assert weights(cfg)
+
+
+class Stop(Callback):
+    """Requests a stop before the first step."""
+
+    def on_start(self, run: TrainingContext) -> None:
+        run.stop.request(signal.SIGTERM)
+
+
+def _train_and_stop(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups, callbacks=[Stop()]).run(StopSignals())
+
+
+def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
+    cfg = recipe(tmp_path, 4, updates=2, objective="cispo")
+    assert pool.run(1, _train_and_stop, cfg) == [128 + signal.SIGTERM]
+    assert [record["step"] for record in records(cfg)] == [1, 2]
+    assert [path.name for path in (Path(cfg.run.dir) / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def weights(cfg: Config) -> dict[str, bytes]:
@@ -237,7 +347,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     cfg = recipe(tmp_path, 2, kl=0.1)
     run = replace(cfg.run, dtype=dtype, kernels="c")
@@ -245,6 +355,40 @@ def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     for record in records(cfg):
         assert record["rl"]["mismatch_equal"] == 1
         assert record["rl"]["ratio_max"] == 1
+    assert records(cfg)[0]["rl"]["kl"] == 0
+
+
+def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
+    """rl.reference="start" and checkpoint.init_from names a run, which goes on meanwhile."""
+    start = under(recipe(tmp_path, 4), tmp_path / "start")
+    pool.run(1, _train, start)
+    newer = tmp_path / "start/checkpoints/step-000004"
+    newer.rename(tmp_path / "newer")
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=1, init_from=start.run.dir))
+    pool.run(1, _train, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, _train, crashed, 2)
+    (tmp_path / "newer").rename(newer)
+    pool.run(1, _train, crashed)
+    assert weights(cfg) == weights(crashed)
+    # Another recipe has another reference.
+    other = replace(crashed, rl=replace(cfg.rl, reference=str(newer)), run=replace(crashed.run, steps=4))
+    pool.run(1, _train, other)
+    assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
+
+
+def test_trained_weights_without_a_reference_are_refused(pool, tmp_path):
+    start = under(recipe(tmp_path, 2), tmp_path / "start")
+    start = replace(start, rl=RLConfig(), reward=RewardConfig(), data=DataConfig(kind="synthetic"))
+    pool.run(1, _train, start)
+    checkpoint = tmp_path / "start/checkpoints/step-000002"
+    cfg = recipe(tmp_path, 3, kl=0.1)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, resume=str(checkpoint)))
+    with pytest.raises(Exception, match=f"{checkpoint}.* of a run without reinforcement learning.*init_from"):
+        pool.run(1, _train, cfg)
+    cfg = replace(cfg, rl=replace(cfg.rl, reference=str(checkpoint)))
+    pool.run(1, _train, cfg)
     assert records(cfg)[0]["rl"]["kl"] == 0
 
 

@@ -423,6 +423,13 @@ REINFORCEMENT = {
         "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
         "choose 498 or 501"
     ),
+    f"{RL} reward.use=reward.py:reward reward.timeout_s=600": (
+        "reward.timeout_s=600 must be less than faults.timeout_s=600, after which the other ranks end the run; lower "
+        "it, or raise faults.timeout_s"
+    ),
+    f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
+        "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"

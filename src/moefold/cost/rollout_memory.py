@@ -1,8 +1,9 @@
-"""Memory of the weights of a second model that samples rollouts under another mapping. Torch-free."""
+"""Memory of the weights of further models in reinforcement learning: of the reference, and of sampling. Torch-free."""
 
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
+from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
@@ -33,3 +34,11 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
         }
         found.append(held_bytes(own, itemsize))
     return tuple(found)
+
+
+def reference_weight_bytes(cfg: Config) -> tuple[int, ...]:
+    """Return the bytes of the reference model on the first rank of each pipeline stage: master weights and buffers.
+
+    Its gathered weights and those in the compute type are freed before the training step.
+    """
+    return tuple(states.weights + states.buffers for states in StateMemory(cfg).max_by_pp_rank)

@@ -1,12 +1,12 @@
 """Plateaus of the held-out reward, after which the reference model is reset (ProRL, arXiv:2505.24864). Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plateau:
-    """Held-out rewards so far; its fields are JSON values, for a checkpoint."""
+    """Held-out rewards so far, and the reference model; its fields are JSON values, for a checkpoint."""
 
     best: float | None = None
     """Highest reward of an evaluation; None before the first one."""
@@ -14,12 +14,16 @@ class Plateau:
     """Evaluations since the highest reward, or since the last reset."""
     num_resets: int = 0
     """Resets of the reference model."""
+    reference: str = ""
+    """Weights that the recipe names for the reference model; "" for random weights, and without a KL penalty."""
+    reference_folder: str = ""
+    """The checkpoint or Hugging Face folder with these weights: a run has newer checkpoints later."""
 
     def record(self, reward: float) -> Self:
         """Return the state after an evaluation."""
         if self.best is None or reward > self.best:
-            return type(self)(best=reward, num_resets=self.num_resets)
-        return type(self)(best=self.best, num_since_best=self.num_since_best + 1, num_resets=self.num_resets)
+            return replace(self, best=reward, num_since_best=0)
+        return replace(self, num_since_best=self.num_since_best + 1)
 
     @classmethod
     def from_json(cls, state: object) -> Self:
@@ -30,10 +34,12 @@ class Plateau:
         """
         if state is None:
             return cls()
-        if not isinstance(state, dict) or state.keys() != {"best", "num_since_best", "num_resets"}:
+        if not isinstance(state, dict) or state.keys() != {field.name for field in fields(cls)}:
             raise TypeError(f"rl is {state!r}")
         counts = [state["num_since_best"], state["num_resets"]]
         best = state["best"]
-        if any(type(count) is not int or count < 0 for count in counts) or type(best) not in (float, int, type(None)):
+        texts = [state["reference"], state["reference_folder"]]
+        is_count = all(type(count) is int and count >= 0 for count in counts)
+        if not is_count or type(best) not in (float, int, type(None)) or any(type(text) is not str for text in texts):
             raise TypeError(f"rl is {state!r}")
         return cls(**state)

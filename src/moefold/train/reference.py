@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
+from moefold.convert.preflight import resolve_weights_folder
 from moefold.model.head import ModelOutput
 from moefold.model.loss import SoftmaxOptions
 from moefold.parallel.batch import Batch
@@ -61,18 +63,37 @@ class ReferenceModel:
         self.is_reset = False
         """Whether the weights are those of the policy at a reset, which checkpoints must contain."""
 
-    def load(self) -> None:
+    @property
+    def source(self) -> str:
+        """The weights that rl.reference names: a run, a checkpoint or a Hugging Face folder; "" for random ones."""
+        cfg = self._cfg
+        if cfg.rl.reference != "start":
+            return cfg.rl.reference
+        return cfg.checkpoint.init_from or cfg.model.upcycle_from
+
+    def load(self, folder: str = "") -> str:
         """Load the weights that rl.reference names; collective.
+
+        Args:
+            folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
+
+        Returns:
+            The folder; "" for random weights.
 
         Raises:
             ConfigError: they cannot be read.
         """
-        checkpoint = replace(self._cfg.checkpoint, every=0, at_end=False)
-        cfg = replace(self._cfg, checkpoint=checkpoint)
-        if cfg.rl.reference != "start":
-            model = replace(cfg.model, upcycle_from="")
-            cfg = replace(cfg, model=model, checkpoint=replace(checkpoint, init_from=cfg.rl.reference))
+        if not self.source:
+            return ""
+        # A run may have newer checkpoints when training is resumed.
+        folder = folder or str(current_world().all_gather_object(resolve_weights_folder(Path(self.source)))[0])
+        cfg = self._cfg
+        is_upcycled = cfg.rl.reference == "start" and not cfg.checkpoint.init_from
+        checkpoint = replace(cfg.checkpoint, every=0, at_end=False, init_from="" if is_upcycled else folder)
+        model = replace(cfg.model, upcycle_from=folder if is_upcycled else "")
+        cfg = replace(cfg, model=model, checkpoint=checkpoint)
         load_initial_weights(cfg, self._model, is_first_rank=self._groups.rank == 0)
+        return folder
 
     def log_probs(self, batch: Batch) -> Tensor:
         """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective.

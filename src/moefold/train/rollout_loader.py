@@ -21,6 +21,7 @@ from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.sample import Sample, stack_samples
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import load_tokenizer
+from moefold.errors import ConfigError
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, stop_rule
@@ -146,7 +147,7 @@ class RolloutLoader(DataLoader):
     def start(self) -> None:
         """Load the reference model of a new run; collective."""
         if self._reference is not None:
-            self._reference.load()
+            self._load_reference()
 
     def restore(self, path: Path, meta: CheckpointMeta) -> None:
         """Forget rollouts that are not trained on yet, and load the reference model; collective.
@@ -160,11 +161,29 @@ class RolloutLoader(DataLoader):
             return
         if self._plateau.num_resets:
             load_entries(path, self._reference.entries())
+            self._reference.is_reset = True
             return
         if self._reference.is_reset:
             # A rollback to a checkpoint before the reset; random weights are drawn again.
             self._reference = ReferenceModel(self._cfg, self._groups)
-        self._reference.load()
+        if meta.rl is None and self._cfg.rl.reference == "start":
+            raise ConfigError(
+                f"{path} is of a run without reinforcement learning, so rl.reference='start' is no longer at hand: "
+                f"start a new run with checkpoint.init_from={str(path)!r}, or name the weights by rl.reference"
+            )
+        self._load_reference()
+
+    def _load_reference(self) -> None:
+        """Load the reference weights, of the checkpoint that this run started with; collective."""
+        assert self._reference is not None
+        source = self._reference.source
+        folder = self._plateau.reference_folder if source == self._plateau.reference else ""
+        if folder and not Path(folder).exists():
+            raise ConfigError(
+                f"{folder} is gone, which has the reference weights of this run; restore it, or name other weights by "
+                "rl.reference"
+            )
+        self._plateau = replace(self._plateau, reference=source, reference_folder=self._reference.load(folder))
 
     def entries(self) -> dict[str, Tensor]:
         """Return the weights of the reference model after a reset; those before can be loaded again."""
@@ -213,8 +232,8 @@ class RolloutLoader(DataLoader):
         assert self._statistics is not None
         return self._statistics.metrics(self.round)
 
-    def evaluate_reward(self) -> float:
-        """Return the mean reward of greedy completions of held-out prompts; collective.
+    def evaluate_reward(self) -> float | None:
+        """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.
 
         Raises:
             RunError: a reward function failed.
@@ -225,7 +244,7 @@ class RolloutLoader(DataLoader):
         self._sampler.update()
         found = self._collect(self._prompts.validation, indices, 1, GREEDY)
         scores = np.concatenate([group.scores for group in found.groups])
-        return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+        return float(np.nanmean(scores)) if not np.isnan(scores).all() else None
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without what ended it."""

@@ -19,6 +19,7 @@ from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.recipe import LoadedRecipe, with_world_size
 from moefold.terminal import print_escaped
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_memory_device, check_offload_device, ssd_offload_keys
@@ -314,7 +315,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
 
 
 def check_rollout_cache(cfg: Config) -> None:
-    """Check that the cache of the rollout engine holds a sample of train.seq_len.
+    """Check that the cache of the rollout engine holds a sample of train.seq_len, under the mapping that samples.
 
     Raises:
         ConfigError: it does not.
@@ -326,7 +327,7 @@ def check_rollout_cache(cfg: Config) -> None:
     settings = EngineSettings(cache_gib=rollout.cache_gib, cache=rollout.cache)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
     with reworded_errors((r"cache_gib=", "rollout.cache_gib="), ("a larger cache_gib", "a larger rollout.cache_gib")):
-        num_pages = cache_pages(cfg, settings)
+        num_pages = cache_pages(rollout_config(cfg) if has_rollout_mapping(cfg) else cfg, settings)
         assert num_pages is not None
         check_requests([longest], num_pages)
 

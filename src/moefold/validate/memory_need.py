@@ -12,7 +12,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.rollout_memory import rollout_weight_bytes
+from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
@@ -76,7 +76,11 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     needed = _step_memory(cfg, device_type)
     if cfg.is_rl and cfg.rl.kl:
         # The reference model has the weights of training, under its mapping, and no gradients.
-        needed = tuple(parts + BytesByPart({"reference weights": parts["weights"]}) for parts in needed)
+        sizes_of_stages = reference_weight_bytes(cfg)
+        needed = tuple(
+            parts + BytesByPart({"reference weights": size})
+            for parts, size in zip(needed, sizes_of_stages, strict=True)
+        )
     if not has_rollout_mapping(cfg):
         return needed
     view = WeightSharding.from_config(cfg, for_training=True).layout.attention

@@ -41,9 +41,10 @@ def validate_rl_batch(cfg: Config) -> Iterator[str]:
         )
     for key, steps in (("run.steps", cfg.run.steps), ("checkpoint.every", cfg.checkpoint.every)):
         if steps % rl.updates:
+            legal = [steps - steps % rl.updates, steps + -steps % rl.updates]
             yield (
                 f"{key}={steps} must be a multiple of rl.updates={rl.updates}: rollouts that are not trained on yet "
-                f"are not saved; choose {steps - steps % rl.updates or rl.updates} or {steps + -steps % rl.updates}"
+                f"are not saved; choose {' or '.join(str(number) for number in legal if number)}"
             )
 
 
@@ -99,20 +100,24 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "the loss of rollouts has no targets for multi-token prediction",
             "set 0",
         ),
-        f"parallel.dispatcher={cfg.parallel.dispatcher!r}": (
-            cfg.parallel.dispatcher in ("leastloaded", "deepep", "symm_mem"),
-            "it cannot dispatch the few tokens of a decoding pass",
-            "choose 'alltoall' or 'allgather'",
-        ),
     }
     for setting, (is_present, reason, remedy) in obstacles.items():
         if is_present:
             yield f"{setting} does not go with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
 
 
-RL_RULES = (validate_rl_data, validate_rl_batch, validate_rl_objective, validate_rl_model)
+def validate_reward_timeout(cfg: Config) -> Iterator[str]:
+    """Check that a reward function that hangs is named before the ranks that wait for it give up."""
+    if uses_python_reward(cfg) and cfg.reward.timeout_s >= cfg.faults.timeout_s:
+        yield (
+            f"reward.timeout_s={cfg.reward.timeout_s:g} must be less than faults.timeout_s={cfg.faults.timeout_s:g}, "
+            "after which the other ranks end the run; lower it, or raise faults.timeout_s"
+        )
 
 
 def uses_python_reward(cfg: Config) -> bool:
     """Return whether a Python function of the user computes the rewards."""
     return ":" in cfg.reward.use
+
+
+RL_RULES = (validate_rl_data, validate_rl_batch, validate_rl_objective, validate_rl_model, validate_reward_timeout)

@@ -30,7 +30,10 @@ class RewardEvaluation(Callback):
         reward = loader.evaluate_reward()
         step.rl["eval_reward"] = reward
         if run.log is not None:
-            run.log.message(f"step {step.number}: greedy reward {reward:.4f} on held-out prompts")
+            result = "no reward" if reward is None else f"greedy reward {reward:.4f}"
+            run.log.message(f"step {step.number}: {result} on held-out prompts")
+        if reward is None:
+            return
         if loader.resets_reference(reward):
             loader.reset_reference()
             run.training.reset_moments()
