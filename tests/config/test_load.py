@@ -105,7 +105,7 @@ def test_wrong_types_name_key_value_and_expected_type(word, message):
         ("parallel.edp=2", "parallel.edp follows from world_size/(ep*etp*pp)"),
         ("paralel.tp=2", "override 'paralel.tp=2': unknown section [paralel]; did you mean [parallel]?"),
         ("zzz.tp=2", "unknown section [zzz]; the sections are run, model, parallel, moe, train, data"),
-        ("tp=2", "override 'tp=2' names no section; did you mean parallel.tp=2?"),
+        ("tp=2", "override 'tp=2' names no section; did you mean parallel.tp=2 or rollout.tp=2?"),
         ("zzz=2", "override 'zzz=2' names no section; overrides are section.key=value"),
         ("run.=2", "names no section"),
         (f"run.{'x' * 90_000}=2", "xxx... names no key; overrides are section.key=value"),

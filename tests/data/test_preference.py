@@ -51,6 +51,10 @@ def test_formats_of_a_pair(fields, expected):
     assert parse_pair(_record(**fields)) == expected
 
 
+def test_a_completion_may_be_empty():
+    assert parse_pair(_record(prompt="p", chosen="a", rejected="")) == (PAIR[0], PAIR[1], [_answer("")])
+
+
 def test_formats_of_a_labelled_completion():
     expected = [([_user("p")], [_answer("a")], True)]
     assert parse_labelled(_record(prompt="p", completion="a", label=True)) == expected

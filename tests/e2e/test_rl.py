@@ -70,3 +70,25 @@ def test_a_missing_reward_is_refused_before_ranks_start(tmp_path):
     done = moefold(*small(tmp_path / "run", *words, "train.seq_len=128"))
     assert done.returncode == 2
     assert "reward.use='absent.py:reward': 'absent.py' does not exist; name a Python file" in done.stderr
+
+
+def test_conversations_are_sampled_scored_and_sampled_again(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "answer": str(i)} for i in range(40)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def reward(prompts, completions, answer, **columns):\n"
+        "    return [float(len(one[0]['content']) % 2) for one in completions]\n"
+    )
+    words = ("data.kind=prompts", f"data.path={prompts}", f"reward.use={reward}:reward", "rl.group_size=4")
+    run = tmp_path / "run"
+    done = train(run, *words, "rollout.max_tokens=6", "train.seq_len=128", "run.steps=1", "checkpoint.every=1")
+    assert "next: moefold rollout " in done.stdout
+    out = tmp_path / "scored.jsonl"
+    options = ("--prompts", str(prompts), "--reward", f"{reward}:reward", "--max-tokens", "6", "--count", "4")
+    done = moefold("rollout", str(run), *options, "--samples", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text().splitlines()[0])
+    assert record["prompt"] == rows[0]["prompt"]
+    assert record["completion"][0]["role"] == "assistant"

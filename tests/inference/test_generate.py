@@ -8,8 +8,9 @@ import torch
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.inference_model import KVCacheDecoder
+from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
 from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
+from tests.model.paged_rows import pass_rows
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
@@ -45,14 +46,18 @@ def run_generation(path: Path, mapping: dict[str, int], sampling: SamplingParams
 
 
 def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> torch.Tensor:
-    """Logits [len(pieces), B, V] after each piece of two given rows of ids; of the last stage, else zeros."""
+    """Logits [len(pieces), B, V] after each piece of two given rows of ids, on every rank."""
     model = opened(path, "generate", mapping, 24, 2).model
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
     found, done = [], 0
-    with KVCacheDecoder(model, 24) as decoder:
+    with forward_chain(model) as chain, PagedDecoder(chain, CacheSize(num_pages=6, page_positions=4)) as decoder:
         for size in pieces:
-            place = torch.full((2,), done), torch.full((2,), size - 1)
-            found.append(decoder.forward(tokens[:, done : done + size], *place, done + size))
+            rows = pass_rows([range(done, done + size)] * 2, 3)
+            picked = torch.tensor([size - 1, 2 * size - 1])
+            shard = decoder.forward(tokens[:, done : done + size].flatten(), rows, picked)
+            dtype = torch.promote_types(model.stage.dtype, torch.float32)
+            logits = torch.zeros(2, model.cfg.model.vocab_size, dtype=dtype)
+            found.append(logits if shard is None else model.stage.head.vocab_parallel.gather(shard))
             done += size
     return torch.stack([model.broadcast_from_last_stage(logits) for logits in found])
 

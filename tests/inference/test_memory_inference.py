@@ -10,28 +10,24 @@ import torch
 from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.settings import batch_bytes, explain_oom, kv_cache_bytes
-from moefold.model.kv_cache import CachedAttention, LatentCache
 from moefold.model.local_param import local_tensor
-from moefold.parallel.inference_model import KVCacheDecoder
+from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
 from moefold.validate.memory_need import inference_weight_memory
 from tests.inference.checkpoint_folder import described_run
 from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.model.paged_rows import pass_rows
 
 
-def kept_bytes(folder: Path, mapping: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
+def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of the keys and values that a rank keeps and of its weights, and what was computed for them."""
     model = opened(folder, "generate", mapping, 10, 3).model
-    with KVCacheDecoder(model, 10) as decoder:
-        decoder.forward(torch.zeros(3, 4, dtype=torch.int64), *[torch.zeros(3, dtype=torch.int64)] * 2, 4)
-        seams = [
-            getattr(module, name, None)
-            for module in model.stage.modules()
-            for name in ("core_attention", "latent_cache")
-        ]
-    caches = [seam for seam in seams if isinstance(seam, CachedAttention | LatentCache)]
+    size = CacheSize(num_pages=3, page_positions=4, kind=kind)
+    with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:
+        decoder.forward(torch.zeros(4, dtype=torch.int64), pass_rows([range(4)], 1), torch.tensor([3]))
+        cache_bytes = decoder.nbytes
     weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
     computed = inference_weight_memory(model.cfg)[model.groups.pp.rank]["weights"]
-    return (sum(cache.nbytes for cache in caches), weights), (kv_cache_bytes(model.cfg, 10, 3), computed)
+    return (cache_bytes, weights), (kv_cache_bytes(model.cfg, 3 * 4, 1, kind), computed)
 
 
 @pytest.mark.parity
@@ -39,10 +35,11 @@ def kept_bytes(folder: Path, mapping: dict[str, Any]) -> tuple[tuple[int, int], 
 def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind):
     pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
     for num_ranks, mapping in ((1, {"dtype": "float32"}), (2, {"tp": 2, "ep": 2}), (2, {"pp": 2})):
-        for there, computed in pool.run(num_ranks, kept_bytes, tmp_path, mapping):
-            # Of a pipeline the cache is that of the rank that has most layers.
-            assert there[0] == computed[0] or (there[0] < computed[0] and "pp" in mapping)
-            assert there[1] == computed[1]
+        for cache in ("latents", "heads")[: 1 + (kind == "deepseek-v3")]:
+            for there, computed in pool.run(num_ranks, kept_bytes, tmp_path, mapping, cache):
+                # Of a pipeline the cache is that of the rank that has most layers.
+                assert there[0] == computed[0] or (there[0] < computed[0] and "pp" in mapping)
+                assert there[1] == computed[1]
 
 
 @pytest.mark.parametrize(

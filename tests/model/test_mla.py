@@ -7,12 +7,13 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.model.attention import CausalAttention
-from moefold.model.kv_cache import DecodePositions, LatentCache
 from moefold.model.mla import LatentAttention
+from moefold.model.paged_cache import CurrentPass, PagedLatents
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments
+from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
 
-S, B, CAPACITY = 9, 3, 12
+S, B, PAGES = 9, 3, 3
 SIZES = {
     "attention": "mla",
     "hidden_size": 12,
@@ -35,7 +36,7 @@ class Example:
     def __init__(self, kind: dict[str, object], window: int) -> None:
         self.cfg = config_from_dict({"model": SIZES | kind}).model
         self.layer = LatentAttention(self.cfg, window).double()
-        self.span = DecodePositions(torch.zeros(0, 0, dtype=torch.int64), 0, True)
+        self.current_pass = CurrentPass()
         generator = torch.Generator().manual_seed(4)
         for parameter in self.layer.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
@@ -46,11 +47,15 @@ class Example:
         assert self.layer.latent_cache is None
         return self.layer(x, build_rope(self.cfg, torch.arange(len(x)), torch.float64))
 
-    def piece(self, x: torch.Tensor, positions_SB: torch.Tensor) -> torch.Tensor:
-        """The next tokens, with one."""
-        self.span.positions_SB, self.span.num_keys = positions_SB, int(positions_SB.max()) + 1
-        self.span.is_prefill = self.span.num_keys == len(positions_SB)
-        return self.layer(x, build_rope(self.cfg, positions_SB, torch.float64))
+    def cached(self, window: int) -> PagedLatents:
+        """Give the layer a cache."""
+        self.layer.latent_cache = cache = PagedLatents(self.current_pass, B * PAGES, PAGE_POSITIONS, window)
+        return cache
+
+    def piece(self, spans: list[range]) -> torch.Tensor:
+        """The next tokens of each sample, with one, [R, 1, H]."""
+        self.current_pass.rows = rows = pass_rows(spans, PAGES)
+        return self.layer(to_rows(self.x, spans), build_rope(self.cfg, rows.positions_R, torch.float64))
 
 
 def refused(*args: object) -> None:
@@ -60,33 +65,22 @@ def refused(*args: object) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 3, 20])
-@pytest.mark.parametrize("pieces", [[9], [1] * 9, [4, 1, 3, 1]], ids=str)
-def test_pieces_equal_the_whole(kind, window, pieces):
+@pytest.mark.parametrize(
+    "ends",
+    [[(9, 9, 9)], [(i, i, i) for i in range(1, 10)], [(4, 1, 2), (5, 7, 2), (5, 8, 9), (9, 9, 9)]],
+    ids=["whole", "one by one", "uneven"],
+)
+def test_pieces_equal_the_whole(kind, window, ends):
     example = Example(kind, window)
     expected = example.whole(example.x[:S])
-    example.layer.latent_cache = cache = LatentCache(example.span, CAPACITY, window)
-    found, done = [], 0
-    for size in pieces:
-        positions = torch.arange(done, done + size).unsqueeze(1).expand(size, B)
-        found.append(example.piece(example.x[done : done + size], positions))
-        done += size
-        example.layer.core_attention = refused
-    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
-    assert cache.nbytes == B * CAPACITY * (5 + 4) * 8
-
-
-@torch.no_grad()
-def test_samples_of_different_lengths_do_not_see_what_fills_them_up():
-    example = Example(YARN, 0)
-    lengths, samples = torch.tensor([5, 2, 4]), torch.arange(B)
-    expected = [example.whole(example.x[:, b : b + 1]) for b in range(B)]
-    example.layer.latent_cache = LatentCache(example.span, CAPACITY)
-    example.piece(example.x[:5], torch.arange(5).unsqueeze(1).expand(5, B))
-    for i in range(4):
-        places = lengths + i
-        found = example.piece(example.x[places, samples].unsqueeze(0), places.unsqueeze(0))
-        for b in range(B):
-            torch.testing.assert_close(found[0, b], expected[b][places[b], 0], rtol=1e-12, atol=1e-12)
+    cache = example.cached(window)
+    example.layer.core_attention = refused
+    starts = (0,) * B
+    for stops in ends:
+        spans = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        torch.testing.assert_close(example.piece(spans), to_rows(expected, spans), rtol=1e-12, atol=1e-12)
+        starts = stops
+    assert cache.nbytes == B * PAGES * PAGE_POSITIONS * (5 + 4) * 8
 
 
 @pytest.mark.parametrize(

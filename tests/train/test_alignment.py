@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold import train_model
+from moefold import generate, train_model
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
@@ -133,6 +133,8 @@ def test_dpo_learns_to_tell_pairs_apart(folder: Path):
     records = _train(folder, "run", "pairs", "run.steps=12", "align.method=dpo", "train.lr=5e-3", "run.dtype=float32")
     assert records[-1]["loss"] < 0.35
     assert records[-1]["loss_metrics"]["accuracy"] == 1
+    (generation,) = generate(folder / "run", "after three?", max_tokens=3)
+    assert len(generation.tokens) <= 3
 
 
 def _reference(cfg: Config, cache: str) -> np.ndarray:

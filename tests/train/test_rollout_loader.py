@@ -1,6 +1,7 @@
 """Reinforcement learning on forked ranks: rewards rise, mappings agree, and a resumed run repeats no step."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,10 @@ def test_rewards_rise(pool, tmp_path):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 2, "ep": 2},
         {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
         {"world_size": 2, "pp": 2},
-        {"world_size": 2, "cp": 2},
+        pytest.param({"world_size": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"world_size": 2, "cp": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
@@ -215,6 +216,18 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
     assert texts[0] == texts[1]
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype):
+    """Pipeline, data and expert parallelism change no sum: copied weights give the log-probabilities of training."""
+    cfg = under(recipe(tmp_path, 2), tmp_path / "mapped", world_size=2, ep=2, zero=3)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, ep=1, pp=2))
+    pool.run(2, _train, cfg)
+    for record in records(cfg):
+        assert record["rl"]["mismatch_equal"] == 1
+        assert record["rl"]["reshard_s"] > 0
+
+
 def _unshared_bytes(cfg: Config) -> int:
     """Bytes of the weights of the model that samples, of those that training has not."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -226,7 +239,7 @@ def _unshared_bytes(cfg: Config) -> int:
     return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
     cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
@@ -284,7 +297,7 @@ def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
     pool.run(1, _train, cfg)
@@ -296,6 +309,25 @@ def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     assert whole == repaired
     assert weights(cfg) == weights(crashed)
     assert weights(cfg)
+
+
+class Stop(Callback):
+    """Requests a stop before the first step."""
+
+    def on_start(self, run: TrainingContext) -> None:
+        run.stop.request(signal.SIGTERM)
+
+
+def _train_and_stop(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups, callbacks=[Stop()]).run(StopSignals())
+
+
+def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
+    cfg = recipe(tmp_path, 4, updates=2, objective="cispo")
+    assert pool.run(1, _train_and_stop, cfg) == [128 + signal.SIGTERM]
+    assert [record["step"] for record in records(cfg)] == [1, 2]
+    assert [path.name for path in (Path(cfg.run.dir) / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def weights(cfg: Config) -> dict[str, bytes]:
@@ -315,7 +347,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     cfg = recipe(tmp_path, 2, kl=0.1)
     run = replace(cfg.run, dtype=dtype, kernels="c")

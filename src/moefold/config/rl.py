@@ -59,7 +59,7 @@ class RolloutConfig:
     tp: int = 0
     """Tensor-parallel degree of sampling; 0: that of training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
-    ([checkpoints.md](checkpoints.md#from-one-mapping-to-another-without-a-checkpoint)); the other ranks are dp."""
+    ([rl.md](rl.md#another-mapping-for-sampling)); the other ranks are dp."""
     pp: int = 0
     """Pipeline ranks of sampling; 0: those of training."""
     ep: int = 0

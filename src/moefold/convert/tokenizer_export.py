@@ -30,7 +30,7 @@ TOKENIZER_SIDECAR_FILES = (
 """Files next to a tokenizer.json that are copied with it."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
-TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference")
+TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""
 

@@ -353,6 +353,7 @@ def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
     if isinstance(value, list):
         return list(parse_messages(value, place))
     text = column_text(record.fields, column, record.location)
-    if not text:
+    # A completion may be empty: the model ended at once.
+    if not text and column == "prompt":
         raise ConfigError(f"{place} is empty; fix or remove the line")
     return [{"role": role, "content": text}]

@@ -21,14 +21,10 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentCacheProtocol(Protocol):
-    """KV cache of latent attention; see `LatentCache`."""
+    """KV cache of latent attention; see `paged_cache.PagedLatents`."""
 
-    def add(self, new_SBR: Tensor) -> bool:
-        """Cache the latents and rotated keys of this pass, [S, B, latent + rotated].
-
-        Returns:
-            Whether `attend` follows; False where the tokens of this pass attend only to each other (prefill).
-        """
+    def add(self, new_SBR: Tensor) -> None:
+        """Cache the latents and rotated keys of this pass, [S, B, latent + rotated]."""
         ...
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
@@ -53,7 +49,7 @@ class LatentAttention(SelfAttention):
     (or `wq`) and `wkv_up`.
 
     `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
-    decoder sets `latent_cache`; attention to earlier tokens then reads their latents, and no heads are
+    decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are
     computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
@@ -89,15 +85,13 @@ class LatentAttention(SelfAttention):
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        reads_cache = False
-        if self.latent_cache is not None:
-            rotated_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
-            reads_cache = self.latent_cache.add(torch.cat((latent, rotated_key), -1))
-        if not reads_cache:
+        if self.latent_cache is None:
             attended = self._expanded_attention(
                 (source, latent, shared_key), local_param(weight, x.dtype), rope, documents
             )
         else:
+            rotated_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
+            self.latent_cache.add(torch.cat((latent, rotated_key), -1))
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
             nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
             attended = self._absorbed_attention(nope, rope(rotated))

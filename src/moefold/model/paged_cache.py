@@ -221,12 +221,10 @@ class PagedLatents:
         """Copy pages, int64 [n] each."""
         self._latents.copy(source, target)
 
-    def add(self, new_SBR: Tensor) -> bool:
+    def add(self, new_SBR: Tensor) -> None:
         """Cache the vectors of this pass, [R, 1, latent + rotated]; see `LatentCacheProtocol`."""
         if len(new_SBR):
             self._latents.write(new_SBR, self._pass.current.slots_R)
-        # Prompts too attend in the space of the latents: in one arithmetic, chunks do not matter.
-        return True
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
         """Attend to the cached vectors; see `LatentCacheProtocol`."""

@@ -45,6 +45,9 @@ class DispatcherSpec:
     """Whether each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
     moves_experts: bool = False
     """Whether ranks take over routed tokens of busy experts with a copy of the weights: it reads moe.llep_*."""
+    keeps_sum_order: bool = False
+    """Whether the rank of a token sums the outputs of its experts in the order of its choices, with which sampling and
+    training have the same bits."""
     deduplicates: bool = False
     """Whether a token that chose several experts of a rank is sent to that rank once."""
 
@@ -64,7 +67,7 @@ class DispatcherSpec:
         return *(f"dispatch over {axis}" for axis in axes), *(f"combine over {axis}" for axis in reversed(axes))
 
 
-ALL_TO_ALL = DispatcherSpec(name="alltoall", for_inference=True)
+ALL_TO_ALL = DispatcherSpec(name="alltoall", keeps_sum_order=True, for_inference=True)
 ALL_GATHER = DispatcherSpec(
     name="allgather",
     gathers_tokens=True,
@@ -76,7 +79,7 @@ ALL_GATHER = DispatcherSpec(
 DISPATCHERS: dict[str, DispatcherSpec] = {
     spec.name: spec
     for spec in (
-        DispatcherSpec(name="auto", prefers="deepep", falls_back_to="alltoall"),
+        DispatcherSpec(name="auto", keeps_sum_order=True, prefers="deepep", falls_back_to="alltoall"),
         ALL_TO_ALL,
         DispatcherSpec(
             name="dedup_alltoall",

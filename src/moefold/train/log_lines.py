@@ -29,12 +29,23 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg)}",
         f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
-        f"batch  {cfg.train.global_batch_size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step, "
+        f"batch  {_describe_batch(cfg)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *([f"sample {_describe_mapping(rollout_config(cfg).parallel)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
     ]
+
+
+def _describe_batch(cfg: Config) -> str:
+    size = cfg.train.global_batch_size
+    if cfg.is_rl:
+        rl = cfg.rl
+        return (
+            f"{size} rollouts a step, {rl.group_size} for each of {size // rl.group_size} prompts, of at most "
+            f"{cfg.rollout.max_tokens:,} tokens"
+        )
+    return f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
 
 
 def _describe_model(cfg: Config) -> str:

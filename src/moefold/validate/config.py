@@ -166,10 +166,8 @@ RULES = (
     *OFFLOAD_RULES,
     *OVERLAP_RULES,
     *DATA_RULES,
-    *ALIGN_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
-    *RL_RULES,
 )
 
 
@@ -192,7 +190,9 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
-    raise_all(message for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for message in rule(cfg))
+    # A model is used with the data section of its training, which names its tokenizer.
+    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES) if is_training else ()
+    raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))

@@ -7,9 +7,10 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.schema import Config
+from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.schedules import SCHEDULES
 
-MAX_EXACT_SEQ_LEN = 4096
+MAX_EXACT_SEQ_LEN = 16384
 """Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
 MAX_EXACT_HEAD_DIM = 256
 """Widest head of the C kernel, as `MAX_HEAD_DIM` of ops/cpu/attention.py."""
@@ -65,7 +66,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
-    if p.ep * p.etp > 1 and p.dispatcher not in ("auto", "alltoall"):
+    if p.ep * p.etp > 1 and not dispatcher_of(cfg).keeps_sum_order:
         yield (
             f"parallel.dispatcher={p.dispatcher!r}: sums the outputs of a token's experts otherwise than the "
             "all-to-all, with which sampling runs; choose 'alltoall'"

@@ -100,11 +100,6 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "the loss of rollouts has no targets for multi-token prediction",
             "set 0",
         ),
-        f"parallel.dispatcher={cfg.parallel.dispatcher!r}": (
-            cfg.parallel.dispatcher in ("leastloaded", "deepep", "symm_mem"),
-            "it cannot dispatch the few tokens of a decoding pass",
-            "choose 'alltoall' or 'allgather'",
-        ),
     }
     for setting, (is_present, reason, remedy) in obstacles.items():
         if is_present:

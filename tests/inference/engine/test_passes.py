@@ -150,7 +150,7 @@ def test_a_shared_page_is_freed_with_its_last_reference():
     table.append(page)
     other = PageTable(pool, 2)
     other.share_from(table, 10)
-    assert table.shares_page_of(3)
+    assert other.shares_page_of(3)
     table.clear()
     assert pool.num_free == 1
     assert not other.shares_page_of(3)

@@ -1,7 +1,7 @@
 """Sampling of the next token with counter-based random numbers, so that a draw depends on its sample alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ class UniformStream:
         return self._draws[position]
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """One draw of a pass."""
 
     params: SamplingParams
@@ -55,11 +54,12 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         logits_NV: logits over the whole vocabulary.
         draws: of each row.
     """
+    first = draws[0].params
+    if all(draw.params is first for draw in draws):
+        return _choose(logits_NV, draws)
     rows_of: dict[SamplingParams, list[int]] = {}
     for row, draw in enumerate(draws):
         rows_of.setdefault(draw.params, []).append(row)
-    if len(rows_of) == 1:
-        return _choose(logits_NV, draws)
     tokens_N = torch.empty(len(draws), dtype=torch.int64)
     for rows in rows_of.values():
         tokens_N[rows] = _choose(logits_NV[rows], [draws[row] for row in rows])

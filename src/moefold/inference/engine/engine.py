@@ -233,23 +233,18 @@ class Generation:
 def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:
     """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
-    num_rows = sum(counts)
-    tokens = np.empty(num_rows, np.int64)
-    positions = np.empty(num_rows, np.int64)
-    num_pages = max((segment.table.num_pages for segment in segments), default=1)
-    tables = np.zeros((len(segments), num_pages), np.int32)
-    picked = []
-    row = 0
-    for i, segment in enumerate(segments):
-        stop = row + counts[i]
-        tokens[row:stop] = segment.tokens
-        positions[row:stop] = np.arange(segment.first, segment.first + counts[i])
-        used = segment.table.num_pages
-        tables[i, :used] = segment.table.pages[:used]
-        if segment.number >= 0:
-            picked.append(stop - 1)
-        row = stop
-    pages = tables[np.repeat(np.arange(len(segments)), counts), positions // PAGE_POSITIONS]
+    tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
+    # Consecutive positions of each segment: the row number, less that of the segment's first row.
+    ends = np.cumsum(counts, dtype=np.int64)
+    firsts = np.array([segment.first for segment in segments], np.int64)
+    segment_of_row = np.repeat(np.arange(len(segments)), counts)
+    positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row] if segments else tokens
+    tables = np.zeros((len(segments), max((segment.table.num_pages for segment in segments), default=1)), np.int32)
+    for row, segment in zip(tables, segments, strict=True):
+        num_pages = segment.table.num_pages
+        row[:num_pages] = segment.table.pages[:num_pages]
+    picked = [end - 1 for end, segment in zip(ends.tolist(), segments, strict=True) if segment.number >= 0]
+    pages = tables[segment_of_row, positions // PAGE_POSITIONS]
     slots = pages.astype(np.int64) * PAGE_POSITIONS + positions % PAGE_POSITIONS
     tokens_R, slots_R, positions_R, tables_NP = (
         torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
@@ -260,9 +255,8 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Divide each row by its temperature; rows of temperature 0 are unchanged."""
-    temperatures = {draw.params.temperature or 1.0 for draw in draws}
-    if len(temperatures) == 1:
-        (temperature,) = temperatures
-        return logits_NV if temperature == 1 else logits_NV / temperature
     of_rows = [draw.params.temperature or 1.0 for draw in draws]
+    temperature = of_rows[0]
+    if of_rows.count(temperature) == len(of_rows):
+        return logits_NV if temperature == 1 else logits_NV / temperature
     return logits_NV / torch.tensor(of_rows, dtype=logits_NV.dtype, device=logits_NV.device).unsqueeze(1)

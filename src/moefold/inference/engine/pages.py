@@ -69,22 +69,16 @@ class PageTable:
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
         self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
-        self._num_pages = 0
+        self._num_shared = 0
+        self.num_pages = 0
+        """Pages of this sequence."""
+        self.capacity = 0
+        """Positions that fit into the pages of this sequence."""
 
     @property
     def pages(self) -> NDArray[np.int32]:
         """Page numbers, int32 [max_pages]; 0 after the last page."""
         return self._pages
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of this sequence."""
-        return self._num_pages
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit into the pages of this sequence."""
-        return self._num_pages * PAGE_POSITIONS
 
     def page_of(self, position: int) -> int:
         """Return the page of a position."""
@@ -92,13 +86,17 @@ class PageTable:
         return int(self._pages[position // PAGE_POSITIONS])
 
     def shares_page_of(self, position: int) -> bool:
-        """Return whether a position lies in a page that others refer to."""
-        return position < self.capacity and self._pool.is_shared(self.page_of(position))
+        """Return whether a position lies in a page that this table took from another one, and others refer to."""
+        return position < self._num_shared * PAGE_POSITIONS and self._pool.is_shared(self.page_of(position))
 
     def append(self, page: int) -> None:
         """Add an allocated page at the end; this table takes over its reference."""
-        self._pages[self._num_pages] = page
-        self._num_pages += 1
+        self._pages[self.num_pages] = page
+        self._set_num_pages(self.num_pages + 1)
+
+    def _set_num_pages(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.capacity = num_pages * PAGE_POSITIONS
 
     def replace(self, position: int, page: int) -> int:
         """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
@@ -115,15 +113,17 @@ class PageTable:
 
     def share_from(self, other: "PageTable", num_positions: int) -> None:
         """Refer to the pages of the first positions of another sequence; this table must be empty."""
-        assert not self._num_pages
-        self._num_pages = pages_for(num_positions)
-        self._pages[: self._num_pages] = other._pages[: self._num_pages]
-        for page in self._pages[: self._num_pages]:
+        assert not self.num_pages
+        self._set_num_pages(pages_for(num_positions))
+        self._num_shared = self.num_pages
+        self._pages[: self.num_pages] = other._pages[: self.num_pages]
+        for page in self._pages[: self.num_pages]:
             self._pool.share(int(page))
 
     def clear(self) -> None:
         """Remove all references."""
-        for page in self._pages[: self._num_pages]:
+        for page in self._pages[: self.num_pages]:
             self._pool.release(int(page))
-        self._pages[: self._num_pages] = 0
-        self._num_pages = 0
+        self._pages[: self.num_pages] = 0
+        self._num_shared = 0
+        self._set_num_pages(0)

@@ -8,6 +8,7 @@ sequence of their own. If no page is free, the youngest sample gives up its page
 import bisect
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moefold.inference.engine.pages import PagePool, PageTable, pages_for
 from moefold.inference.engine.requests import Request
@@ -26,8 +27,7 @@ class PassLimits:
     share_prompts: bool = True
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive tokens of one sequence in a pass."""
 
     tokens: list[int]
@@ -170,17 +170,20 @@ class PassScheduler:
         segments: list[Segment] = []
         # Oldest first: the pages that an older sample needs come from younger ones, which are not in the pass yet.
         for sample in list(self._active):
-            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
             if not sample.is_active:
                 continue
+            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
+            if sample.prefix is None and len(sample.tokens) - sample.num_cached == 1:
+                if self._reserve(sample, 1, sample.number):
+                    first = sample.num_cached
+                    sample.num_cached = first + 1
+                    segments.append(Segment(sample.tokens[first:], first, sample.table, sample.number))
+                continue
             sequence: _Sequence = sample if sample.prefix is None else sample.prefix
-            is_decoded = sample.is_decoded
-            count = 1 if is_decoded else min(sequence.num_pending, prefill_tokens)
-            count = self._reserve(sequence, count, sample.number)
+            count = self._reserve(sequence, min(sequence.num_pending, prefill_tokens), sample.number)
             if not count:
                 continue
-            if not is_decoded:
-                prefill_tokens -= count
+            prefill_tokens -= count
             first = sequence.num_cached
             sequence.num_cached += count
             is_drawn = sequence is sample and not sample.num_pending

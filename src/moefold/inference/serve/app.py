@@ -2,16 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
@@ -71,39 +73,58 @@ class CompletionServer:
         return JSONResponse({"object": "list", "data": [model | {"max_model_len": self._job.max_length}]})
 
     def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Any]:
-        async def answer(http: HttpRequest) -> Response:
-            try:
-                request = parse_request(await self._read_body(http), kind, self._job.name)
-                samples = await self._engine_requests(request)
-                if self._num_open + len(samples) > self._job.options.max_concurrent:
-                    raise ApiError(
-                        f"{self._num_open} samples run or wait, and this server takes at most "
-                        f"{self._job.options.max_concurrent}; try again later, or ask for fewer",
-                        429,
-                    )
-                if request.streams:
-                    return StreamingResponse(self._events(request, samples), media_type="text/event-stream")
-                return JSONResponse(await self._whole(http, request, samples))
-            except ApiError as error:
-                return JSONResponse(error.as_dict(), error.status)
+        async def answer(http: HttpRequest) -> Response | _EventStream:
+            with ExitStack() as held:
+                try:
+                    request = parse_request(await self._read_body(http), kind, self._job.name)
+                    held.enter_context(self._counted(request))
+                    samples = await self._engine_requests(request)
+                    if request.streams:
+                        return _EventStream(self._events(request, samples), held.pop_all())
+                    return JSONResponse(await self._whole(http, request, samples))
+                except ApiError as error:
+                    return JSONResponse(error.as_dict(), error.status)
 
         return answer
+
+    @contextmanager
+    def _counted(self, request: ApiRequest) -> Iterator[None]:
+        """Count the samples of a request as open inside this context, before any of them is made.
+
+        Raises:
+            ApiError: they are more than this server takes.
+        """
+        num_samples = request.num_prompts * request.num_samples
+        if self._num_open + num_samples > self._job.options.max_concurrent:
+            raise ApiError(
+                f"{self._num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
+                f"{self._job.options.max_concurrent}; try again later, or ask for fewer",
+                429,
+            )
+        self._num_open += num_samples
+        try:
+            yield
+        finally:
+            self._num_open -= num_samples
 
     async def _read_body(self, http: HttpRequest) -> bytes:
         """Read the body up to the limit.
 
         Raises:
-            ApiError: it is larger, or not JSON by its header. A web page of another origin cannot send that header
-                without asking first, which is never allowed.
+            ApiError: it is larger, the client has gone, or it is not JSON by its header. A web page of another origin
+                cannot send that header without asking first, which is never allowed.
         """
         if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError("the body must be JSON, with the header Content-Type: application/json", 415)
         limit = self._job.options.max_body_kib * 1024
         body = bytearray()
-        async for chunk in http.stream():
-            body += chunk
-            if len(body) > limit:
-                raise ApiError(f"the body has more than {self._job.options.max_body_kib} KiB", 413)
+        try:
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise ApiError(f"the body has more than {self._job.options.max_body_kib} KiB", 413)
+        except ClientDisconnect:
+            raise _client_gone() from None
         return bytes(body)
 
     async def _engine_requests(self, request: ApiRequest) -> list[Request]:
@@ -149,17 +170,17 @@ class CompletionServer:
         def deliver(new: NewToken) -> None:
             here.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
 
-        self._num_open += len(samples)
         numbers = self._loop.submit(samples, deliver)
         # Before a delivered token is looked up: that happens on this thread, after the next await.
         index_of.update({number: i for i, number in enumerate(numbers)})
         try:
             yield arrived
         finally:
-            self._num_open -= len(samples)
             self._loop.cancel(numbers)
 
-    async def _pieces(self, request: ApiRequest, samples: Sequence[Request]) -> AsyncIterator[tuple[int, TextPiece]]:
+    async def _pieces(
+        self, request: ApiRequest, samples: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Yield (index of the choice, piece) of all samples as they come."""
         stops = (*request.stops, *self._encoder.stop_strings(request))
         texts = [SampleText(self._tokenizer, sample, stops) for sample in samples]
@@ -175,17 +196,18 @@ class CompletionServer:
                 if piece.text or piece.tokens or piece.finish_reason is not None:
                     yield index, piece
 
-    async def _events(self, request: ApiRequest, samples: Sequence[Request]) -> AsyncIterator[str]:
+    async def _events(self, request: ApiRequest, samples: Sequence[Request]) -> AsyncGenerator[str, None]:
         """Yield the server-sent events of a stream."""
         builder = ResponseBuilder(request, self._job.name)
         if request.kind == "chat":
             for index in range(len(samples)):
                 yield _event(builder.chunk([builder.first_delta(index)]))
         num_new = 0
-        async for index, piece in self._pieces(request, samples):
-            num_new += len(piece.tokens)
-            choice = builder.choice(index, piece.text, piece.tokens, piece.finish_reason, is_delta=True)
-            yield _event(builder.chunk([choice]))
+        async with aclosing(self._pieces(request, samples)) as pieces:
+            async for index, piece in pieces:
+                num_new += len(piece.tokens)
+                choice = builder.choice(index, piece.text, piece.tokens, piece.finish_reason, is_delta=True)
+                yield _event(builder.chunk([choice]))
         if request.includes_usage:
             yield _event(builder.chunk([], usage_of(_num_prompt_tokens(request, samples), num_new)))
         yield "data: [DONE]\n\n"
@@ -196,15 +218,18 @@ class CompletionServer:
         collected: list[list[TextPiece]] = [[] for _ in samples]
 
         async def collect() -> None:
-            async for index, piece in self._pieces(request, samples):
-                collected[index].append(piece)
+            async with aclosing(self._pieces(request, samples)) as pieces:
+                async for index, piece in pieces:
+                    collected[index].append(piece)
 
         task = asyncio.ensure_future(collect())
-        while not task.done():
-            await asyncio.wait([task], timeout=DISCONNECT_POLL_S)
-            if not task.done() and await http.is_disconnected():
-                task.cancel()
-                raise ApiError("the client has gone", 499)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=DISCONNECT_POLL_S)
+                if not task.done() and await http.is_disconnected():
+                    raise _client_gone()
+        finally:
+            task.cancel()
         task.result()
         choices = []
         for index, pieces in enumerate(collected):
@@ -213,6 +238,31 @@ class CompletionServer:
             choices.append(builder.choice(index, text, tokens, pieces[-1].finish_reason, is_delta=False))
         num_new = sum(len(piece.tokens) for pieces in collected for piece in pieces)
         return builder.whole(choices, usage_of(_num_prompt_tokens(request, samples), num_new))
+
+
+class _EventStream:
+    """Response of server-sent events.
+
+    Args:
+        events: ended with the response, also where the client has gone.
+        held: closed with the response, even if no event was read.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], held: ExitStack) -> None:
+        self._events = events
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        with self._held:
+            try:
+                await StreamingResponse(self._events, media_type="text/event-stream")(scope, receive, send)
+            finally:
+                await self._events.aclose()
+
+
+def _client_gone() -> ApiError:
+    return ApiError("the client has gone", 499)
 
 
 def _num_prompt_tokens(request: ApiRequest, samples: Sequence[Request]) -> int:

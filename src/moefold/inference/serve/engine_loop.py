@@ -35,6 +35,14 @@ class _Stop:
     pass
 
 
+@dataclass(frozen=True)
+class _Receiver:
+    """Of an unfinished sample."""
+
+    dp_rank: int
+    deliver: Deliver
+
+
 _Command = _Add | _Cancel | _Stop
 
 
@@ -51,7 +59,8 @@ class EngineLoop:
         self._groups = groups
         self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._deliver: dict[int, Deliver] = {}
+        self._receivers: dict[int, _Receiver] = {}
+        """Of the unfinished samples, those included that have not been added yet; on rank 0."""
         self._dp_rank_of: dict[int, int] = {}
         """Of the unfinished samples; the same on all ranks."""
 
@@ -63,14 +72,16 @@ class EngineLoop:
             deliver: receives each new token, the last one of a sample with its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
-        load.update(list(self._dp_rank_of.values()))
+        # The loop's own record has no samples that were submitted during the current pass. A list is made in one step,
+        # while the loop may remove receivers.
+        load.update(receiver.dp_rank for receiver in list(self._receivers.values()))
         commands = []
         for request in requests:
             dp_rank = min(load, key=lambda rank: (load[rank], rank))
             load[dp_rank] += 1
             commands.append(_Add(next(self._numbers), dp_rank, request))
         for command in commands:
-            self._deliver[command.number] = deliver
+            self._receivers[command.number] = _Receiver(command.dp_rank, deliver)
         self._commands.put(commands)
         return [command.number for command in commands]
 
@@ -97,12 +108,12 @@ class EngineLoop:
                 self._send(new)
 
     def _send(self, new: NewToken) -> None:
-        deliver = self._deliver.get(new.number)
-        if deliver is None:
+        receiver = self._receivers.get(new.number)
+        if receiver is None:
             return
         if new.finish_reason is not None:
-            del self._deliver[new.number]
-        deliver(new)
+            del self._receivers[new.number]
+        receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
         """Return the commands since the last pass; waits for one if there is no sample. Collective."""
@@ -126,7 +137,7 @@ class EngineLoop:
                 if command.dp_rank == self._groups.attn.dp.rank:
                     self._generation.add(command.number, command.request)
             elif (dp_rank := self._dp_rank_of.pop(command.number, None)) is not None:
-                self._deliver.pop(command.number, None)
+                self._receivers.pop(command.number, None)
                 if dp_rank == self._groups.attn.dp.rank:
                     self._generation.cancel(command.number)
         return True

@@ -123,6 +123,11 @@ class ApiRequest:
     """Whether a stream ends with the numbers of tokens."""
     has_log_probs: bool = False
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a completion; the messages of a chat are one."""
+        return 1 if self.kind == "chat" else len(self.prompts)
+
 
 def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
     """Parse and check the body of a request.

@@ -22,8 +22,8 @@ from moefold.ops.interface import unit_stride
 
 MAX_HEAD_DIM = 256
 """Maximum head dim, as in `attention.c`."""
-MAX_SEQ_LEN = 4096
-"""Maximum tokens of a sample, as measured: each thread packs keys and values of a head, which must fit its cache."""
+MAX_SEQ_LEN = 16384
+"""Maximum tokens of a sample, as measured (docs/log.md): each thread packs keys and values of a head."""
 MIN_FAST_VECTOR_WIDTH = 8
 """Floats of a vector from which it is faster than torch's kernel: those of AVX. With SSE2 it takes twice as long."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
