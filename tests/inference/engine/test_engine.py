@@ -78,6 +78,10 @@ def test_the_engine_equals_the_whole_text(pool, mixtral, tmp_path, kind):
             assert completion.finish_reason == ("eos" if tokens[-1] == 5 else "length")
 
 
+def name(mapping: dict[str, Any]) -> str:
+    return "-".join(f"{key}{value}" for key, value in mapping.items()) or "one"
+
+
 MAPPINGS: list[dict[str, Any]] = [
     {"world_size": 2, "tp": 2, "etp": 2},
     {"world_size": 2, "ep": 2},
@@ -88,10 +92,17 @@ MAPPINGS: list[dict[str, Any]] = [
     {"world_size": 3},
 ]
 """Under dp, ranks pass requests of their own; with three ranks they share no experts."""
+FAST_MAPPINGS = (1, 5)
+FAST_TRAINING_MAPPINGS = (0, 5, 6)
+"""Indices of the mappings of the fast tests; together they have every axis."""
 
 
-def name(mapping: dict[str, Any]) -> str:
-    return "-".join(f"{key}{value}" for key, value in mapping.items()) or "one"
+def marked(mappings: Sequence[dict[str, Any]], fast: Sequence[int]) -> list[Any]:
+    """The mappings as parameters, the others than the fast ones marked as slow."""
+    return [
+        pytest.param(mapping, marks=[] if i in fast else pytest.mark.slow, id=name(mapping))
+        for i, mapping in enumerate(mappings)
+    ]
 
 
 def own_requests(groups: ParallelGroups) -> list[int]:
@@ -122,7 +133,7 @@ def assert_equal_completions(ranks: Sequence[dict[int, Completion]], expected: S
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
+@pytest.mark.parametrize("mapping", marked(MAPPINGS, FAST_MAPPINGS))
 def test_every_mapping_gives_the_completions_of_one_rank(pool, mixtral, mapping):
     wide = {"dtype": "float64"}
     (expected,) = pool.run(1, run_engine, mixtral, wide, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
@@ -169,7 +180,7 @@ def sample_in_training(run_dir: Path, mapping: dict[str, Any]) -> tuple[dict[int
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", TRAINING_MAPPINGS, ids=name)
+@pytest.mark.parametrize("mapping", marked(TRAINING_MAPPINGS, FAST_TRAINING_MAPPINGS))
 def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, mapping):
     pool.run(1, write_checkpoint, training_config({}, tmp_path))
     (expected,) = pool.run(1, run_engine, tmp_path, {}, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
@@ -192,7 +203,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     @given(
         st.permutations(range(12)), st.integers(1, 12), st.integers(0, 90), st.integers(2, 12), st.booleans(), st.data()
     )
-    @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     def check(order: list[int], slots: int, more: int, num_pages: int, shares: bool, data: st.DataObject) -> None:
         nonlocal num_preemptions
         engine_settings = EngineSettings(
@@ -226,7 +237,14 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     return num_preemptions
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 0.0), ("bfloat16", 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        pytest.param("float64", 1e-11, marks=pytest.mark.slow),
+        ("float32", 0.0),
+        pytest.param("bfloat16", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
     (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
     assert num_preemptions > 0

@@ -41,12 +41,14 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 1},
-        {"zero": 0, "ep": 2},
+        pytest.param({"world_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"zero": 0, "ep": 2}, marks=pytest.mark.slow),
         {"zero": 3},
-        {"zero": 2, "cp": 2, "ep": 2, "overlap_experts": True},
+        pytest.param({"zero": 2, "cp": 2, "ep": 2, "overlap_experts": True}, marks=pytest.mark.slow),
         {"world_size": 4, "pp": 2, "zero": 3, "ep": 2},
-        {"world_size": 4, "pp": 2, "zero": 1, "virtual_stages": 2, "schedule": "zbv"},
+        pytest.param(
+            {"world_size": 4, "pp": 2, "zero": 1, "virtual_stages": 2, "schedule": "zbv"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ class _Stop:
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Of an unfinished sample."""
+    """Recipient of the tokens of an unfinished sample, and the rank that generates it."""
 
     dp_rank: int
     deliver: Deliver
