@@ -120,6 +120,16 @@ def test_a_resumed_run_keeps_its_reference(folder: Path):
         _train(folder, "copy", "pairs", "run.steps=4", *settings)
 
 
+def test_a_run_that_goes_on_in_another_folder_has_the_reference_there(folder: Path):
+    whole = _train(folder, "whole", "pairs", "align.method=dpo", "run.steps=3")
+    _train(folder, "start", "pairs", "align.method=dpo", "run.steps=1")
+    resume = f"checkpoint.resume={folder / 'start/checkpoints/step-000001'}"
+    _train(folder, "other", "pairs", "align.method=dpo", "run.steps=2", resume)
+    shutil.rmtree(folder / "start")
+    other = _train(folder, "other", "pairs", "align.method=dpo", "run.steps=3")
+    assert _numbers(other)[-2:] == _numbers(whole)[1:]
+
+
 def test_dpo_learns_to_tell_pairs_apart(folder: Path):
     records = _train(folder, "run", "pairs", "run.steps=12", "align.method=dpo", "train.lr=5e-3", "run.dtype=float32")
     assert records[-1]["loss"] < 0.35
