@@ -32,7 +32,9 @@ def interrupted(engine: RolloutEngine) -> None:
         engine.generate(REQUESTS, on_token=raise_later)
 
 
-def train(cfg: Config, samples: bool, fails: bool = False) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
+def train(
+    cfg: Config, samples: bool, fails: bool = False
+) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
     """Losses and weights of three steps, and completions between them if `samples`, after a failed one if `fails`."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
