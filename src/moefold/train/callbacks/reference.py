@@ -45,9 +45,10 @@ class ReferencePass(Callback):
         path = Path(run.cfg.run.dir) / name
         if run.is_resumed:
             reference.values = _read_on_rank0(run, name, reference.values.shape)
-            return
-        reference.values = reference_log_probs(run, len(reference.values))
-        if run.is_first_rank:
+        else:
+            reference.values = reference_log_probs(run, len(reference.values))
+        # A run that goes on from a checkpoint of another folder has its own file from now on.
+        if run.is_first_rank and not (run.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
             with draft.open("wb") as file:
                 np.save(file, reference.values)
