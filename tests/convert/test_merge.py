@@ -221,6 +221,7 @@ def test_other_seeds_are_refused(runs, tmp_path, capsys):
     [
         (["math", "code", "--weights", "1"], "--weights has 1 numbers for 2 checkpoints; give one for each"),
         (["math", "code", "--weights", "1", "0"], "--weights 0 must be a finite number above 0"),
+        (["math", "code", "--weights", "1e308", "1e308"], "--weights have a sum above the largest number"),
         (["math", "code", "--weights", "1", "nan"], "--weights nan must be a finite number above 0"),
         (["math", "gone"], "'gone' does not exist"),
         (["math", "dense"], "is of another model than"),

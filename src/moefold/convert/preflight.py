@@ -248,6 +248,8 @@ def check_merge(
         raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")
     if wrong := [share for share in shares if not (math.isfinite(share) and share > 0)]:
         raise ConfigError(f"--weights {wrong[0]:g} must be a finite number above 0; leave out a checkpoint of weight 0")
+    if not math.isfinite(sum(shares)):
+        raise ConfigError("--weights have a sum above the largest number; only their ratios matter, so divide them all")
     if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:
         raise ConfigError(f"{str(hf_folders[0])!r} is a Hugging Face folder; convert it with moefold import first")
     found = [locate_checkpoint(path) for path in checkpoints]
