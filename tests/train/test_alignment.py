@@ -20,7 +20,8 @@ from moefold.train.callbacks.reference import reference_log_probs
 from moefold.train.data_loader import DataLoader
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
-from moefold.verify.distributed_run import create_groups
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -148,6 +149,22 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values
+
+
+def _mapping(cfg: Config, cache: str) -> DistributedRecord:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return run_distributed(cfg, 1)
+
+
+@pytest.mark.parity
+def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
+    """The oracle reads the pairs of the recipe, and has its loss, with a uniform law for the reference."""
+    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.num_query_groups=2")
+    cfg = _recipe(folder, "run", "pairs", *settings, "parallel.world_size=2", "parallel.cp=2")
+    oracle = run_oracle(cfg, 1)
+    assert 0.1 < oracle.steps[0].loss < 2
+    worst = compare_records(oracle, pool.run(2, _mapping, cfg, str(folder / "cache")))[0]
+    assert worst.error <= 1e-9, worst
 
 
 @pytest.mark.parity

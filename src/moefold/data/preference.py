@@ -5,6 +5,7 @@ prefix, and {"prompt", "completion", "label"}; each text is a message or a list 
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,11 +47,16 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
 class ReferenceLogProbs:
     """Log-probabilities of the sequences of each pair under the reference model, once they are known.
 
-    `values` is float64 [pairs, 2]: sums over the targets of both sequences.
+    `values` is float64 [pairs, 2]: sums over the targets of both sequences, of which there are `num_targets`.
     """
 
-    def __init__(self, num_pairs: int) -> None:
-        self.values: NDArray[np.float64] = np.zeros((num_pairs, 2))
+    def __init__(self, num_targets: NDArray[np.int64]) -> None:
+        self._num_targets = num_targets
+        self.values: NDArray[np.float64] = np.zeros(num_targets.shape)
+
+    def fill_uniform(self, vocab_size: int) -> None:
+        """Take for the reference the law in which every token is equally probable, for a comparison without a pass."""
+        self.values = self._num_targets.astype(np.float64) * -math.log(vocab_size)
 
 
 class PackedPairs:
@@ -181,12 +187,13 @@ def pack_pairs(
             f'raise it to {int(lengths.sum(1).max()) - 1}, or set data.overlong="cut"'
         )
     cut = cut_lengths(lengths, seq_len + 1)
-    pairs = np.flatnonzero(conversations.count_targets(cut.ravel()).reshape(-1, 2).all(1))
+    num_targets = conversations.count_targets(cut.ravel()).reshape(-1, 2)
+    pairs = np.flatnonzero(num_targets.all(1))
     if not len(pairs):
         raise ConfigError(
             f"data.path: none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}; raise it"
         )
-    reference = ReferenceLogProbs(len(lengths))
+    reference = ReferenceLogProbs(num_targets)
     training, validation = (
         PackedPairs(conversations, part, reference, align, seq_len=seq_len, pad_id=pad_id)
         for part in hold_out(pairs, data.validation_fraction)

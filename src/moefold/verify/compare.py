@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import ProgramData, Sampler, open_dataset
+from moefold.data import ProgramData, Sampler
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.verify.distributed_run import DistributedRecord
+from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.verify.oracle_objectives import OracleObjective
+from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ def run_oracle(
         cfg: the recipe.
         num_steps: optimizer steps.
         on_progress: called with what is done next.
-        objective: the loss of a micro-batch; None: next-token prediction.
+        objective: the loss of a micro-batch; None: that of the recipe.
         data: the samples of data.kind="program"; None: those of the recipe.
     """
     on_progress("oracle, building the model")
-    dataset = data or open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-    )
+    dataset = data or open_samples(cfg)
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
-    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective)
+    oracle = Oracle(
+        cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective or recipe_objective(cfg)
+    )
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import ProgramData, open_dataset
+from moefold.data import Dataset, ProgramData, open_dataset
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
@@ -66,15 +66,13 @@ def run_on_groups(
         cfg: the recipe.
         num_steps: optimizer steps.
         on_progress: called with what is done next.
-        loss: the loss; None: next-token prediction.
+        loss: the loss; None: that of the recipe.
         data: the samples of data.kind="program"; None: those of the recipe.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")
     model = parallelize(cfg, groups, loss)
-    dataset = data or open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-    )
+    dataset = data or open_samples(cfg)
     loader = BatchSharder(dataset.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)
     initial = gather_full_tensors(model)
@@ -93,6 +91,16 @@ def run_on_groups(
     return DistributedRecord(
         initial, gradients, gather_full_tensors(model), tuple(steps), training.evaluate([held_out.batch(0)])
     )
+
+
+def open_samples(cfg: Config) -> Dataset:
+    """Open the data of a recipe; pairs have a uniform law for their reference, as no pass computes it."""
+    dataset = open_dataset(
+        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    )
+    if dataset.reference is not None:
+        dataset.reference.fill_uniform(cfg.model.vocab_size)
+    return dataset
 
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moefold.config.schema import Config
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.recipe_loss import recipe_loss
 
 OracleColumns = Mapping[str, Tensor]
 """Columns of a micro-batch, [B, ...] each; "weights" sum to 1 over the global batch."""
@@ -17,6 +19,12 @@ LogProbs = Callable[[float], Tensor]
 """Returns the log-probabilities of the targets of a micro-batch under a temperature, [B, S]."""
 OracleObjective = Callable[[LogProbs, OracleColumns], Tensor]
 """Loss of a micro-batch, a 0-dim tensor."""
+
+
+def recipe_objective(cfg: Config) -> OracleObjective | None:
+    """Return the objective of the recipe's [align] section; None for next-token prediction."""
+    loss = recipe_loss(cfg)
+    return preference_objective(loss) if isinstance(loss, PreferenceLoss) else None
 
 
 def policy_objective(loss: PolicyGradientLoss) -> OracleObjective:

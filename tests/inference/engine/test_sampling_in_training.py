@@ -19,8 +19,23 @@ from tests.verify.recipes import tiny
 REQUESTS = [Request(prompt=(i, 7, 5, 2), prompt_number=i, max_tokens=5) for i in range(3)]
 
 
-def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
-    """Losses and weights of three steps, and completions between them if `samples`."""
+def interrupted(engine: RolloutEngine) -> None:
+    """Start a generation that ends with an error after the second token."""
+
+    def raise_later(number: int, token: int) -> None:
+        tokens.append(token)
+        if len(tokens) == 2:
+            raise KeyError("in sampling")
+
+    tokens: list[int] = []
+    with pytest.raises(KeyError, match="in sampling"):
+        engine.generate(REQUESTS, on_token=raise_later)
+
+
+def train(
+    cfg: Config, samples: bool, fails: bool = False
+) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
+    """Losses and weights of three steps, and completions between them if `samples`, after a failed one if `fails`."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
@@ -30,6 +45,8 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
     losses: list[float] = []
     completions: list[list[Completion]] = []
     for step in range(1, 4):
+        if fails:
+            interrupted(engine)
         if samples:
             # The ranks of a stage run different numbers of passes.
             completions.append(engine.generate(REQUESTS[groups.attn.dp_cp.rank :]))
@@ -61,3 +78,15 @@ def test_sampling_between_steps_changes_no_bit_of_training(pool, mapping):
         torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
         # The weights have changed between the generations.
         assert all(not c or c[-1].log_probs != completions[0][-1].log_probs for c in completions[1:])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", [{"zero": 3}, {"world_size": 1, "zero": 0}], ids=str)
+def test_an_error_in_sampling_leaves_the_model_as_it_was(pool, mapping):
+    cfg = tiny({}, {"capacity_factor": 1.0}, **{"world_size": 2} | mapping)
+    found = pool.run(cfg.parallel.world_size, train, cfg, True, True)
+    expected = pool.run(cfg.parallel.world_size, train, cfg, True)
+    for (losses, weights, completions), (expected_losses, expected_weights, same) in zip(found, expected, strict=True):
+        assert losses == expected_losses
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
+        assert completions == same

@@ -56,7 +56,10 @@ class PromptEncoder:
         """
         if request.kind == "chat":
             async with self._template_lock:
-                return [await asyncio.to_thread(self._encode_chat, request)]
+                ids = await asyncio.to_thread(self._encode_chat, request)
+            if not ids:
+                raise ApiError("the chat template makes an empty text of these messages", param="messages")
+            return [ids]
         encoded = []
         for prompt in request.prompts:
             ids = encode_prompts(self._job.source, self._tokenizer, [prompt])[0] if isinstance(prompt, str) else prompt
