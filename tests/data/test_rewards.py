@@ -102,6 +102,7 @@ def test_condition_writes_the_reward_into_the_message_before_the_answer(files: P
         ("1.0", "the reward in column 'reward' is '1.0'"),
         (None, "the reward in column 'reward' is None"),
         (True, "the reward in column 'reward' is True"),
+        (10**400, "the reward in column 'reward' is 100000000000000000...0000000000000000000, and must be"),
     ],
     ids=str,
 )

@@ -281,6 +281,22 @@ def test_prompts_that_cannot_work_are_refused_with_their_line(tmp_path, rows, re
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("use", "columns", "reason"),
+    [
+        ("number", {"answer": "seven"}, "prompts.jsonl:3: the column 'answer' must have a number for reward.use='numb"),
+        ("countdown", {"numbers": [1, 2], "target": "3"}, "the column 'target' must be a whole number for"),
+        ("countdown", {"numbers": "1,2", "target": 3}, "the column 'numbers' must be a list of whole numbers for"),
+    ],
+)
+def test_columns_whose_reward_would_always_be_0_are_refused(tmp_path, use, columns, reason):
+    good = {"answer": "7"} if use == "number" else {"numbers": [1, 2], "target": 3}
+    cfg = data(tmp_path, [{"prompt": "x"} | good, {"prompt": "y"} | good, {"prompt": "z"} | columns])
+    with pytest.raises(ConfigError) as error:
+        check_rollout_data(replace(cfg, reward=RewardConfig(use=use)))
+    assert reason in str(error.value)
+
+
 def test_good_prompts_are_accepted(tmp_path):
     check_rollout_data(data(tmp_path, GOOD))
     chats = [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}] * 4

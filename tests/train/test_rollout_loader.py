@@ -378,6 +378,18 @@ def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
 
 
+def test_a_run_may_go_on_without_its_reset_reference_and_with_that_of_its_start(pool, tmp_path):
+    cfg = recipe(tmp_path, 3, kl=0.1, reset_patience=1)
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-9), checkpoint=CheckpointConfig(every=1))
+    pool.run(1, _train, cfg)
+    state = json.loads((tmp_path / "run/checkpoints/step-000003/moefold.json").read_text())["rl"]
+    assert state["num_resets"] > 0
+    without = replace(cfg, rl=replace(cfg.rl, kl=0.0, reset_patience=0), run=replace(cfg.run, steps=4))
+    pool.run(1, _train, without)
+    pool.run(1, _train, replace(cfg, run=replace(cfg.run, steps=5)))
+    assert ["kl" in record["rl"] for record in records(cfg)] == [True, True, True, False, True]
+
+
 def test_trained_weights_without_a_reference_are_refused(pool, tmp_path):
     start = under(recipe(tmp_path, 2), tmp_path / "start")
     start = replace(start, rl=RLConfig(), reward=RewardConfig(), data=DataConfig(kind="synthetic"))

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from itertools import chain
@@ -181,9 +182,11 @@ def reward_of(record: JsonlRecord, column: str) -> float:
             f"{record.location}: {unknown_column_message(column, record.fields)}; align.reward names the column"
         )
     reward = record.fields[column]
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    # A larger integer is no float.
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max
+    if not is_number:
         raise ConfigError(
-            f"{record.location}: the reward in column {column!r} is {reward!r}, and must be a finite number; fix or "
-            "remove the line"
+            f"{record.location}: the reward in column {column!r} is {reprlib.repr(reward)}, and must be a finite "
+            "number; fix or remove the line"
         )
     return float(reward)

@@ -7,7 +7,7 @@ from moefold.errors import ConfigError
 from moefold.rl.reward import check_reward
 
 MAX_CHECKED_PROBLEMS = 1000
-"""Problems of a task whose length is checked; prompts of files are all checked."""
+"""Problems of a task that are checked; prompts of files are all checked."""
 
 
 def check_rollout_data(cfg: Config) -> None:
@@ -28,7 +28,7 @@ def check_rollout_data(cfg: Config) -> None:
     for source in (prompts.train, prompts.validation):
         if source is not None:
             _check_lengths(cfg, source)
-    check_reward(cfg, [prompts.train.prompt(0)])
+    check_reward(cfg, [prompts.train.prompt(i) for i in range(min(len(prompts.train), _num_checked(cfg)))])
 
 
 def _check_lengths(cfg: Config, source: PromptSource) -> None:

@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.rl.reward_pool import RewardError, RewardPool
-from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS
+from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
 
     Args:
         cfg: the recipe.
-        prompts: at least one prompt of the run.
+        prompts: at least one prompt of the run; a verifier needs its columns in each.
 
     Raises:
-        ConfigError: there is no such function, a column that it reads is missing, or the call fails.
+        ConfigError: there is no such function, a column that it reads is missing or useless, or the call fails.
     """
     name = reward_name(cfg)
     if not name:
@@ -175,12 +175,8 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
         )
     prompt = prompts[0]
     if name in VERIFIERS:
-        for column in REQUIRED_COLUMNS[name]:
-            if column not in prompt.columns:
-                raise ConfigError(
-                    f"reward.use={name!r} reads the column {column!r}, and {prompt.location} has the columns "
-                    f"{sorted(prompt.columns)}; add it, or choose another reward"
-                )
+        for one in prompts:
+            _check_columns(name, one)
         return
     reference = split_reference(name)
     if reference is None:
@@ -197,3 +193,19 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
             f"reward.use={name!r} was tried with two empty completions, and {reason}; the signature is "
             "f(prompts, completions, **columns) -> list of one number or None for each completion"
         )
+
+
+def _check_columns(name: str, prompt: Prompt) -> None:
+    """Check that a prompt has the columns of a verifier."""
+    for column in REQUIRED_COLUMNS[name]:
+        if column not in prompt.columns:
+            raise ConfigError(
+                f"reward.use={name!r} reads the column {column!r}, and {prompt.location} has the columns "
+                f"{sorted(prompt.columns)}; add it, or choose another reward"
+            )
+        value = prompt.columns[column]
+        if rule := column_fault(name, column, value):
+            raise ConfigError(
+                f"{prompt.location}: the column {column!r} {rule} for reward.use={name!r}, and is "
+                f"{reprlib.repr(value)}; fix it, or choose another reward"
+            )

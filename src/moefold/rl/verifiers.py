@@ -82,6 +82,19 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "countdown": ("numbers", "target"),
 }
 """Columns of the prompts that each verifier reads."""
+
+
+def column_fault(verifier: str, column: str, value: Any) -> str:
+    """Return the rule that a value of a column breaks, with which every reward would be 0; empty if it breaks none."""
+    if verifier == "number" and last_number(str(value)) is None:
+        return "must have a number"
+    if column == "target" and type(value) is not int:
+        return "must be a whole number"
+    if column == "numbers" and not (isinstance(value, list) and all(type(number) is int for number in value)):
+        return "must be a list of whole numbers"
+    return ""
+
+
 TASK_VERIFIERS: Mapping[str, str] = {"sort": "exact", "add": "number", "countdown": "countdown"}
 """The verifier of each data.task."""
 

@@ -158,6 +158,8 @@ class RolloutLoader(DataLoader):
         self._pending = []
         self._plateau = Plateau.from_json(meta.rl)
         if self._reference is None:
+            # Without a KL penalty the next checkpoint has no weights of a reset.
+            self._plateau = replace(self._plateau, num_resets=0)
             return
         if self._plateau.num_resets:
             load_entries(path, self._reference.entries())
