@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.data.index_shuffle import draw_bits, hash_ints
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
     Draw,
     UniformStream,
@@ -103,3 +103,15 @@ def test_greedy_takes_the_first_of_equal_logits():
 def test_numbers_that_mean_nothing(wrong, message):
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**wrong).check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_without_a_distribution_are_refused(wrong, temperature):
+    logits_NV = torch.zeros(2, 4)
+    logits_NV[1, 2] = wrong
+    draws = [Draw(SamplingParams(temperature=temperature), 0.5)] * 2
+    with pytest.raises(RunError, match="NaN or infinite"):
+        choose_tokens(logits_NV, draws)
+    logits_NV[1, 2] = -float("inf")
+    assert choose_tokens(logits_NV, draws).shape == (2,)

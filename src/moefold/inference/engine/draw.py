@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.data.index_shuffle import draw_bits, hash_ints
+from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
 
@@ -53,7 +54,16 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     Args:
         logits_NV: logits over the whole vocabulary.
         draws: of each row.
+
+    Raises:
+        RunError: logits are NaN or infinite, so there is no distribution to sample from.
     """
+    # NaN and infinity reach the maximum of their row.
+    if not logits_NV.amax(-1).isfinite().all():
+        raise RunError(
+            "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "
+            "earlier checkpoint, or train with a lower rate"
+        )
     first = draws[0].params
     if all(draw.params is first for draw in draws):
         return _choose(logits_NV, draws)
