@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.verify.compare import compare_records
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
@@ -94,8 +95,8 @@ def _recompute(*, blocks: bool) -> None:
 
     whole = distributed_run.parallelize
 
-    def recomputing(cfg: Config, groups: ParallelGroups) -> ParallelModel:
-        model = whole(cfg, groups)
+    def recomputing(cfg: Config, groups: ParallelGroups, loss: LossFunction | None) -> ParallelModel:
+        model = whole(cfg, groups, loss)
         modules = [block for stage in model.stages for block in stage.layers.values()]
         for module in modules if blocks else model.moe_layers().values():
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
