@@ -146,6 +146,7 @@ def check_refusals(client: Client) -> None:
         (["--cache-gib", "0.001", "--max-length", "100000"], "set a larger --cache-gib, or a smaller --max-length"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
+        (["--host", "::1", "--port", "0"], "--host ::1 must be a name or an IPv4 address"),
     ],
 )
 def test_wrong_options_are_one_message(byte_model, capsys, words, message):
