@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.util
+import signal
+import sys
 from dataclasses import fields
 from functools import partial
 
@@ -41,9 +43,15 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.serve.worker import serve_worker
+    from moefold.launch.exit import SIGNAL_STATUS, hard_exit
     from moefold.launch.ranks import run_ranks
 
-    return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+    try:
+        return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+    except KeyboardInterrupt:
+        # Everything is closed. The end of the interpreter would free torch's modules for seconds on a busy machine.
+        print("moefold: interrupted", file=sys.stderr)
+        hard_exit(SIGNAL_STATUS + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:
