@@ -4,7 +4,14 @@ import pytest
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import TextStream, encode_prompts, open_tokenizer, read_text, stop_token_ids
+from moefold.inference.text import (
+    TextStream,
+    encode_prompts,
+    has_stop_string,
+    open_tokenizer,
+    read_text,
+    stop_token_ids,
+)
 from tests.inference.checkpoint_folder import described_run
 
 
@@ -30,6 +37,30 @@ def test_the_pieces_are_the_text_whatever_the_bytes():
 
 def test_numbers_keep_their_spaces():
     assert "".join(pieces(NumberTokenizer(99), [5, 12, 3])) == "5 12 3"
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NumberTokenizer(300)], ids=["bytes", "numbers"])
+def test_a_stop_string_is_found_at_the_token_that_completes_it(tokenizer):
+    rng = np.random.default_rng(1)
+    ends = []
+    for _ in range(200):
+        ids = rng.choice([65, 66, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], 60).tolist()
+        for stops in (["BAB", "é"], ["€AB"], ["5 66"]):
+            texts = [tokenizer.decode(ids[:end]) for end in range(1, 61)]
+            whole = [any(stop in text for stop in stops) for text in texts]
+            found = [has_stop_string(tokenizer, stops, ids[:end]) for end in range(1, 61)]
+            assert found[: whole.index(True)] == whole[: whole.index(True)] if any(whole) else not any(found)
+            assert not any(whole) or found[whole.index(True)]
+            ends.append(any(whole))
+    assert set(ends) == {True, False}
+
+
+def test_the_search_for_a_stop_string_decodes_the_last_tokens_only(monkeypatch):
+    counts = []
+    decode = ByteTokenizer.decode
+    monkeypatch.setattr(ByteTokenizer, "decode", lambda self, ids: counts.append(len(ids)) or decode(self, ids))
+    assert has_stop_string(ByteTokenizer(), ["stop", "no"], [*range(65, 91), *b"and stop"])
+    assert counts == [len("stop") + 4]
 
 
 def test_prompts_of_text_of_numbers_and_of_nothing(tmp_path):

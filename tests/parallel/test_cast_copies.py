@@ -24,7 +24,7 @@ from tests.slow import slow
 from tests.verify.recipes import LATENT, tiny
 
 
-class _CountCasts(TorchDispatchMode):
+class CountCasts(TorchDispatchMode):
     """Counts the casts of parameters from float32 to bfloat16."""
 
     def __init__(self, parameters):
@@ -59,7 +59,7 @@ def _train(cfg: Config, keeps: bool):
 
     def step(number):
         batch = sharder.batch(number * size)
-        with _CountCasts(parameters) as counter:
+        with CountCasts(parameters) as counter:
             result = training.run(batch, number)
         casts.append(counter.count)
         results.append((result.loss, result.grad_norm, training.evaluate([batch])))

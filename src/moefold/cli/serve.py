@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.util
+import signal
+import sys
 from dataclasses import fields
 from functools import partial
 
@@ -41,9 +43,15 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.serve.worker import serve_worker
+    from moefold.launch.exit import SIGNAL_STATUS, hard_exit
     from moefold.launch.ranks import run_ranks
 
-    return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+    try:
+        return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+    except KeyboardInterrupt:
+        # Everything is closed. The end of the interpreter would free torch's modules for seconds on a busy machine.
+        print("moefold: interrupted", file=sys.stderr)
+        hard_exit(SIGNAL_STATUS + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="name or IPv4 address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any that is free (8000)")
     parser.add_argument("--name", default="", help="name of the model in the API (the name of its folder)")
     parser.add_argument("--slots", type=int, default=64, metavar="N", help="samples decoded at once a dp rank (64)")

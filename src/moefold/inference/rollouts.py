@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import end_of_turn_marker
+from moefold.inference.text import end_of_turn_marker, has_stop_string
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import Group, Rollout
 
@@ -145,9 +144,11 @@ class RolloutCollector:
             for index, prompt in zip(indices, prompts, strict=True)
             for number in range(group_size)
         ]
-        is_complete = partial(_has_string, self._tokenizer, self._stop.string) if self._stop.string else None
-        completions = self._engine.generate(requests, is_complete=is_complete)
+        completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
         return [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
+
+    def _is_complete(self, number: int, tokens: Sequence[int]) -> bool:
+        return has_stop_string(self._tokenizer, [self._stop.string], tokens)
 
     def _score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int, adjust: Adjust
@@ -198,12 +199,6 @@ def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> 
         }
         records.append({**group.prompt.columns, **record})
     return records
-
-
-def _has_string(tokenizer: Tokenizer, string: str, _: int, tokens: Sequence[int]) -> bool:
-    """Return whether the last tokens contain a text."""
-    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
-    return string in tokenizer.decode(list(tokens[-len(string.encode()) - 4 :]))
 
 
 def _to_rollout(request: Request, completion: Completion) -> Rollout:

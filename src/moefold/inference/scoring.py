@@ -18,7 +18,7 @@ from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import TokenDataset
+from moefold.inference.text import TokenDataset, has_stop_string
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.terminal import print_escaped
 
@@ -138,8 +138,7 @@ class ServedModel:
 
         def is_complete(number: int, tokens: Sequence[int]) -> bool:
             assert tokenizer is not None
-            text = tokenizer.decode(tokens)
-            return any(stop in text for stop in request.stops)
+            return has_stop_string(tokenizer, request.stops, tokens)
 
         requests = [
             Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=request.eos_ids)

@@ -95,6 +95,13 @@ def read_text(path: Path, option: str) -> str:
         raise ConfigError(f"{option} {str(path)!r} cannot be read: {error.strerror}") from error
 
 
+def has_stop_string(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> bool:
+    """Return whether the last token completes a stop string; only the tokens that can be part of it are decoded."""
+    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
+    text = tokenizer.decode(tokens[-max(len(stop.encode()) for stop in stops) - 4 :])
+    return any(stop in text for stop in stops)
+
+
 class TextStream:
     """Incremental detokenizer: converts ids into text pieces that are final.
 

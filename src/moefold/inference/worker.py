@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +21,7 @@ from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import load_model
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
 from moefold.inference.settings import EVAL_OOM_HINT, GENERATE_OOM_HINT, explain_oom
-from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, open_ids, open_tokenizer
+from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, has_stop_string, open_ids, open_tokenizer
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.terminal import MULTILINE_CHARS, printable
@@ -155,7 +154,7 @@ def _generate(
     found = RolloutEngine(loaded.model, job.settings, job.sampling).generate(
         job.requests[dp.rank :: dp.size],
         on_token,
-        partial(_has_stop_string, tokenizer, job.stop_string) if job.stop_string else None,
+        (lambda _, tokens: has_stop_string(tokenizer, [job.stop_string], tokens)) if job.stop_string else None,
     )
     shares = all_gather_objects(found, dp)
     return [shares[i % dp.size][i // dp.size] for i in range(len(job.requests))]
@@ -209,12 +208,6 @@ class _StreamedOutput:
 def _terminal_text(text: str) -> str:
     """Return generated text with control characters escaped if stdout is a terminal."""
     return printable(text, MULTILINE_CHARS) if sys.stdout.isatty() else text
-
-
-def _has_stop_string(tokenizer: Tokenizer, stop_string: str, number: int, tokens: Sequence[int]) -> bool:
-    """Return whether the last tokens contain the stop string."""
-    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
-    return stop_string in tokenizer.decode(tokens[-len(stop_string.encode()) - 4 :])
 
 
 def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: Tokenizer) -> list[Generation]:

@@ -101,6 +101,16 @@ class CastCopies:
         finally:
             self._set_fresh(False)
 
+    def drop(self) -> None:
+        """Free the copies; from now on, each use of a parameter casts it."""
+        for parameter, _ in self._copies:
+            delattr(parameter, _COPY)
+        self._copies.clear()
+
+    def __len__(self) -> int:
+        """Return the number of parameters that may have a copy."""
+        return len(self._copies)
+
     def tensors(self) -> list[Tensor]:
         """Return the copies that exist."""
         return [copy.values for _, copy in self._copies if copy.values is not None]

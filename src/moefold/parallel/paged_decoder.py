@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
+from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.local import LocalDispatcher
@@ -40,7 +41,7 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
     stages = model.stages
     was_training = stages[0].training
     sync_tied_embedding(stages)
-    with gathered_parameters(stages), model.cast_copies.fresh():
+    with gathered_parameters(stages), _cast_once(model):
         model.train(False)
         try:
             chain = ForwardChain(stages, model.stage_plan, stages[0].cfg, model.groups)
@@ -48,6 +49,22 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
             chain.wait_send()
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def _cast_once(model: ParallelModel) -> Iterator[None]:
+    """Cast each weight once in all passes inside this context; with several ranks, FSDP casts what it gathers."""
+    if model.groups.layout.world_size > 1 or model.cast_copies:
+        with model.cast_copies.fresh():
+            yield
+        return
+    # Training on a CPU keeps no copies: these are freed before the next step.
+    copies = CastCopies(model.named_parameters.values())
+    try:
+        with copies.fresh():
+            yield
+    finally:
+        copies.drop()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
+from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.pages import PAGE_POSITIONS
@@ -138,6 +139,24 @@ def test_every_mapping_gives_the_completions_of_one_rank(pool, mixtral, mapping)
     wide = {"dtype": "float64"}
     (expected,) = pool.run(1, run_engine, mixtral, wide, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
     assert_equal_completions(pool.run(mapping["world_size"], run_on_mapping, mixtral, mapping), expected)
+
+
+def refusal(path: Path, mapping: dict[str, Any]) -> str:
+    """The error of a request that only the last data-parallel rank has, and that its cache does not hold."""
+    loaded = opened(path, "generate", mapping, 96, 1)
+    settings = EngineSettings(cache_gib=1.5 * kv_cache_bytes(loaded.cfg, PAGE_POSITIONS, 1) / 2**30)
+    requests = [Request(prompt=(1,), max_tokens=2)]
+    if loaded.groups.attn.dp_cp.rank == loaded.groups.attn.dp_cp.size - 1:
+        requests.append(Request(prompt=(1,) * PAGE_POSITIONS, max_tokens=3))
+    with pytest.raises(ConfigError) as error:
+        RolloutEngine(loaded.model, settings, SAMPLED).generate(requests)
+    return str(error.value)
+
+
+def test_a_request_that_the_cache_does_not_hold_is_refused_on_all_ranks(pool, mixtral):
+    (expected,) = pool.run(1, refusal, mixtral, {})
+    assert f"holds no sample of {PAGE_POSITIONS + 2} (" in expected
+    assert pool.run(2, refusal, mixtral, {"world_size": 2}) == [expected] * 2
 
 
 TRAINING_MAPPINGS: list[dict[str, Any]] = [

@@ -1,5 +1,8 @@
 """Sampling between steps changes no bit of training, and sees every change of the weights."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -9,11 +12,12 @@ from moefold.data import open_dataset
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.model.local_param import local_tensor
+from moefold.model.local_param import CastCopy, local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.parallel.test_cast_copies import CountCasts
 from tests.verify.recipes import tiny
 
 REQUESTS = [Request(prompt=(i, 7, 5, 2), prompt_number=i, max_tokens=5) for i in range(3)]
@@ -78,6 +82,40 @@ def test_sampling_between_steps_changes_no_bit_of_training(pool, mapping):
         torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
         # The weights have changed between the generations.
         assert all(not c or c[-1].log_probs != completions[0][-1].log_probs for c in completions[1:])
+
+
+def sample_and_count_casts(cfg: Config, keeps: bool) -> tuple[list[int], list[list[Completion]], bool]:
+    """Casts of weights in a generation of few passes, of many, and of other weights; the completions; leftovers.
+
+    If not `keeps`, each use of a weight casts it.
+    """
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    parameters = list(model.named_parameters.values())
+    engine = RolloutEngine(model, EngineSettings(slots=2), SamplingParams(seed=1))
+    counts, completions = [], []
+    read = CastCopy.read if keeps else lambda _, parameter, dtype: parameter.to(dtype)
+    with patch.object(CastCopy, "read", read):
+        for scale, max_tokens in ((1.0, 2), (1.0, 8), (1.5, 8)):
+            for parameter in parameters:
+                parameter.data.mul_(scale)
+            requests = [Request(prompt=(i, 7, 5), prompt_number=i, max_tokens=max_tokens) for i in range(3)]
+            with CountCasts(parameters) as counter:
+                completions.append(engine.generate(requests))
+            counts.append(counter.count)
+    return counts, completions, any(vars(parameter) for parameter in parameters)
+
+
+def test_a_generation_on_one_rank_casts_each_weight_once(pool):
+    cfg = tiny({"tie_embeddings": True}, world_size=1, zero=0)
+    cfg = replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="plain"))
+    ((counts, completions, are_left),) = pool.run(1, sample_and_count_casts, cfg, True)
+    ((plain_counts, expected, _),) = pool.run(1, sample_and_count_casts, cfg, False)
+    assert completions == expected
+    assert completions[2] != completions[1]
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert plain_counts[1] > plain_counts[0] > counts[0]
+    assert not are_left
 
 
 @pytest.mark.parity

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
@@ -36,7 +38,9 @@ def server() -> CompletionServer:
 class Call:
     """A request to the application, whose client sends its body and then waits, or leaves."""
 
-    def __init__(self, server: CompletionServer, body: dict[str, Any], *, sends_half: bool = False) -> None:
+    def __init__(
+        self, server: CompletionServer, body: dict[str, Any], *, sends_half: bool = False, path: str = "/v1/completions"
+    ) -> None:
         content = json.dumps(body).encode()
         self._messages = [{"type": "http.request", "body": content, "more_body": sends_half}]
         self._has_left = asyncio.Event()
@@ -46,8 +50,8 @@ class Call:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "method": "POST",
-            "path": "/v1/completions",
+            "method": "GET" if path == "/health" else "POST",
+            "path": path,
             "query_string": b"",
             "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }
@@ -123,6 +127,29 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error(server):
 
     asyncio.run(check())
     assert server._num_open == 0
+
+
+def test_other_clients_are_answered_while_a_long_prompt_is_tokenised(server, monkeypatch):
+    is_answered = threading.Event()
+    found = []
+
+    def encode(tokenizer: ByteTokenizer, text: str) -> Any:
+        found.append(is_answered.wait(60))
+        return np.arange(1, 3)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+
+    async def check() -> None:
+        long = Call(server, {"prompt": "a long text", "stream": True})
+        health = Call(server, {}, path="/health")
+        await health.task
+        assert health.statuses == [200]
+        is_answered.set()
+        await asyncio.wait_for(long.started.wait(), 60)
+        await long.leave()
+
+    asyncio.run(check())
+    assert found == [True]
 
 
 def added_ranks(loop: EngineLoop, count: int) -> list[int]:

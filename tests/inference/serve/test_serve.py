@@ -1,6 +1,7 @@
 """`moefold serve` answers as `moefold generate` does, to several clients at once, whole and streamed."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,6 +138,21 @@ def check_refusals(client: Client) -> None:
     assert client.json("/health") == {"status": "ok", "samples": 0}
 
 
+def test_an_interrupted_server_exits_without_the_end_of_the_interpreter(byte_model):
+    program = (
+        "import atexit, sys; from moefold.cli.main import main; "
+        "atexit.register(print, 'the interpreter ends'); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "serve", str(byte_model), *OPTIONS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("moefold: run at ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err) == ("", "moefold: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -146,6 +162,7 @@ def check_refusals(client: Client) -> None:
         (["--cache-gib", "0.001", "--max-length", "100000"], "set a larger --cache-gib, or a smaller --max-length"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
+        (["--host", "::1", "--port", "0"], "--host ::1 must be a name or an IPv4 address"),
     ],
 )
 def test_wrong_options_are_one_message(byte_model, capsys, words, message):

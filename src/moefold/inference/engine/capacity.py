@@ -46,9 +46,22 @@ def check_requests(requests: Sequence[Request], num_pages: int) -> None:
     Raises:
         ConfigError: it does not.
     """
-    longest = max((request.max_positions for request in requests), default=0)
-    if pages_for(longest) > num_pages:
+    check_longest(most_positions(requests), num_pages)
+
+
+def most_positions(requests: Sequence[Request]) -> int:
+    """Return the positions of the longest sample, prompt and new tokens; 0 without requests."""
+    return max((request.max_positions for request in requests), default=0)
+
+
+def check_longest(num_positions: int, num_pages: int) -> None:
+    """Check that the cache holds a sample of that many positions.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if pages_for(num_positions) > num_pages:
         raise ConfigError(
-            f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {longest} (prompt and new tokens); "
-            "set a larger cache_gib, or fewer new tokens"
+            f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {num_positions} (prompt and new "
+            "tokens); set a larger cache_gib, or fewer new tokens"
         )

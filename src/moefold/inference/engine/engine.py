@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
-from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
@@ -101,11 +101,13 @@ class RolloutEngine:
             is_complete: stop condition, called after each new token that does not end its sample.
 
         Raises:
-            ConfigError: the cache is too small for a request.
+            ConfigError: on all ranks, the cache is too small for a request of one of them.
         """
         num_pages = pages_needed(requests, self._settings)
         if self._max_pages is not None:
-            check_requests(requests, self._max_pages)
+            groups = self._model.groups
+            longest = torch.tensor([most_positions(requests)], device=groups.device)
+            check_longest(int(all_reduce_max(longest, groups.attn.stage)), self._max_pages)
             num_pages = min(num_pages, self._max_pages)
         completions: list[Completion | None] = [None] * len(requests)
         with self.open(num_pages) as generation:

@@ -60,6 +60,10 @@ class PromptEncoder:
             if not ids:
                 raise ApiError("the chat template makes an empty text of these messages", param="messages")
             return [ids]
+        # On a thread: a long text takes as long as many passes, during which other clients are answered.
+        return await asyncio.to_thread(self._encode_prompts, request)
+
+    def _encode_prompts(self, request: ApiRequest) -> list[tuple[int, ...]]:
         encoded = []
         for prompt in request.prompts:
             ids = encode_prompts(self._job.source, self._tokenizer, [prompt])[0] if isinstance(prompt, str) else prompt
