@@ -31,6 +31,10 @@ class RewardError(Exception):
         """Traceback in the worker; empty if there is none."""
 
 
+class RewardTimeoutError(RewardError):
+    """A reward function, or its import, that took longer than its time limit."""
+
+
 class _Worker:
     """One worker process.
 
@@ -90,7 +94,7 @@ class _Worker:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise RewardError(f"took longer than {timeout_s:g} s") from None
+            raise RewardTimeoutError(f"took longer than {timeout_s:g} s") from None
         if not line:
             raise RewardError(f"ended its process with status {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
@@ -127,12 +131,21 @@ class RewardPool:
             self._free.put(None)
         self._threads = ThreadPoolExecutor(workers)
 
-    def call_all(self, calls: Sequence[Mapping[str, Any]]) -> Iterator[list[Any] | RewardError]:
+    def call_all(
+        self, calls: Sequence[Mapping[str, Any]], limit_s: float | None = None
+    ) -> Iterator[list[Any] | RewardError]:
         """Call the function with each of several keyword arguments; yield results in order, or their errors.
 
         All calls are queued at once; those that have not started are dropped when the pool is closed.
+
+        Args:
+            calls: the keyword arguments.
+            limit_s: time limit of all calls together; None for none.
+
+        Raises:
+            TimeoutError: a result is not there in time; the calls that have not started are dropped.
         """
-        return self._threads.map(self._call, calls)
+        return self._threads.map(self._call, calls, timeout=limit_s)
 
     def close(self) -> None:
         """End all workers, also in the middle of a call."""
