@@ -26,7 +26,7 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
 
 
 def min_rollout_cache_bytes(cfg: Config) -> int:
-    """Return the minimum bytes of the cache while the rollouts of a round are sampled, mean over pipeline ranks.
+    """Return the minimum bytes of the cache while the rollouts of a round are sampled, mean over ranks.
 
     The cache has room for as many rollouts of full length as a rank decodes at once, or rollout.cache_gib. Prompts
     count as one token.
@@ -36,8 +36,7 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     """
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
-    num_groups = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
-    num_rollouts = num_groups // (p.world_size // (p.tp * p.pp)) * cfg.rl.group_size
+    num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
     num_tokens = min(num_rollouts, cfg.rollout.slots) * cfg.rollout.max_tokens
     needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
     size = min(needed, int(cfg.rollout.cache_gib * 2**30))
