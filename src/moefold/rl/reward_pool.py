@@ -125,6 +125,7 @@ class RewardPool:
         self._path = path
         self._function = function
         self._timeout_s = timeout_s
+        self._is_closed = False
         self._workers: set[_Worker] = set()
         self._free: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(workers):
@@ -149,13 +150,11 @@ class RewardPool:
 
     def close(self) -> None:
         """End all workers, also in the middle of a call."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._workers):
             worker.close()
         self._threads.shutdown()
-        # A worker that was starting meanwhile.
-        for worker in tuple(self._workers):
-            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -175,6 +174,9 @@ class RewardPool:
             if worker is None:
                 worker = _Worker(self._path, self._function)
                 self._workers.add(worker)
+                if self._is_closed:
+                    # It was starting while the others were ended.
+                    raise RewardError("was not called, as the pool is closed")
             return worker.call(arguments, self._timeout_s)
         except RewardError as error:
             if worker is not None and not error.details:
