@@ -25,6 +25,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.model import ModelConfig
+from moefold.config.rl import RLConfig
 from moefold.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
@@ -196,6 +197,20 @@ def test_a_run_does_not_write_beside_later_checkpoints(tmp_path, resume):
         find_resume(recipe(tmp_path, resume=resume))
     assert find_resume(recipe(tmp_path, resume=resume, every=0)) == (None if resume == "never" else Path(resume))
     assert find_resume(recipe(tmp_path, resume=str(tmp_path / "step-000010"))) == tmp_path / "step-000010"
+
+
+@pytest.mark.parametrize("resume", ["auto", "step-000010"])
+def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
+    write(tmp_path, 10)
+    cfg = recipe(tmp_path, resume=resume if resume == "auto" else str(tmp_path / resume))
+    assert find_resume(replace(cfg, rl=RLConfig(group_size=4, updates=5))) == tmp_path / "step-000010"
+    assert find_resume(replace(cfg, rl=RLConfig(updates=4))) == tmp_path / "step-000010"
+    with pytest.raises(ConfigError) as error:
+        find_resume(replace(cfg, rl=RLConfig(group_size=4, updates=4)))
+    text = str(error.value)
+    assert text.startswith("rl.updates=4 must divide step 10 of checkpoint ")
+    assert "choose updates 1, 2, 5 or 10, or start a new run with checkpoint.init_from=" in text
+    assert "\n" not in text
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path):

@@ -46,6 +46,21 @@ def test_dry_as_a_table(capsys):
     assert "of 8 ranks, to the byte" in out
 
 
+def test_dry_lists_the_cache_of_rollouts_and_the_further_models(capsys):
+    words = ("--dry", "data.kind=task", "rl.group_size=4", "rl.kl=0.1", "rollout.tp=1", "train.eval_every=0")
+    ranks = _json(capsys, *words, "parallel.tp=2")["ranks"]
+    for rank in ranks:
+        assert rank["further_weights"]["reference weights"] > 0
+        assert rank["further_weights"]["rollout weights"] > 0
+        assert rank["sampling"]["rollout cache"] > 0
+        assert rank["sampling"].items() >= rank["further_weights"].items()
+    assert main(["memory", RECIPE, *SMALL, *words, "parallel.tp=2"]) == 0
+    table = capsys.readouterr().out
+    step, sampling = table.split("while rollouts are sampled")
+    assert "reference weights" in step
+    assert "rollout cache" in sampling
+
+
 def test_auto_is_settled_and_explained(capsys):
     assert main(["memory", RECIPE, *SMALL, "--dry", 'train.recompute=["auto"]', "train.memory_budget_gib=1"]) == 0
     assert "train.recompute=['auto'] recomputes nothing" in capsys.readouterr().out

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moefold.cli.main import main
+from moefold.cost.kv_cache import kv_cache_bytes
 from moefold.errors import ConfigError
-from moefold.inference.settings import batch_bytes, explain_oom, kv_cache_bytes
+from moefold.inference.settings import batch_bytes, explain_oom
 from moefold.model.local_param import local_tensor
 from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
 from moefold.validate.memory_need import inference_weight_memory

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import Config, DataConfig, TrainConfig
+from moefold.config.schema import Config, DataConfig, FaultsConfig, ParallelConfig, TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.rl.preflight import check_rollout_data
@@ -182,8 +183,31 @@ def test_a_failure_that_stops_the_run_does_not_wait_for_the_other_prompts(module
     """100 prompts that hang for their time limit of 60 s each."""
     prompts = [PROMPT] * 100
     texts = [["die"], *[["slow"]] * 99]
+    before_s = time.monotonic()
     with pytest.raises(RunError), Reward(config(f"{module}:dies_or_hangs", timeout_s=60)) as reward:
         reward.score(prompts, texts, [[[1]]] * 100)
+    assert time.monotonic() - before_s < 60
+
+
+def test_dropped_prompts_that_hang_end_before_the_other_ranks_give_up(module):
+    """20 prompts that hang for 0.5 s each on 2 workers, and ranks that wait for 1 s."""
+    cfg = config(f"{module}:hangs", timeout_s=0.5, workers=2, on_error="drop")
+    several = replace(cfg, faults=FaultsConfig(timeout_s=1.0), parallel=ParallelConfig(world_size=2))
+    with pytest.raises(RunError) as error, Reward(several) as reward:
+        reward.score([PROMPT] * 20, [["slow"]] * 20, [[[1]]] * 20)
+    assert re.fullmatch(
+        r"the reward function has scored \d+ of the 20 prompts of a rank after 0\.9 s, of which \d+ timed out; the "
+        r"other ranks wait for faults\.timeout_s=1 s: make it faster, lower reward\.timeout_s=0\.5, or raise "
+        r"reward\.workers=2 or faults\.timeout_s",
+        str(error.value),
+    )
+
+
+def test_a_single_rank_waits_for_all_prompts(module):
+    cfg = config(f"{module}:hangs", timeout_s=0.5, on_error="drop")
+    with Reward(replace(cfg, faults=FaultsConfig(timeout_s=1.0))) as reward:
+        scores = reward.score([PROMPT] * 3, [["slow"]] * 3, [[[1]]] * 3)
+    assert np.isnan(scores).all()
 
 
 def test_a_worker_ends_with_the_process_that_started_it(module):

@@ -23,9 +23,9 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from moefold.cost.kv_cache import kv_cache_bytes
 from moefold.cost.rollout_memory import rollout_weight_bytes
 from moefold.errors import ConfigError
-from moefold.inference.settings import kv_cache_bytes
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext

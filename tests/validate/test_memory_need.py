@@ -1,5 +1,6 @@
 """What a step needs at the least, and what is said where a machine has less."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import kv_cache_bytes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
@@ -125,6 +127,35 @@ def test_what_would_fit_is_tried_before_it_is_named():
     assert '; it may fit with train.micro_batch_size=1 train.recompute=["layer"]; ' in lack(cfg, least, "cuda")
     text = lack(cfg, least * 0.99, "cuda")
     assert "lower train.micro_batch_size (now 1) or train.seq_len (now 4096)" in text
+
+
+RL = ("data.kind=task", "rl.group_size=4", "train.global_batch_size=16", "train.eval_every=0", "rollout.slots=16")
+
+
+def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
+    cfg = recipe(*RL, "rollout.max_tokens=64")
+    full = kv_cache_bytes(cfg, 16 * 64, 1)
+    assert min_rollout_cache_bytes(cfg) == full
+    assert min_rollout_cache_bytes(replace(cfg, rollout=replace(cfg.rollout, slots=8))) == full // 2
+    half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=full / 2 / GIB))
+    assert min_rollout_cache_bytes(half) == full // 2
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(device_type):
+    cfg = recipe(*RL, "rollout.max_tokens=100000", "rollout.cache_gib=50")
+    cache = min_rollout_cache_bytes(cfg)
+    step = min_training_memory(replace(cfg, rollout=replace(cfg.rollout, cache_gib=0.01)), device_type)[0].total()
+    (need,) = min_training_memory(cfg, device_type)
+    assert need["rollout cache"] == cache > step
+    assert "activations" not in need
+    assert not lack(cfg, (need.total() + GIB) / GIB, device_type)
+    text = lack(cfg, (step + cache / 2 + GIB) / GIB, device_type)
+    found = re.search(r"; it may fit with rollout\.cache_gib=([0-9.]+); ", text)
+    assert found is not None
+    assert "rollout cache " in text
+    fitting = replace(cfg, rollout=replace(cfg.rollout, cache_gib=float(found[1])))
+    assert not lack(fitting, (step + cache / 2 + GIB) / GIB, device_type)
 
 
 def test_the_check_can_be_turned_off():

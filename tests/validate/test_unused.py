@@ -6,6 +6,7 @@ from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
 
 RL = ["data.kind=task", "rl.group_size=4"]
+EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -123,6 +124,10 @@ CASES = [
     ("rl.updates=2", [], [*RL, "rl.objective=clip"]),
     ("rl.clip_low=0.1", RL, [*RL, "rl.objective=clip"]),
     ("rl.clip_high=0.1", RL, [*RL, "rl.objective=sequence"]),
+    ("rl.clip_low=0.1", EXACT, [*EXACT, "rl.updates=2"]),
+    ("rl.clip_high=0.1", EXACT, [*EXACT, "parallel.tp=4", "parallel.world_size=4"]),
+    ("rl.clip_high=0.1", EXACT, [*RL, "rl.objective=clip", "run.device=cpu"]),
+    ("rl.clip_low=0.1", EXACT, [*RL, "rl.objective=clip", "run.kernels=c"]),
     ("rl.kl=0.1", [], RL),
     ("rl.kl_kind=k2", RL, [*RL, "rl.kl=0.1"]),
     ("rl.reference=runs/other", RL, [*RL, "rl.kl=0.1"]),

@@ -16,9 +16,11 @@ from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_fi
 from moefold.config.align import REWARD_METHODS, AlignConfig
 from moefold.config.model import ModelConfig, layer_windows
 from moefold.config.schema import Config
+from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
 from moefold.rl.plateau import Plateau
+from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
     from moefold.comm.groups import World
@@ -376,8 +378,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
 
     Raises:
         ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
-            lost files, and could continue without them; or the folder already has checkpoints of later steps, which a
-            later "auto" would take for those of this run.
+            lost files, and could continue without them; its step ends no round of rl.updates; or the folder already has
+            checkpoints of later steps, which a later "auto" would take for those of this run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -390,6 +392,7 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         _check_same_model(path, meta, cfg)
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
+        _check_whole_rounds(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.saves:
         _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
@@ -463,6 +466,17 @@ def _check_same_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
     if wrong:
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
+        )
+
+
+def _check_whole_rounds(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+    """Check that rounds of rollouts end at the steps that are saved: they start at multiples of rl.updates."""
+    updates = cfg.rl.updates
+    if cfg.is_rl and meta.step % updates:
+        raise ConfigError(
+            f"rl.updates={updates} must divide step {meta.step} of checkpoint {str(path)!r}: saves would come within "
+            f"rounds of rollouts; choose updates {nearest_numbers(updates, divisors(meta.step))}, or start a new run "
+            f"with checkpoint.init_from={str(path)!r} in another run.dir"
         )
 
 

@@ -69,7 +69,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         settings.load_chat_template(source, tokenizer)
 
     from moefold.checkpoint.checkpoint_dir import check_file_sizes
-    from moefold.inference.settings import kv_cache_bytes
+    from moefold.cost.kv_cache import kv_cache_bytes
     from moefold.launch.fitting import check_inference, choose_checked_device
 
     check = partial(

@@ -27,6 +27,7 @@ from moefold.topology.layout import Layout
 from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_offload_device
+from moefold.validate.memory_need import BytesByPart, further_weights, min_sampling_memory
 from moefold.validate.moe import check_dispatch_device
 from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
 
@@ -74,7 +75,7 @@ def run(argv: list[str]) -> int:
     cfg, message = _resolve_recompute(cfg, KERNEL_PROFILES[device], args.imbalance)
     formulas = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
     if args.dry:
-        return _report_formulas(cfg, layout, formulas, message=message, as_json=args.json)
+        return _report_formulas(cfg, layout, formulas, device_type=device, message=message, as_json=args.json)
     return _report_measured(cfg, layout, message=message, as_json=args.json)
 
 
@@ -92,7 +93,13 @@ def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) ->
 
 
 def _report_formulas(
-    cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, message: str, as_json: bool
+    cfg: Config,
+    layout: Layout,
+    formulas: tuple[RankMemory, ...],
+    *,
+    device_type: str,
+    message: str,
+    as_json: bool,
 ) -> int:
     from moefold.train.memory_profile import sharded_state_bytes
 
@@ -109,15 +116,28 @@ def _report_formulas(
     faults = [
         fault for memory, states in zip(formulas, built, strict=True) for fault in _validate_states(cfg, memory, states)
     ]
-    rows = {rank: _formula_row(memory) for rank, memory in zip(first, formulas, strict=True)}
+    further = further_weights(cfg) if cfg.is_rl else tuple(BytesByPart() for _ in formulas)
+    sampling: tuple[BytesByPart, ...] = ()
+    if cfg.is_rl:
+        sampling = tuple(
+            own + models for own, models in zip(min_sampling_memory(cfg, device_type), further, strict=True)
+        )
+    rows = {
+        rank: _formula_row(memory) | dict(models) for rank, memory, models in zip(first, formulas, further, strict=True)
+    }
     if as_json:
         ranks = [
-            {"rank": rank, **asdict(memory), "total": memory.total}
-            for rank, memory in zip(first, formulas, strict=True)
+            {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
+            for rank, memory, models in zip(first, formulas, further, strict=True)
         ]
+        for record, parts in zip(ranks, sampling, strict=False):
+            record["sampling"] = dict(parts)
         print(json.dumps({"dry": True, "note": message, "ranks": ranks, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
+    if sampling:
+        print()
+        print_parts(dict(zip(first, sampling, strict=True)), "at least, while rollouts are sampled")
     print_escaped(f"\n{message}\n" if message else "")
     print_escaped(
         "the weights or optimizer states of the built model differ from the formulas:\n  " + "\n  ".join(faults)

@@ -13,12 +13,12 @@ import numpy as np
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
-from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
@@ -27,7 +27,6 @@ from moefold.inference.settings import (
     InferenceRequest,
     batch_bytes,
     inference_config,
-    kv_cache_bytes,
 )
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (

@@ -8,17 +8,17 @@ from typing import Literal
 
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config, DataConfig
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.tasks import Problems
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
-from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import ENGINE_OPTIONS
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config, kv_cache_bytes
+from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.launch.fitting import check_inference, choose_checked_device

@@ -1,7 +1,6 @@
 """Config of evaluation and generation: a source's model under its own mapping, and its memory needs. Torch-free."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -11,8 +10,6 @@ from typing import Any, Literal, get_args
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.config.suggestions import describe_type, nearest_numbers
-from moefold.cost.layer_spec import attention_spec
-from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
@@ -191,22 +188,6 @@ def _check_device(request: InferenceRequest) -> Any:
 EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or shard the model with parallel.tp and pp"
 GENERATE_OOM_HINT = "give a smaller --max-tokens or --cache-gib, or shard the model with parallel.tp and pp"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-
-CacheKind = Literal["latents", "heads"]
-"""What is cached of latent attention: latents, or the heads that are computed from them."""
-
-
-def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
-    """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
-    m = cfg.model
-    width = attention_spec(m).cache_width(m, cfg.parallel.tp)
-    if m.attention == "mla" and kind == "heads":
-        # Keys and values are padded to one head dim.
-        width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
-    # MTP layers are not used for decoding.
-    layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
-    return num_tokens * batch_size * max(layers.values()) * width * DTYPE_BYTES[cfg.run.dtype]
 
 
 def batch_bytes(cfg: Config) -> int:

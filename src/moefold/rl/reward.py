@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
-from moefold.rl.reward_pool import RewardError, RewardPool
+from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
+
+SCORING_FRACTION = 0.9
+"""Fraction of faults.timeout_s, for which the other ranks wait, within which the prompts of a rank must be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class Reward:
         self._on_error = cfg.reward.on_error
         self._pool: RewardPool | None = None
         self._failures: list[FailedReward] = []
+        self._cfg = cfg
+        # A single rank keeps no other waiting.
+        self._limit_s = SCORING_FRACTION * cfg.faults.timeout_s if cfg.parallel.world_size > 1 else None
         if self._function is None:
             reference = split_reference(name)
             assert reference is not None
@@ -69,7 +75,8 @@ class Reward:
             ids: their tokens.
 
         Raises:
-            RunError: the function failed and reward.on_error is "stop".
+            RunError: the function failed and reward.on_error is "stop"; or the other ranks would give up before all
+                prompts are scored.
         """
         calls = [
             reward_arguments(prompt, texts, tokens)
@@ -80,11 +87,16 @@ class Reward:
             assert self._function is not None
             results = [list(self._function(**arguments)) for arguments in calls]
         else:
-            results = self._pool.call_all(calls)
-        return [
-            self._checked(prompt, result, len(texts))
-            for prompt, result, texts in zip(prompts, results, completions, strict=True)
-        ]
+            results = self._pool.call_all(calls, self._limit_s)
+        scores: list[NDArray[np.float64]] = []
+        num_timeouts = 0
+        try:
+            for prompt, result, texts in zip(prompts, results, completions, strict=True):
+                num_timeouts += isinstance(result, RewardTimeoutError)
+                scores.append(self._checked(prompt, result, len(texts)))
+        except TimeoutError:
+            raise RunError(self._slowness(len(scores), len(prompts), num_timeouts)) from None
+        return scores
 
     def take_failures(self) -> list[FailedReward]:
         """Return the failures since the last call."""
@@ -104,6 +116,16 @@ class Reward:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _slowness(self, num_scored: int, num_prompts: int, num_timeouts: int) -> str:
+        """Return the message on prompts that are not scored in time."""
+        reward = self._cfg.reward
+        return (
+            f"the reward function has scored {num_scored} of the {num_prompts} prompts of a rank after "
+            f"{self._limit_s:g} s, of which {num_timeouts} timed out; the other ranks wait for faults.timeout_s="
+            f"{self._cfg.faults.timeout_s:g} s: make it faster, lower reward.timeout_s={reward.timeout_s:g}, or raise "
+            f"reward.workers={reward.workers} or faults.timeout_s"
+        )
 
     def _checked(self, prompt: Prompt, result: Sequence[Any] | RewardError, count: int) -> NDArray[np.float64]:
         """Return the scores; all NaN if the function failed and failures are dropped."""

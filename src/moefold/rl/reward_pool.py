@@ -31,6 +31,10 @@ class RewardError(Exception):
         """Traceback in the worker; empty if there is none."""
 
 
+class RewardTimeoutError(RewardError):
+    """A reward function, or its import, that took longer than its time limit."""
+
+
 class _Worker:
     """One worker process.
 
@@ -90,7 +94,7 @@ class _Worker:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise RewardError(f"took longer than {timeout_s:g} s") from None
+            raise RewardTimeoutError(f"took longer than {timeout_s:g} s") from None
         if not line:
             raise RewardError(f"ended its process with status {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
@@ -121,28 +125,36 @@ class RewardPool:
         self._path = path
         self._function = function
         self._timeout_s = timeout_s
+        self._is_closed = False
         self._workers: set[_Worker] = set()
         self._free: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(workers):
             self._free.put(None)
         self._threads = ThreadPoolExecutor(workers)
 
-    def call_all(self, calls: Sequence[Mapping[str, Any]]) -> Iterator[list[Any] | RewardError]:
+    def call_all(
+        self, calls: Sequence[Mapping[str, Any]], limit_s: float | None = None
+    ) -> Iterator[list[Any] | RewardError]:
         """Call the function with each of several keyword arguments; yield results in order, or their errors.
 
         All calls are queued at once; those that have not started are dropped when the pool is closed.
+
+        Args:
+            calls: the keyword arguments.
+            limit_s: time limit of all calls together; None for none.
+
+        Raises:
+            TimeoutError: a result is not there in time; the calls that have not started are dropped.
         """
-        return self._threads.map(self._call, calls)
+        return self._threads.map(self._call, calls, timeout=limit_s)
 
     def close(self) -> None:
         """End all workers, also in the middle of a call."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._workers):
             worker.close()
         self._threads.shutdown()
-        # A worker that was starting meanwhile.
-        for worker in tuple(self._workers):
-            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +174,9 @@ class RewardPool:
             if worker is None:
                 worker = _Worker(self._path, self._function)
                 self._workers.add(worker)
+                if self._is_closed:
+                    # It was starting while the others were ended.
+                    raise RewardError("was not called, as the pool is closed")
             return worker.call(arguments, self._timeout_s)
         except RewardError as error:
             if worker is not None and not error.details:

@@ -6,10 +6,12 @@ States are exact to the byte. Activations are within a quarter of measurements, 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
 from typing import Any
 
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
@@ -21,7 +23,7 @@ from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
-from moefold.topology.rollout_mapping import has_rollout_mapping
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.topology.schedules import schedule_of
 from moefold.validate.config import check_config
 
@@ -35,6 +37,7 @@ MAX_ACTIONS = 50_000
 STEADY_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
+CACHE_PART = "rollout cache"
 DISABLING_SETTING = "run.check_memory=false"
 
 BytesByPart = Counter[str]
@@ -73,25 +76,51 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
         cfg: a recipe that `check_config` passed.
         device_type: "cpu" or "cuda".
     """
-    needed = _step_memory(cfg, device_type)
-    if cfg.is_rl and cfg.rl.kl:
-        # The reference model has the weights of training, under its mapping, and no gradients.
-        sizes_of_stages = reference_weight_bytes(cfg)
-        needed = tuple(
-            parts + BytesByPart({"reference weights": size})
-            for parts, size in zip(needed, sizes_of_stages, strict=True)
-        )
-    if not has_rollout_mapping(cfg):
-        return needed
-    view = WeightSharding.from_config(cfg, for_training=True).layout.attention
-    sizes: list[list[int]] = [[] for _ in needed]
-    for rank, size in enumerate(rollout_weight_bytes(cfg)):
-        sizes[view.coordinate(rank, "pp")].append(size)
+    steps = _step_memory(cfg, device_type)
+    if not cfg.is_rl:
+        return steps
+    # A step and sampling take turns.
     return tuple(
-        # The ranks of a stage differ under the other mapping; their mean is certain, for all of them and the fullest.
-        parts + BytesByPart({"rollout weights": sum(of_stage) // len(of_stage)})
-        for parts, of_stage in zip(needed, sizes, strict=True)
+        max(step, sampling, key=BytesByPart.total) + further
+        for step, sampling, further in zip(
+            steps, min_sampling_memory(cfg, device_type), further_weights(cfg), strict=True
+        )
     )
+
+
+def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
+    """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without further models."""
+    memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
+    cache = min_rollout_cache_bytes(cfg)
+    return tuple(
+        BytesByPart(
+            {
+                "weights": states.weights,
+                "optimizer": states.optimizer - moments.offloaded,
+                "buffers": states.buffers,
+                CACHE_PART: cache,
+            }
+        )
+        for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
+    )
+
+
+def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
+    """Return the weights of the reference model and of a second model that samples, of each pipeline stage."""
+    found = [BytesByPart() for _ in range(cfg.parallel.pp)]
+    if cfg.rl.kl:
+        # The reference model has the weights of training, under its mapping, and no gradients.
+        for parts, size in zip(found, reference_weight_bytes(cfg), strict=True):
+            parts["reference weights"] = size
+    if has_rollout_mapping(cfg):
+        view = WeightSharding.from_config(cfg, for_training=True).layout.attention
+        sizes: list[list[int]] = [[] for _ in found]
+        for rank, size in enumerate(rollout_weight_bytes(cfg)):
+            sizes[view.coordinate(rank, "pp")].append(size)
+        # The ranks of a stage differ under the other mapping; their mean is certain, for all of them and the fullest.
+        for parts, of_stage in zip(found, sizes, strict=True):
+            parts["rollout weights"] = sum(of_stage) // len(of_stage)
+    return tuple(found)
 
 
 def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
@@ -184,7 +213,7 @@ def _training_shortage_message(cfg: Config, shortage: MemoryShortage, host: Host
 def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
     """Suggest cheap changes that make the step fit; if none do, the memory they leave and a way out."""
     changes: list[str] = []
-    for section, key, value in _memory_saving_changes(cfg):
+    for section, key, value in _memory_saving_changes(cfg, shortage):
         section_cfg: Any = getattr(cfg, section)
         changed: Config = replace(cfg, **{section: replace(section_cfg, **{key: value})})
         try:
@@ -201,8 +230,10 @@ def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) 
     return f"{with_}{_irreducible_memory_message(cfg, host)}"
 
 
-def _memory_saving_changes(cfg: Config) -> Iterator[tuple[str, str, Any]]:
+def _memory_saving_changes(cfg: Config, shortage: MemoryShortage) -> Iterator[tuple[str, str, Any]]:
     """Yield changes that save memory without changing the training result, cheapest in time first."""
+    if cache_gib := _smaller_cache_gib(cfg, shortage):
+        yield "rollout", "cache_gib", cache_gib
     train = cfg.train
     p = cfg.parallel
     if p.zero < 3 and p.world_size > p.pp * p.tp:
@@ -211,6 +242,22 @@ def _memory_saving_changes(cfg: Config) -> Iterator[tuple[str, str, Any]]:
         yield "train", "micro_batch_size", 1
     if "layer" not in train.recompute:
         yield "train", "recompute", ("layer",)
+
+
+def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
+    """Return the rollout.cache_gib with which sampling fits; 0 if the cache is not what is missing.
+
+    It holds at least a sample of train.seq_len.
+    """
+    share = shortage.parts[CACHE_PART]
+    left = share - (shortage.needed - shortage.available.size)
+    if left <= 0:
+        return 0.0
+    sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
+    least = kv_cache_bytes(sampling, cfg.train.seq_len + PAGE_POSITIONS, 1, cfg.rollout.cache)
+    fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
+    rounded = floor(fitting * 1000) / 1000
+    return rounded if rounded * GIB >= least else 0.0
 
 
 def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:

@@ -15,6 +15,7 @@ from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
+from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
@@ -298,6 +299,12 @@ UNUSED_KEY_RULES = (
         "choose rl.objective='clip', 'cispo' or 'sequence'",
     ),
     UnusedKeyRule(
+        "rl.clip_low rl.clip_high",
+        lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and _samples_exactly(cfg),
+        "with rl.updates=1, run.device='cpu' and run.kernels='c' rollouts have the bits of training: ratios are 1",
+        "set rl.updates above 1",
+    ),
+    UnusedKeyRule(
         "rl.kl_kind rl.reference rl.reset_patience",
         lambda cfg: cfg.rl.kl == 0,
         "rl.kl=0.0 has no reference model",
@@ -508,6 +515,13 @@ UNUSED_KEY_RULES = (
         "choose checkpoint.resume='auto'",
     ),
 )
+
+
+def _samples_exactly(cfg: Config) -> bool:
+    """Return whether rollouts have the bits of training; False where it depends on the machine or on a plan."""
+    if cfg.run.device != "cpu" or cfg.run.kernels != "c" or cfg.parallel.mapping == "auto":
+        return False
+    return not inexact_settings(cfg, "cpu")
 
 
 def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:

@@ -7,6 +7,7 @@ from math import lcm, prod
 
 from moefold.config.align import AlignConfig
 from moefold.config.model import ModelConfig
+from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
@@ -41,8 +42,8 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     Every axis above 1, dp and edp included, stays at 2 or more wherever that is legal. Degrees are unchanged if that
     needs at most `max_ranks`; else as few of them as possible are lowered to divisors. Layer kinds, routing, token
     dropping, context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe
-    can be verified without its data: there is no alignment, and no router replay, as the trace belongs to the large
-    model. The learning rate is high, so that the first steps change the weights.
+    can be verified without its data: there is no alignment, no reinforcement learning, and no router replay, as the
+    trace belongs to the large model. The learning rate is high, so that the first steps change the weights.
 
     Raises:
         ConfigError: the recipe is invalid.
@@ -144,6 +145,9 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
         align=AlignConfig(),
+        rl=RLConfig(),
+        rollout=RolloutConfig(),
+        reward=RewardConfig(),
     )
     moe = small.moe
     max_factor = small.model.num_experts / small.model.top_k
@@ -159,7 +163,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
 
 def _has_documents(cfg: Config) -> bool:
     """Return whether attention is masked at document boundaries."""
-    kinds = ("sft", "preference", "task")
+    kinds = ("sft", "preference", "task", "prompts")
     return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 

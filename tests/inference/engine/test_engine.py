@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import kv_cache_bytes
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.inference.example import CPU, KINDS, opened, recipe_of_kind, write_checkpoint

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from heapq import nlargest
 
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.errors import ConfigError
-from moefold.inference.engine.pages import PAGE_POSITIONS, pages_for
+from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
-from moefold.inference.settings import kv_cache_bytes
 
 
 def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
-from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
 from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, NewToken, Request
 from moefold.inference.sampling import SamplingParams

@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE_POSITIONS = 64
-"""Positions of a page."""
+from moefold.cost.kv_cache import PAGE_POSITIONS
 
 
 def pages_for(num_positions: int) -> int:

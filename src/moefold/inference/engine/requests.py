@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from moefold.cost.kv_cache import CacheKind
 from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import CacheKind
 
 FinishReason = Literal["eos", "length", "stop"]
 

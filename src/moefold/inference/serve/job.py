@@ -7,13 +7,13 @@ from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages
-from moefold.inference.engine.pages import PAGE_POSITIONS
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS
-from moefold.inference.settings import InferenceRequest, inference_config, kv_cache_bytes
+from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.launch.fitting import check_inference, choose_checked_device

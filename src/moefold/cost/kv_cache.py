@@ -1,0 +1,50 @@
+"""Memory of the cached keys and values of a rank. Torch-free."""
+
+from collections import Counter
+from typing import Literal
+
+from moefold.config.schema import Config
+from moefold.cost.layer_spec import attention_spec
+from moefold.cost.stages import plan_stages
+from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+
+PAGE_POSITIONS = 64
+"""Positions of a page of the cache."""
+CacheKind = Literal["latents", "heads"]
+"""What latent attention caches: latents, or keys and values of all heads, computed as in training."""
+
+
+def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
+    """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
+    m = cfg.model
+    width = attention_spec(m).cache_width(m, cfg.parallel.tp)
+    if m.attention == "mla" and kind == "heads":
+        # Keys and values are padded to one head dim.
+        width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
+    return num_tokens * batch_size * _max_layers(cfg) * width * compute_dtype_bytes(cfg)
+
+
+def min_rollout_cache_bytes(cfg: Config) -> int:
+    """Return the minimum bytes of the cache while the rollouts of a round are sampled, mean over ranks.
+
+    The cache has room for as many rollouts of full length as a rank decodes at once, or rollout.cache_gib. Prompts
+    count as one token.
+
+    Args:
+        cfg: a recipe of reinforcement learning that `check_config` passed.
+    """
+    sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
+    p = sampling.parallel
+    num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
+    num_tokens = min(num_rollouts, cfg.rollout.slots) * cfg.rollout.max_tokens
+    needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
+    size = min(needed, int(cfg.rollout.cache_gib * 2**30))
+    return size * cfg.model.num_layers // (p.pp * _max_layers(sampling))
+
+
+def _max_layers(cfg: Config) -> int:
+    """Return the layers of the rank that has most, without MTP layers, which are not used for decoding."""
+    num_layers = cfg.model.num_layers
+    ranks = plan_stages(cfg).rank_of_layers(num_layers)
+    return max(Counter(rank for i, rank in ranks.items() if i < num_layers).values())
