@@ -209,7 +209,7 @@ def prepare_evaluation(
         batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
         cfg = inference_config(source, replace(inference, batch_size=batch_size), "evaluate")
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
-    device_type = _choose_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
+    device_type = choose_inference_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
     return EvalJob(
         source=source,
         cfg=cfg,
@@ -275,7 +275,7 @@ def prepare_generation(
         settings.check()
         num_bytes = _cache_bytes(cfg, requests, settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
-    device_type = _choose_device(cfg, source, rank_env, {cache: num_bytes}, GENERATE_OOM_HINT)
+    device_type = choose_inference_device(cfg, source, rank_env, {cache: num_bytes}, GENERATE_OOM_HINT)
     return GenerateJob(
         source=source,
         cfg=cfg,
@@ -305,10 +305,21 @@ def _cache_bytes(cfg: Config, requests: Sequence[Request], settings: EngineSetti
     return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)
 
 
-def _choose_device(
+def choose_inference_device(
     cfg: Config, source: ModelSource, rank_env: RankEnv | None, extra_bytes: dict[str, int], suggestion: str
 ) -> str:
-    """Return the device type, after a check of its memory and of the checkpoint's files."""
+    """Return the device type, after a check of its memory and of the checkpoint's files.
+
+    Args:
+        cfg: of the command.
+        source: the model.
+        rank_env: environment of this process, if a launcher started it.
+        extra_bytes: bytes of a rank besides its weights, by their name in the message.
+        suggestion: the way out if the memory is too small.
+
+    Raises:
+        ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is cut off.
+    """
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     with reworded_errors(*DEVICE_OPTION):
         device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,17 +10,16 @@ from moefold.config.schema import Config, DataConfig
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.tasks import Problems
-from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
-from moefold.inference.jobs import ENGINE_OPTIONS
+from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.launch.fitting import check_inference, choose_checked_device
 from moefold.rl.reward import check_reward
 
 ROLLOUT_WORDS = (
@@ -129,9 +127,7 @@ def prepare_rollouts(
             check_requests([one], max_pages)
             num_pages = min(num_pages, max_pages)
     cache = {f"the cache of {request.slots} rollouts": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
-    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=cache, suggestion=GENERATE_OOM_HINT)
-    with reworded_errors(*DEVICE_OPTION):
-        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    device_type = choose_inference_device(cfg, source, rank_env, cache, GENERATE_OOM_HINT)
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
 

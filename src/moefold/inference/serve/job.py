@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
-from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.jobs import ENGINE_OPTIONS
+from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.launch.fitting import check_inference, choose_checked_device
 
 OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and pp"
 
@@ -116,11 +113,7 @@ def prepare_server(
             "set a larger --cache-gib, or a smaller --max-length"
         )
     cache = {f"the cache of --cache-gib {options.cache_gib:g}": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
-    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=cache, suggestion=OOM_HINT)
-    with reworded_errors(*DEVICE_OPTION):
-        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
-    if source.kind == "checkpoint":
-        check_file_sizes(source.path)
+    device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name
     return ServeJob(source, cfg, device_type, options, name, settings, num_pages, max_length)
