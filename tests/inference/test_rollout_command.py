@@ -79,3 +79,15 @@ def test_a_reward_that_fails_is_named_without_a_key_that_the_command_lacks(rollo
     assert status == 1
     assert "the reward function raised ValueError: boom, for the prompt 'a'" in err
     assert "reward.on_error" not in err
+
+
+def test_a_checkpoint_that_is_cut_off_is_refused(rollout, byte_model):
+    largest = max(byte_model.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[:-1])
+    try:
+        status, _, error = rollout("parallel.tp=1")
+    finally:
+        largest.write_bytes(content)
+    assert (status, largest.name in error) == (2, True), error
+    assert len(error.splitlines()) == 1
