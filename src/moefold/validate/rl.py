@@ -74,6 +74,36 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_staleness(cfg: Config) -> Iterator[str]:
+    """Check that ranks that only sample have work, and that rollouts of older weights are trained on as such."""
+    if not cfg.is_rl:
+        return
+    rl = cfg.rl
+    ranks = cfg.rollout.ranks
+    if ranks and not rl.staleness:
+        yield (
+            f"rollout.ranks={ranks} would wait for each training step, and the other ranks for each round of rollouts: "
+            f"rl.staleness=0 trains on rollouts of the newest weights; set rl.staleness={rl.updates} or more, or "
+            "rollout.ranks=0"
+        )
+    if rl.staleness % rl.updates:
+        legal = [rl.staleness - rl.staleness % rl.updates, rl.staleness + -rl.staleness % rl.updates]
+        yield (
+            f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, and "
+            f"rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
+        )
+    if rl.staleness and rl.objective == "policy":
+        yield (
+            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='policy' does not "
+            "correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
+        )
+    if ranks and cfg.parallel.elastic:
+        yield (
+            f"rollout.ranks={ranks} does not go with parallel.elastic=true, which gives every process of the launcher "
+            "to training; set elastic=false"
+        )
+
+
 def validate_rl_model(cfg: Config) -> Iterator[str]:
     """Check that the forward pass of training is one that sampling computes token by token."""
     if not cfg.is_rl:
@@ -120,4 +150,11 @@ def uses_python_reward(cfg: Config) -> bool:
     return ":" in cfg.reward.use
 
 
-RL_RULES = (validate_rl_data, validate_rl_batch, validate_rl_objective, validate_rl_model, validate_reward_timeout)
+RL_RULES = (
+    validate_rl_data,
+    validate_rl_batch,
+    validate_rl_objective,
+    validate_staleness,
+    validate_rl_model,
+    validate_reward_timeout,
+)
