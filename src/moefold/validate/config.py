@@ -137,6 +137,8 @@ RANGES = (
     RangeRule(*_at_least(1), "rl", "updates most_rounds"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "rl", "clip_low"),
     RangeRule(*POSITIVE, "rl", "clip_high"),
+    RangeRule("must lie in [0, 1]", lambda bound: 0 <= bound <= 1, "rl", "correction_low"),
+    RangeRule(*_at_least(1), "rl", "correction_high"),
     RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
     RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
     RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
