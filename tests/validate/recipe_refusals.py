@@ -430,6 +430,10 @@ REINFORCEMENT = {
     f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
         "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"
     ),
+    f"{RL} rl.objective=clip rl.correction=clamp": (
+        "rl.objective='clip' with rl.correction='clamp' compares with the weights at the start of a round, which are "
+        "those that rl.updates=1 trains, so every ratio is 1; choose objective 'policy', or updates above 1"
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"

@@ -34,6 +34,15 @@ class RLConfig:
     """Lower clip range of the ratio, below 1."""
     clip_high: float = 0.28
     """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
+    correction: Literal["none", "clamp", "mask", "sequence_mask"] = "none"
+    """Importance weight of a token where the sampler computes other log-probabilities than training: c =
+    exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
+    is clamped to [correction_low, correction_high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
+    whose geometric mean of c is outside of it."""
+    correction_low: float = 0.0
+    """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
+    correction_high: float = 2.0
+    """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"

@@ -43,6 +43,7 @@ from moefold.rl.rollout import (
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
+from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
 from moefold.validate.exactness import inexact_settings
@@ -95,6 +96,15 @@ class FailedRewardEvent:
         }
 
 
+@dataclass(frozen=True)
+class RoundStep:
+    """One optimizer step of a round of rollouts."""
+
+    groups: Sequence[Group]
+    batch: Batch
+    """This rank's shard of its rollouts."""
+
+
 class RolloutLoader(DataLoader):
     """Samples, scores and packs the rollouts of each step; the data loader of reinforcement learning."""
 
@@ -118,8 +128,11 @@ class RolloutLoader(DataLoader):
             max_tokens=cfg.rollout.max_tokens,
         )
         self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
+        self._trainer: TrainerLogProbs | None = None
+        if "trainer_log_probs" in policy_loss(cfg).columns:
+            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
         self._plateau = Plateau()
-        self._pending: list[Sequence[Group]] = []
+        self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
         self.round: Sequence[Group] = ()
         """Groups of the last step's batch."""
@@ -225,9 +238,11 @@ class RolloutLoader(DataLoader):
         if not self._pending:
             groups = self._next_round(first, skipped_ranges)
             per_step = len(groups) // self._cfg.rl.updates
-            self._pending = [groups[i : i + per_step] for i in range(0, len(groups), per_step)]
-        self.round = self._pending.pop(0)
-        return self._to_batch(self.round), self._samples
+            # All batches now: those of later steps may need log-probabilities of the weights that sampled.
+            self._pending = [self._round_step(groups[i : i + per_step]) for i in range(0, len(groups), per_step)]
+        step = self._pending.pop(0)
+        self.round = step.groups
+        return self._begin_step(step.batch), self._samples
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
@@ -294,6 +309,25 @@ class RolloutLoader(DataLoader):
         self.events += [FailedRewardEvent(failed) for failed in found.failures]
         return found
 
+    def _round_step(self, groups: Sequence[Group]) -> RoundStep:
+        """Build the batch of one step of a round, before the first of them is trained; collective."""
+        batch = self._to_batch(groups)
+        if self._trainer is not None:
+            trained = self._trainer.of_batch(batch)
+            batch = replace(batch, columns=batch.columns | {"trainer_log_probs": trained})
+        return RoundStep(groups, batch)
+
+    def _begin_step(self, batch: Batch) -> Batch:
+        """Prepare the model for the batch of the next step; collective."""
+        count = batch.num_micro_batches
+        assert count is not None
+        for layer in self._model.moe_layers().values():
+            layer.set_micro_batches(count * self._groups.attn.dp.size, count)
+        if self._reference is not None:
+            reference = self._reference.log_probs(batch)
+            batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
+        return batch
+
     def _to_batch(self, groups: Sequence[Group]) -> Batch:
         """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping."""
         cfg = self._cfg
@@ -310,13 +344,7 @@ class RolloutLoader(DataLoader):
         own = stack_samples(samples[first : first + per_rank], seq_len)
         assert own.weights is not None
         batch = self.train_sharder.build_batch(own, own.weights[:, None], first)
-        batch = replace(batch, num_micro_batches=count)
-        for layer in self._model.moe_layers().values():
-            layer.set_micro_batches(count * ranks.size, count)
-        if self._reference is not None:
-            reference = self._reference.log_probs(batch)
-            batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
-        return batch
+        return replace(batch, num_micro_batches=count)
 
 
 def exactness_message(cfg: Config, device: torch.device) -> str:
@@ -338,6 +366,9 @@ def policy_loss(cfg: Config) -> PolicyGradientLoss:
         kl=rl.kl,
         kl_kind=rl.kl_kind,
         temperature=cfg.rollout.temperature,
+        correction=rl.correction,
+        correction_low=rl.correction_low,
+        correction_high=rl.correction_high,
     )
 
 

@@ -56,6 +56,12 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
             f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not "
             "correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
+    if cfg.is_rl and rl.updates == 1 and rl.correction != "none" and rl.objective != "policy":
+        yield (
+            f"rl.objective={rl.objective!r} with rl.correction={rl.correction!r} compares with the weights at the "
+            "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
+            "'policy', or updates above 1"
+        )
     if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
         yield (
             f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
@@ -96,6 +102,12 @@ def validate_staleness(cfg: Config) -> Iterator[str]:
         yield (
             f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='policy' does not "
             "correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
+        )
+    if rl.staleness and rl.correction != "none":
+        yield (
+            f"rl.correction={rl.correction!r} needs log-probabilities of the weights that sampled, by the training "
+            f"forward pass, and with rl.staleness={rl.staleness} these weights are trained further by then; set "
+            "correction='none' (objective 'clip' or 'cispo' bounds the ratio to the sampler), or staleness=0"
         )
     if ranks and cfg.parallel.elastic:
         yield (

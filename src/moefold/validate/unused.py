@@ -272,6 +272,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
+        "rl.correction rl.correction_low rl.correction_high "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rl.staleness "
@@ -303,6 +304,18 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and not cfg.rl.staleness and _samples_exactly(cfg),
         "with rl.updates=1, run.device='cpu' and run.kernels='c' rollouts have the bits of training: ratios are 1",
         "set rl.updates or rl.staleness above their defaults",
+    ),
+    UnusedKeyRule(
+        "rl.correction",
+        lambda cfg: cfg.is_rl and _samples_exactly(cfg),
+        "with run.device='cpu' and run.kernels='c' sampler and trainer compute the same bits",
+        "choose a mapping or kernels that differ (docs/exact-sampling.md)",
+    ),
+    UnusedKeyRule(
+        "rl.correction_low rl.correction_high",
+        lambda cfg: cfg.rl.correction == "none",
+        "rl.correction='none' corrects nothing",
+        "choose rl.correction='clamp', 'mask' or 'sequence_mask'",
     ),
     UnusedKeyRule(
         "rl.kl_kind rl.reference rl.reset_patience",
