@@ -1,8 +1,8 @@
 """Table of the rollouts that are sampled and not trained on yet, with its form in a checkpoint. Pure and torch-free.
 
 A row is one rollout, with the key (round, prompt, sample); its columns are tokens, log-probabilities, score and reward.
-A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order in which they are added. The
-idea of a table with rows that are produced and consumed is that of AsyncFlow (arXiv:2507.01663).
+A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order in which they are added.
+The table follows that of AsyncFlow (arXiv:2507.01663).
 """
 
 from collections import deque
@@ -13,32 +13,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
-from moefold.data.sample import SampleBatch
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
 from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import StepRows
 
 Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")
 """Codes of the column of finish reasons."""
 ROW_COLUMNS = ("round", "prompt_number", "sample_number", "tokens", "finish_reason")
 """Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, one after another."""
+TABLE_KEY = "rollouts"
+"""Key of the headers in the state of reinforcement learning of a checkpoint."""
+TABLE_PREFIX = "rollouts."
+"""Prefix of the columns in a checkpoint."""
 COUNTS = ("num_groups", "num_mixed", "num_tokens", "num_dropped")
 """Fields of `RoundStatistics` that belong to a round under every mapping; seconds do not."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of an optimizer step that one data-parallel rank trains on."""
-
-    samples: SampleBatch
-    first: int
-    """Index of the first sample in the global batch."""
-    num_micro_batches: int
-    metrics: Mapping[str, Any]
-    """Metrics of the rollouts of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,9 @@ class Round:
     groups: tuple[Group, ...] | None = None
     """None on a rank that got only its rows from the ranks that sample."""
     steps: tuple[StepRows, ...] | None = None
-    """The rows of this rank, by step; None if they are made from the groups."""
+    """The rows of this rank and their metrics, by step; None if they are made from the groups."""
+    metrics: tuple[dict[str, Any], ...] = ()
+    """Metrics of the rollouts of each step, where there are `steps`."""
 
     def header(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint, equal on every rank."""
@@ -215,23 +210,39 @@ def restore_table(
     return table
 
 
-def check_headers(headers: Sequence[Mapping[str, Any]], num_rollouts: int, group_size: int) -> None:
-    """Check that the rounds of a checkpoint are rounds of this recipe.
+def table_headers(state: object) -> list[dict[str, Any]]:
+    """Return the headers in the state of reinforcement learning of a checkpoint; none for None.
 
-    Args:
-        headers: of the rounds.
-        num_rollouts: rollouts of a round of the recipe.
-        group_size: rl.group_size.
+    Raises:
+        TypeError: they are none.
+    """
+    headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
+    names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
+    for header in headers if isinstance(headers, list) else [headers]:
+        if not isinstance(header, dict) or header.keys() != names:
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+        numbers = [value for name, value in header.items() if name != "prompts"]
+        prompts = header["prompts"]
+        if not isinstance(prompts, list) or not prompts or header["groups"] == 0:
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+        if any(type(number) is not int or number < 0 for number in (*numbers, *prompts)):
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+    return list(headers)
+
+
+def check_headers(headers: Sequence[Mapping[str, Any]], cfg: Config) -> None:
+    """Check that the rounds of a checkpoint are rounds of a recipe.
 
     Raises:
         ConfigError: they have another number of rollouts or of groups.
     """
+    needed = cfg.rl.updates * cfg.train.global_batch_size
     for header in headers:
         size = header["rollouts"] // header["groups"]
-        if header["rollouts"] != num_rollouts or size != group_size:
+        if header["rollouts"] != needed or size != cfg.rl.group_size:
             raise ConfigError(
                 f"the checkpoint has rollouts that are not trained on yet (rl.staleness), {header['rollouts']} a round "
-                f"in groups of {size}, and the recipe needs {num_rollouts} in groups of {group_size}: set "
+                f"in groups of {size}, and the recipe needs {needed} in groups of {cfg.rl.group_size}: set "
                 "train.global_batch_size, rl.group_size and rl.updates as they were, or start a new run with its "
                 "weights by checkpoint.init_from"
             )

@@ -1,6 +1,6 @@
 """Mapping that samples rollouts where it is another one than that of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training in the job. Torch-free.
+It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training. Torch-free.
 """
 
 from dataclasses import replace

@@ -95,8 +95,8 @@ def validate_staleness(cfg: Config) -> Iterator[str]:
     if rl.staleness % rl.updates:
         legal = [rl.staleness - rl.staleness % rl.updates, rl.staleness + -rl.staleness % rl.updates]
         yield (
-            f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, and "
-            f"rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
+            f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, "
+            f"and rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
         )
     if rl.staleness and rl.objective == "policy":
         yield (
