@@ -55,7 +55,7 @@ class JobLink:
         handle: process group of all ranks of the job, see `connect`.
     """
 
-    def __init__(self, split: JobSplit, rank: int, handle: dist.ProcessGroupGloo) -> None:
+    def __init__(self, split: JobSplit, rank: int, handle: Any) -> None:
         self.split = split
         self.rank = rank
         self._handle = handle
