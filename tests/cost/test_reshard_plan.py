@@ -117,11 +117,11 @@ def _check_cover(plan: ReshardPlan, source: WeightSharding, target: WeightShardi
     assert not arriving
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(TRAINED),
     st.sampled_from(
-        [{"world_size": 1}, {"world_size": 3}, {"world_size": 4, "pp": 2, "ep": 2}, {"world_size": 4, "tp": 2}]
+        [{"world_size": 1}, {"world_size": 2, "ep": 2}, {"world_size": 4, "pp": 2, "ep": 2}, {"world_size": 4, "tp": 2}]
     ),
     st.sampled_from([64, 1000, 10**6]),
 )

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, read_meta, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink, JobSplit
 from moefold.config.schema import Config, ParallelConfig
 from moefold.model.local_param import local_tensor
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
@@ -30,6 +28,7 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
+from tests.split_job import split_pool
 from tests.train.test_rollout_loader import recipe, records
 
 pytestmark = [pytest.mark.parity, needs_compiler]
@@ -71,21 +70,10 @@ def run_split(cfg: Config, seed: int = -1, stop: int = 0) -> dict[str, list[floa
         seed: of random delays of a training rank and of the sampling ranks; -1: none.
         stop: step that is the last one, as after a signal; 0: none.
     """
-    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
+    link = split_pool(cfg)
+    split = link.split
+    rank = link.rank
     layout = check_config(cfg)
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    ranks = split.ranks_like(rank)
-    timeout = timedelta(seconds=60)
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"from {ranks.start}", store),
-        rank=rank - ranks.start,
-        world_size=len(ranks),
-        timeout=timeout,
-    )
-    link = JobLink.connect(split, rank, store, timeout)
     device = torch.device("cpu")
     if split.samples(rank):
         if seed >= 0:
