@@ -38,6 +38,10 @@ class RLConfig:
     """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
     correction_high: float = 2.0
     """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
+    replay: Literal["auto", "on", "off"] = "auto"
+    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
+    weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
+    the log says which."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"

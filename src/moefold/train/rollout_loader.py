@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
 from moefold.checkpoint.save_load import load_entries
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.sample import Sample, stack_samples
@@ -24,20 +25,23 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, stop_rule
+from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, RolloutKey, stop_rule
 from moefold.inference.sampling import SamplingParams
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import (
     Group,
     Rollout,
+    TrainingRollout,
     adjust_rewards,
     empty_sample,
     pack_rollouts,
+    rollout_positions,
     weigh_rollouts,
 )
 from moefold.rl.statistics import RoundStatistics
@@ -47,6 +51,7 @@ from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
 from moefold.validate.exactness import inexact_settings
+from moefold.validate.replay import replays_routing
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling on held-out prompts."""
@@ -103,6 +108,8 @@ class RoundStep:
     groups: Sequence[Group]
     batch: Batch
     """This rank's shard of its rollouts."""
+    routing: BatchRouting | None
+    """Choices of experts to replay; None: the routers choose."""
 
 
 class RolloutLoader(DataLoader):
@@ -119,8 +126,13 @@ class RolloutLoader(DataLoader):
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._reward = Reward(cfg)
         self._sampler = RolloutModel(cfg, groups, model)
+        inexact = _inexact_settings(cfg, groups.device)
+        # Ranks on other machines may have other kernels.
+        is_exact = not any(current_world().all_gather_object(bool(inexact)))
+        self._replays, replay_message = replays_routing(cfg, is_exact=is_exact)
+        self._startup_message = "; ".join(filter(None, (exactness_message(inexact), replay_message)))
         self._collector = RolloutCollector(
-            RolloutEngine(self._sampler.model, engine_settings(cfg), self._sampling),
+            RolloutEngine(self._sampler.model, engine_settings(cfg), self._sampling, records_routing=self._replays),
             self._reward,
             self._tokenizer,
             self._sampler.groups,
@@ -128,6 +140,14 @@ class RolloutLoader(DataLoader):
             max_tokens=cfg.rollout.max_tokens,
         )
         self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
+        self._replay: RolloutReplay | None = None
+        if self._replays:
+            sampler = self._sampler.model
+            stages = sampler.stages if isinstance(sampler, ParallelModel) else [sampler.stage]
+            layers = [number for stage in stages for number in stage.moe_layers()]
+            self._replay = RolloutReplay(model, self._sampler.groups, layers, cfg)
+        self._expert_ids: dict[RolloutKey, NDArray[np.integer]] = {}
+        self._shard_of_prompt: dict[int, int] = {}
         self._trainer: TrainerLogProbs | None = None
         if "trainer_log_probs" in policy_loss(cfg).columns:
             self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
@@ -145,7 +165,7 @@ class RolloutLoader(DataLoader):
             ConfigError: as `open_prompts`.
         """
         cfg = self._cfg
-        self.message = exactness_message(cfg, self._groups.device)
+        self.message = self._startup_message
         if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
@@ -242,7 +262,7 @@ class RolloutLoader(DataLoader):
             self._pending = [self._round_step(groups[i : i + per_step]) for i in range(0, len(groups), per_step)]
         step = self._pending.pop(0)
         self.round = step.groups
-        return self._begin_step(step.batch), self._samples
+        return self._begin_step(step), self._samples
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
@@ -279,11 +299,15 @@ class RolloutLoader(DataLoader):
         kept: list[Group] = []
         equal: list[Group] = []
         samples: list[int] = []
+        self._expert_ids.clear()
+        self._shard_of_prompt.clear()
         for _ in range(rl.most_rounds if rl.mixed_only else 1):
             indices = self.train_sampler.next_sample_indices(first, count - len(kept), skipped_ranges)
             first = indices[-1] + 1
             samples += indices
             found = self._collect(self._prompts.train, indices, rl.group_size, self._sampling)
+            self._expert_ids |= found.expert_ids
+            self._shard_of_prompt |= dict(zip(indices, found.shards, strict=True))
             statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
             for group in found.groups:
                 (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
@@ -311,14 +335,38 @@ class RolloutLoader(DataLoader):
 
     def _round_step(self, groups: Sequence[Group]) -> RoundStep:
         """Build the batch of one step of a round, before the first of them is trained; collective."""
-        batch = self._to_batch(groups)
+        rollouts = weigh_rollouts(groups, self._cfg.rl, self._cfg.rollout.max_tokens)
+        batch, num_samples = self._to_batch(rollouts)
+        routing = None
+        if self._replay is not None:
+            routing = self._replay.fetch(*self._routed_tokens([one.rollout for one in rollouts], num_samples))
+            self._replay.use(routing, in_evaluation=True)
         if self._trainer is not None:
             trained = self._trainer.of_batch(batch)
             batch = replace(batch, columns=batch.columns | {"trainer_log_probs": trained})
-        return RoundStep(groups, batch)
+        return RoundStep(groups, batch, routing)
 
-    def _begin_step(self, batch: Batch) -> Batch:
-        """Prepare the model for the batch of the next step; collective."""
+    def _routed_tokens(
+        self, rollouts: Sequence[Rollout], num_samples: int
+    ) -> tuple[PackedTokens, dict[int, NDArray[np.integer]]]:
+        """Return where the tokens of the packed samples come from, and the experts of the rollouts of this rank."""
+        seq_len = self._cfg.train.seq_len
+        rollout_NS, offset_NS = rollout_positions(rollouts, seq_len=seq_len, num_samples=num_samples)
+        tokens = PackedTokens(
+            rollout_NS=rollout_NS,
+            offset_NS=offset_NS,
+            last_R=np.array([rollout.num_tokens - 1 for rollout in rollouts]),
+            shard_R=np.array([self._shard_of_prompt[rollout.prompt_number] for rollout in rollouts]),
+        )
+        keys = [(rollout.prompt_number, rollout.sample_number) for rollout in rollouts]
+        return tokens, {i: self._expert_ids[key] for i, key in enumerate(keys) if key in self._expert_ids}
+
+    def _begin_step(self, step: RoundStep) -> Batch:
+        """Prepare the model for the next step; return its batch. Collective."""
+        batch = step.batch
+        if self._replay is not None:
+            assert step.routing is not None
+            self._replay.use(step.routing)
         count = batch.num_micro_batches
         assert count is not None
         for layer in self._model.moe_layers().values():
@@ -328,11 +376,14 @@ class RolloutLoader(DataLoader):
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
         return batch
 
-    def _to_batch(self, groups: Sequence[Group]) -> Batch:
-        """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping."""
+    def _to_batch(self, rollouts: Sequence[TrainingRollout]) -> tuple[Batch, int]:
+        """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping.
+
+        Returns:
+            The batch, and the samples of the global batch.
+        """
         cfg = self._cfg
         seq_len = cfg.train.seq_len
-        rollouts = weigh_rollouts(groups, cfg.rl, cfg.rollout.max_tokens)
         samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=self._end_id)
         ranks = self._groups.attn.dp
         micro_batch_size = cfg.train.micro_batch_size
@@ -344,13 +395,17 @@ class RolloutLoader(DataLoader):
         own = stack_samples(samples[first : first + per_rank], seq_len)
         assert own.weights is not None
         batch = self.train_sharder.build_batch(own, own.weights[:, None], first)
-        return replace(batch, num_micro_batches=count)
+        return replace(batch, num_micro_batches=count), per_rank * ranks.size
 
 
-def exactness_message(cfg: Config, device: torch.device) -> str:
-    """Return a log message that names the settings under which sampling differs from training by rounding."""
+def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
+    """Return the settings under which sampling differs from training on this machine."""
     has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
-    inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+    return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+
+
+def exactness_message(inexact: Sequence[str]) -> str:
+    """Return a log message that names the settings under which sampling differs from training by rounding."""
     if not inexact:
         return "rollouts have the bits of training: the ratio of policy to sampler is 1"
     return f"rollouts differ from training by rounding: {'; '.join(inexact)}"

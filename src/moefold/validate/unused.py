@@ -41,7 +41,7 @@ UNUSED_KEY_RULES = (
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every metrics.per_layer "
+        "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every metrics.per_layer "
         "faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
@@ -272,7 +272,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
-        "rl.correction rl.correction_low rl.correction_high "
+        "rl.correction rl.correction_low rl.correction_high rl.replay "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp "
@@ -310,6 +310,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and _samples_exactly(cfg),
         "with run.device='cpu' and run.kernels='c' sampler and trainer compute the same bits",
         "choose a mapping or kernels that differ (docs/exact-sampling.md)",
+    ),
+    UnusedKeyRule(
+        "rl.replay",
+        lambda cfg: cfg.is_rl and cfg.rl.replay == "on" and cfg.rl.updates == 1 and _samples_exactly(cfg),
+        "with rl.updates=1, run.device='cpu' and run.kernels='c' training chooses the experts of sampling anyway",
+        "choose rl.replay='auto'",
     ),
     UnusedKeyRule(
         "rl.correction_low rl.correction_high",
