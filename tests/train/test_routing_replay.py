@@ -154,7 +154,6 @@ def test_replay_lowers_the_mismatch_of_another_tp(pool, tmp_path):
         one = replaying(cfg, tmp_path / replay, replay, world_size=2, tp=2)
         pool.run(2, _train, one)
         found[replay] = records(one)[0]["rl"]
-    print(found)
     assert found["on"]["mismatch_mean"] < found["off"]["mismatch_mean"] / 2
     assert found["on"]["reward"] == found["off"]["reward"]
 
