@@ -110,7 +110,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
         f"model.mtp_layers={cfg.model.mtp_layers}": (
             cfg.model.mtp_layers > 0,
             "the loss of rollouts has no targets for multi-token prediction",
-            "set 0",
+            "set 0, with which checkpoint.init_from leaves these layers out",
         ),
     }
     for setting, (is_present, reason, remedy) in obstacles.items():
