@@ -190,6 +190,7 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
         (True, {"updates": 2}, {}, True, "rl.updates=2"),
         (False, {"updates": 2}, {"expert_bias": True}, False, "moe.bias_update_rate=0.001 would count choices"),
         (False, {"replay": "off"}, {}, False, ""),
+        (False, {"staleness": 1}, {}, False, "rl.staleness=1 keep no expert choices"),
         (True, {"replay": "on"}, {}, True, ""),
         (False, {}, {"layer_pattern": "D", "ffn_hidden_size": 16}, False, ""),
     ],

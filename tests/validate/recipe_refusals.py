@@ -438,6 +438,10 @@ REINFORCEMENT = {
         "rl.replay='on' with rl.updates=2 would update the expert bias by choices of older weights "
         "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
     ),
+    f"{RL} rl.objective=clip rl.staleness=1 rl.replay=on": (
+        "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
+        "replay='auto' (off here), or staleness=0"
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"

@@ -20,6 +20,7 @@ from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
 from moefold.rl.plateau import Plateau
+from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
     Plateau.from_json(meta.rl)
+    table_headers(meta.rl)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")

@@ -3,7 +3,7 @@
 Pure functions of numpy arrays; torch-free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,17 @@ class Rollout:
     def is_truncated(self) -> bool:
         """Return whether the maximum number of tokens ended the rollout."""
         return self.finish_reason == TRUNCATED
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRouting:
+    """Experts that were chosen for the rollouts of a round, where they are recorded for replay."""
+
+    shard_of_prompt: Mapping[int, int]
+    """Data-parallel rank of sampling that sampled each prompt, by its number."""
+    expert_ids: Mapping[tuple[int, int], NDArray[np.integer]]
+    """Choices of the rollouts that this rank sampled, by prompt number and sample number, [MoE layers of this rank,
+    tokens but the last, K]."""
 
 
 @dataclass(frozen=True, slots=True)

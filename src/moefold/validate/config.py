@@ -140,7 +140,9 @@ RANGES = (
     RangeRule("must lie in [0, 1]", lambda bound: 0 <= bound <= 1, "rl", "correction_low"),
     RangeRule(*_at_least(1), "rl", "correction_high"),
     RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must be at least 0 (0: the newest weights sample)", lambda steps: steps >= 0, "rl", "staleness"),
     RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule("must be at least 0 (0: the training ranks sample)", lambda count: count >= 0, "rollout", "ranks"),
     RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
     RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
     RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
@@ -215,6 +217,8 @@ def check_rollout_mapping(cfg: Config) -> None:
     except ConfigError as error:
         degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
         rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
+        if cfg.rollout.ranks:
+            rules = rules.replace("parallel.world_size", "rollout.ranks")
         raise ConfigError(f"rollouts cannot be sampled under {degrees}: {rules}") from None
 
 

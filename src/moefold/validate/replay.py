@@ -17,6 +17,8 @@ def replays_routing(cfg: Config, *, is_exact: bool) -> tuple[bool, str]:
         return True, ""
     if is_exact and rl.updates == 1:
         return False, ""
+    if rl.staleness:
+        return False, f"rl.replay='auto': off, as rollouts with rl.staleness={rl.staleness} keep no expert choices"
     if counts_replayed_choices(cfg):
         return False, (
             f"rl.replay='auto': off, as moe.bias_update_rate={cfg.moe.bias_update_rate:g} would count choices of the "

@@ -275,7 +275,7 @@ UNUSED_KEY_RULES = (
         "rl.correction rl.correction_low rl.correction_high rl.replay "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
-        "rollout.tp rollout.pp rollout.ep rollout.etp "
+        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rl.staleness "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
@@ -301,9 +301,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.clip_low rl.clip_high",
-        lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and _samples_exactly(cfg),
+        lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and not cfg.rl.staleness and _samples_exactly(cfg),
         "with rl.updates=1, run.device='cpu' and run.kernels='c' rollouts have the bits of training: ratios are 1",
-        "set rl.updates above 1",
+        "set rl.updates or rl.staleness above their defaults",
     ),
     UnusedKeyRule(
         "rl.correction",
