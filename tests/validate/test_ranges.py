@@ -103,6 +103,7 @@ CASES = [
     ("align.desirable_weight=0", "must be greater than 0"),
     ("align.undesirable_weight=0", "must be greater than 0"),
     ("align.gamma=-0.1", "must be at least 0"),
+    ("align.want=inf", "must be a finite number"),
     ("align.weight_cap=0.5", "must be at least 1 (0: none)"),
     ("checkpoint.every=-1", "must be at least 0 (0: never)"),
     ("faults.spike_factor=0", "must be greater than 0"),

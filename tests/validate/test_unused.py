@@ -135,6 +135,7 @@ CASES = [
     ("rl.replay=off", [], RL),
     ("rl.replay=off", [*RL, "model.layer_pattern=D"], RL),
     ("rl.replay=on", EXACT, [*EXACT, "rl.updates=2"]),
+    ("align.want=0.5", ["data.kind=sft"], ["data.kind=sft", "align.method=condition"]),
     ("rl.kl=0.1", [], RL),
     ("rl.kl_kind=k2", RL, [*RL, "rl.kl=0.1"]),
     ("rl.reference=runs/other", RL, [*RL, "rl.kl=0.1"]),

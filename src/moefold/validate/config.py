@@ -6,6 +6,7 @@ between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`,
 and the memory of a step in `memory_need.py`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ RANGES = (
     RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
     RangeRule(*_at_least(0), "align", "gamma"),
     RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
+    RangeRule("must be a finite number", math.isfinite, "align", "want"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),

@@ -408,7 +408,7 @@ UNUSED_KEY_RULES = (
         "choose align.method='weight'",
     ),
     UnusedKeyRule(
-        "align.template",
+        "align.template align.want",
         lambda cfg: cfg.align.method != "condition",
         "only align.method='condition' reads it",
         "choose align.method='condition'",
