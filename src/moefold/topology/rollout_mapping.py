@@ -1,6 +1,6 @@
 """Mapping that samples rollouts where it is another one than that of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-Torch-free.
+It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training. Torch-free.
 """
 
 from dataclasses import replace
@@ -17,16 +17,17 @@ def rollout_degrees(cfg: Config) -> dict[str, int]:
 
 
 def has_rollout_mapping(cfg: Config) -> bool:
-    """Return whether rollouts are sampled under other degrees than those of training."""
-    return cfg.is_rl and any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    """Return whether rollouts are sampled by other ranks, or under other degrees, than those of training."""
+    has_degrees = any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    return cfg.is_rl and (cfg.rollout.ranks > 0 or has_degrees)
 
 
 def rollout_config(cfg: Config) -> Config:
-    """Return the recipe of the inference model that samples: the same ranks, without cp, ZeRO and virtual stages."""
+    """Return the recipe of the inference model that samples, without cp, ZeRO and virtual stages."""
     p = cfg.parallel
     degrees = rollout_degrees(cfg)
     parallel = ParallelConfig(
-        world_size=p.world_size,
+        world_size=cfg.rollout.ranks or p.world_size,
         tp=degrees["tp"],
         pp=degrees["pp"],
         ep=degrees["ep"],

@@ -6,6 +6,7 @@ between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`,
 and the memory of a step in `memory_need.py`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ RANGES = (
     RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
     RangeRule(*_at_least(0), "align", "gamma"),
     RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
+    RangeRule("must be a finite number", math.isfinite, "align", "want"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -137,8 +139,12 @@ RANGES = (
     RangeRule(*_at_least(1), "rl", "updates most_rounds"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "rl", "clip_low"),
     RangeRule(*POSITIVE, "rl", "clip_high"),
+    RangeRule("must lie in [0, 1]", lambda bound: 0 <= bound <= 1, "rl", "correction_low"),
+    RangeRule(*_at_least(1), "rl", "correction_high"),
     RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must be at least 0 (0: the newest weights sample)", lambda steps: steps >= 0, "rl", "staleness"),
     RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
+    RangeRule("must be at least 0 (0: the training ranks sample)", lambda count: count >= 0, "rollout", "ranks"),
     RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
     RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
     RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
@@ -213,6 +219,8 @@ def check_rollout_mapping(cfg: Config) -> None:
     except ConfigError as error:
         degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
         rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
+        if cfg.rollout.ranks:
+            rules = rules.replace("parallel.world_size", "rollout.ranks")
         raise ConfigError(f"rollouts cannot be sampled under {degrees}: {rules}") from None
 
 
