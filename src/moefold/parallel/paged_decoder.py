@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import SelfAttention
+from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
@@ -18,6 +19,9 @@ from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.tp_interface import SequenceParallel
+from moefold.model.transformer import Block
+from moefold.ops.decode import DecodeKernel, DecodePass
+from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
@@ -104,6 +108,7 @@ class PagedDecoder:
     | `sequence_parallel` of the head | `PickedRows` |
     | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
     | `eval_capacity_policy` | None: no token is dropped |
+    | `fused` of a layer that a kernel computes whole | `FusedBlock` |
 
     Args:
         chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
@@ -133,6 +138,7 @@ class PagedDecoder:
                 self._replace_attributes(module)
                 if dispatcher is not None and isinstance(module, MoELayer):
                     self._replace(module, "dispatcher", dispatcher)
+        self._fuse_layers()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -162,6 +168,23 @@ class PagedDecoder:
             self._replace(module, "sequence_parallel", self._picked_rows)
         elif has_tp and hasattr(module, "sequence_parallel"):
             self._replace(module, "sequence_parallel", self._sequence_parallel)
+
+    def _fuse_layers(self) -> None:
+        """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
+        if self._size.page_positions != PAGE_SIZE or self._chain.cfg.model.rope_interleaved:
+            return
+        decode_passes: dict[DecodeKernel, DecodePass] = {}
+        for stage in self._chain.stages:
+            for block in stage.layers.values():
+                if not supports_fused(block):
+                    continue
+                assert isinstance(block, Block)
+                cache = block.attention.core_attention
+                kernel = block.attention.kernels.decode
+                assert isinstance(cache, PagedAttention)
+                assert kernel is not None
+                decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
+                self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
 
     def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
         self._caches.append(cache)
