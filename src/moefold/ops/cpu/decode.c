@@ -26,8 +26,8 @@ typedef struct {
   void (*rope)(const void *x, int64_t token, int64_t sample, int64_t head, const void *cos, const void *sin,
                int64_t angle_token, int64_t angle_sample, void *y, int64_t tokens, int64_t samples, int64_t heads,
                int64_t size, int64_t half, float direction, int is_bfloat16, int threads);
-  void (*attention)(query_view q, query_view out, paged_cache cache, int32_t *first_rows, int64_t rows, int64_t heads,
-                    int64_t d, int threads);
+  void (*attention)(query_view q, query_view out, paged_cache cache, int64_t rows, int64_t heads, int64_t d,
+                    int threads);
   void (*swiglu)(const void *g, const void *u, void *hidden, int64_t n, int threads);
   void (*combine)(const void *y, const int64_t *rows, const float *weights, void *out, int64_t tokens, int64_t top_k,
                   int64_t width, int is_bfloat16, int threads);
@@ -86,7 +86,6 @@ static inline int64_t value_bytes(const pass_rows *p) { return p->is_bfloat16 ? 
 typedef struct {
   void *normed, *query, *key, *value, *query_2, *key_2, *projected;
   float *scales, *wide;
-  int32_t *first_rows;
   uint32_t *scratch;
 } attention_buffers;
 
@@ -104,7 +103,6 @@ static attention_buffers take_attention_buffers(arena *memory, const layer_weigh
   b.projected = take(memory, rows * w->hidden * bytes);
   b.scales = take(memory, rows * max_i64(1, w->heads) * sizeof(float));
   b.wide = take(memory, p->is_bfloat16 && w->router.weight ? rows * w->hidden * sizeof(float) : 0);
-  b.first_rows = take(memory, (rows + 1) * sizeof(int32_t));
   int64_t words = p->kernels->gemm_scratch_words(rows, queries, w->hidden, threads);
   words = max_i64(words, p->kernels->gemm_scratch_words(rows, keys, w->hidden, threads));
   words = max_i64(words, p->kernels->gemm_scratch_words(rows, w->hidden, queries, threads));
@@ -249,8 +247,7 @@ void decode_attention(const layer_weights *w, const pass_rows *p, const void *x,
   const paged_cache cache = {w->key_pages,   w->value_pages, is_bfloat16, w->groups, p->table,
                              p->table_width, p->lengths,     w->window,   w->sinks};
   k->attention((query_view){query, queries, w->head_dim, is_bfloat16},
-               (query_view){attended, queries, w->head_dim, is_bfloat16}, cache, b.first_rows, rows, w->heads,
-               w->head_dim, threads);
+               (query_view){attended, queries, w->head_dim, is_bfloat16}, cache, rows, w->heads, w->head_dim, threads);
   linear(p, b.projected, attended, kind, w->output, w->hidden, queries, b.scratch);
   add_rows(p, x, b.projected, y, rows * w->hidden);
   k->norm(y, w->hidden, w->ffn_norm, normed, b.scales, rows, w->hidden, w->eps, is_bfloat16, threads);
