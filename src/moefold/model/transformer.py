@@ -1,6 +1,6 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -30,7 +30,8 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 class Block(nn.Module):
     """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward.
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
+    `fused`, which computes the whole layer for the rows of its passes.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
+        self.fused: Callable[[Tensor, Rope], Tensor] | None = None
 
     def forward(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
@@ -49,6 +51,8 @@ class Block(nn.Module):
 
         An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
         """
+        if self.fused is not None:
+            return self.fused(x, rope)
         x = self._attend(x, rope, documents)
         with self._normalized_ffn_input(x) as (normed,):
             return x + (self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed))

@@ -139,7 +139,7 @@ class MoELayer(nn.Module):
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
-        shared_expert = None if self.shared is None else lambda: self._run_shared_expert(x)
+        shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
         y_TH, y_shared = yield from self.dispatcher.run(x_TH, routing_map, self.experts, shared_expert)
         y = y_TH.view_as(x)
         if y_shared is not None:
@@ -161,7 +161,8 @@ class MoELayer(nn.Module):
         )
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
-    def _run_shared_expert(self, x: Tensor) -> Tensor:
+    def run_shared_expert(self, x: Tensor) -> Tensor:
+        """Compute the shared expert with its gate, [S/(cp*tp), B, H] -> same."""
         assert self.shared is not None
         y: Tensor = self.shared(x)
         if self.shared_gate is not None:

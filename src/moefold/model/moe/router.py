@@ -232,15 +232,28 @@ class Router(nn.Module):
         `override` may record or replace the chosen experts, and then the fused kernel does not run. `parallelize` sets
         `kernels`, with one for the router where it supports this router.
         """
-        dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
+        dtype = self.logits_dtype(x_TH.dtype)
         x_TH = self._apply_jitter(x_TH, token_positions)
         logits_TE = upcast_linear(x_TH, local_param(self.weight, dtype), self.kernels.gemm)
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
+        return self.route(logits_TE, x_TH.dtype, token_positions)
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._model.top_k
+
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the logits of tokens of a dtype are computed."""
+        return torch.promote_types(dtype, self._min_dtype)
+
+    def route(self, logits_TE: Tensor, dtype: torch.dtype, token_positions: TokenPositions) -> RoutingDecision:
+        """Choose the experts from the logits of tokens of a dtype; communicates as `forward` does."""
         override = self.override
         if override is not None and not (self.training or override.in_evaluation):
             override = None
-        if self.kernels.router is not None and dtype == torch.float32 and override is None:
+        if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
             return self._route_fused(self.kernels.router, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
@@ -249,7 +262,7 @@ class Router(nn.Module):
         ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(dtype, torch.float32))
         is_softmax = self._model.router_score == "softmax"
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
