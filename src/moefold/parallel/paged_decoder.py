@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.groups import ParallelGroups
 from moefold.model.attention import SelfAttention
 from moefold.model.head import Head
 from moefold.model.local_param import CastCopies
@@ -25,6 +24,7 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+from moefold.topology.rollout_mapping import fetches_experts
 
 
 @contextmanager
@@ -216,8 +216,11 @@ def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
     return dispatcher
 
 
-def shares_experts_over_samples(groups: ParallelGroups) -> bool:
-    """Return whether ranks that hold parts of one set of experts run different samples, so that they step together."""
+def shares_experts_over_samples(chain: ForwardChain) -> bool:
+    """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
+    if fetches_experts(chain.cfg):
+        return False
+    groups = chain.groups
     view = groups.layout.attention
     coordinates = {(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in groups.moe.experts.ranks}
     return len(coordinates) > 1

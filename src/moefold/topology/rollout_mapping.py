@@ -12,13 +12,27 @@ ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 
 
 def rollout_degrees(cfg: Config) -> dict[str, int]:
-    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training."""
-    return {axis: getattr(cfg.rollout, axis) or getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training.
+
+    With rollout.experts="whole", ep and etp are 1 instead.
+    """
+    defaults = {axis: getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    if cfg.rollout.experts == "whole":
+        defaults |= {"ep": 1, "etp": 1}
+    return {axis: getattr(cfg.rollout, axis) or default for axis, default in defaults.items()}
 
 
 def has_rollout_mapping(cfg: Config) -> bool:
-    """Return whether rollouts are sampled under other degrees than those of training."""
-    return cfg.is_rl and any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    """Return whether a second model samples: under other degrees than those of training, or with fetched experts."""
+    if not cfg.is_rl:
+        return False
+    degrees = rollout_degrees(cfg)
+    return fetches_experts(cfg) or any(degree != getattr(cfg.parallel, axis) for axis, degree in degrees.items())
+
+
+def fetches_experts(cfg: Config) -> bool:
+    """Return whether ranks that sample read each other's experts from shared memory."""
+    return cfg.rollout.experts == "fetch"
 
 
 def rollout_config(cfg: Config) -> Config:

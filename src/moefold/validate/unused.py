@@ -274,7 +274,7 @@ UNUSED_KEY_RULES = (
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
-        "rollout.tp rollout.pp rollout.ep rollout.etp "
+        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.experts "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
@@ -285,6 +285,18 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
         "training has the same degrees, and its model samples",
         "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: cfg.rollout.experts == "whole" and cfg.parallel.ep * cfg.parallel.etp == 1,
+        "with parallel.ep=1 and etp=1 each rank holds all experts",
+        "set parallel.ep",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "the model has no experts",
+        "choose model.layer_pattern='M'",
     ),
     UnusedKeyRule(
         "rollout.cache",

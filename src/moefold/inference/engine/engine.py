@@ -133,7 +133,7 @@ class Generation:
         self._scheduler = scheduler
         self._sampling = sampling
         self._open: dict[int, _Open] = {}
-        self._steps_together = shares_experts_over_samples(chain.groups)
+        self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
         """Add a request.
