@@ -453,6 +453,22 @@ REINFORCEMENT = {
         "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
         "fewer slots or more tokens"
     ),
+    f"{RL} parallel.world_size=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' has no effect with ep=1: each rank holds all experts; set rollout.ep above 1, or "
+        "leave it out"
+    ),
+    f"{RL} parallel.world_size=4 parallel.tp=2 parallel.ep=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and tp=2 splits them; set rollout.tp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.etp=2 parallel.ep=2 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and etp=2 splits them; set rollout.etp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.ep=4 rollout.experts=whole rollout.ep=2": (
+        "rollout.ep=2 splits the experts, and rollout.experts='whole' holds all of them on each rank; leave ep out, or "
+        "choose rollout.experts='exchange'"
+    ),
     f"{RL} moe.choice=sinkhorn": (
         "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
         "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"

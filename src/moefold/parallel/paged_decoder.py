@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moefold.comm.groups import ParallelGroups
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, supports_fused
@@ -33,6 +32,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+from moefold.topology.rollout_mapping import fetches_experts
 
 
 @contextmanager
@@ -282,8 +282,11 @@ def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
     return dispatcher
 
 
-def shares_experts_over_samples(groups: ParallelGroups) -> bool:
-    """Return whether ranks that hold parts of one set of experts run different samples, so that they step together."""
+def shares_experts_over_samples(chain: ForwardChain) -> bool:
+    """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
+    if fetches_experts(chain.cfg):
+        return False
+    groups = chain.groups
     view = groups.layout.attention
     coordinates = {(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in groups.moe.experts.ranks}
     return len(coordinates) > 1

@@ -275,7 +275,7 @@ UNUSED_KEY_RULES = (
         "rl.correction rl.correction_low rl.correction_high rl.replay "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
-        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rl.staleness "
+        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
@@ -286,6 +286,18 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
         "training has the same degrees, and its model samples",
         "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: cfg.rollout.experts == "whole" and cfg.parallel.ep * cfg.parallel.etp == 1,
+        "with parallel.ep=1 and etp=1 each rank holds all experts",
+        "set parallel.ep",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "the model has no experts",
+        "choose model.layer_pattern='M'",
     ),
     UnusedKeyRule(
         "rollout.cache",
