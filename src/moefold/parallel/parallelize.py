@@ -17,9 +17,9 @@ from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
-from moefold.parallel.cuda_graphs import apply_cuda_graphs
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.graphed_modules import apply_cuda_graphs
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.phases import record_phases
@@ -124,9 +124,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
         if offload is not None:
             apply_offload(stage, cfg.train.offload, offload)
-        if for_training and cfg.run.cuda_graphs == "attention":
+        if for_training and cfg.run.cuda_graphs in ("attention", "attention_router"):
             check_cuda_graphs_device(cfg, groups.device.type)
-            apply_cuda_graphs(stage, kernels.weight_cache)
+            apply_cuda_graphs(stage, kernels.weight_cache, has_router=cfg.run.cuda_graphs == "attention_router")
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:
