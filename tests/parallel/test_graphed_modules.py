@@ -16,6 +16,7 @@ from moefold.model.module_wrapper import wrap_method
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope
 from moefold.parallel import graphed_modules
+from moefold.parallel.cuda_graphs import shares_storage
 from moefold.parallel.graphed_modules import GraphedModule, apply_cuda_graphs, attention_arguments
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -172,7 +173,7 @@ def _copied_weights(monkeypatch, weight_cache: WeightCache) -> list[int]:
     write = graphed_modules.write_inputs
 
     def counted(statics, tensors):
-        copied.append(sum(a.data_ptr() != b.data_ptr() for a, b in zip(statics, tensors, strict=True)))
+        copied.append(sum(not shares_storage(a, b) for a, b in zip(statics, tensors, strict=True)))
         write(statics, tensors)
 
     monkeypatch.setattr(graphed_modules, "write_inputs", counted)

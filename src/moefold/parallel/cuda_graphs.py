@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import foreach_copy_
+from moefold.comm.torch_compat import foreach_copy_, storage_key
 
 NUM_WARMUP_RUNS = 2
 """Eager runs before a capture: libraries are initialised, and kernels compiled and chosen, at their first use."""
@@ -125,14 +125,19 @@ class CapturedPasses:
 
 
 def write_inputs(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to fixed addresses, in one launch for each dtype, except those that lie there.
+    """Copy tensors to fixed addresses, in one launch for each dtype, except those that share their storage.
 
     Autograd need not know: the input of graphs in use is not overwritten, and weights keep their values in a step.
     """
-    pairs = [(a.data, b) for a, b in zip(statics, tensors, strict=True) if a.data_ptr() != b.data_ptr()]
+    pairs = [(a.data, b) for a, b in zip(statics, tensors, strict=True) if not shares_storage(a, b)]
     for dtype in dict.fromkeys(static.dtype for static, _ in pairs):
         alike = [pair for pair in pairs if pair[0].dtype == dtype]
         foreach_copy_([static for static, _ in alike], [tensor for _, tensor in alike])
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same storage."""
+    return storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
 
 
 def _with_grad(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -42,9 +42,9 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, MTPBlock, Transformer
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
-# gradients of its inputs are computed, so it must find tensors in what the router returns (registered in its module) and
-# what the experts take. torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts
-# would stay gathered.
+# gradients of its inputs are computed, so it must find tensors in what the router returns (registered there) and what
+# the experts take. torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts would
+# stay gathered.
 register_dataclass(ExpertInput)
 
 

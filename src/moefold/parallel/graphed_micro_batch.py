@@ -8,7 +8,6 @@ of all. The optimizer, metrics and the learning rate stay outside.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moefold.comm.flight_recorder import FlightRecorder
@@ -67,9 +66,7 @@ class MicroBatchGraph:
         recorder: records the graph.
     """
 
-    def __init__(
-        self, model: Transformer, tokens: Tensor, columns: dict[str, Tensor], recorder: GraphRecorder
-    ) -> None:
+    def __init__(self, model: Transformer, tokens: Tensor, columns: dict[str, Tensor], recorder: GraphRecorder) -> None:
         self._tokens = tokens.clone()
         self._columns = {name: column.clone() for name, column in columns.items()}
         assert all(parameter.grad is None for parameter in model.parameters())
