@@ -18,6 +18,7 @@ from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
+from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
@@ -175,6 +176,7 @@ RULES = (
     *DATA_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
+    *CUDA_GRAPH_RULES,
 )
 
 
