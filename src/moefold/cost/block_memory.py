@@ -65,10 +65,16 @@ class BlockSizes:
         )
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
-        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp."""
+        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
+
+        A norm of the block's output saves its input, which nothing else saves.
+        """
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
-        if "norms" not in self.recompute:
+        placement = self.cfg.model.norm_placement
+        if placement != "pre":
+            saved["norms"] += self.norm(self.tokens, hidden) + self.hidden_bytes
+        if "norms" not in self.recompute and placement != "post":
             saved["norms"] += self.norm(self.tokens, hidden)
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:
@@ -114,12 +120,16 @@ def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
         width = query + key_value // 2
         over_heads = model.qk_norm_width == "all_heads"
         saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
+    if model.attention_gate:
+        # The sigmoid and the product.
+        saved["attention"] += sizes.gathered_bytes(2 * query)
     return saved + saved_by_core_attention(sizes, model.head_size)
 
 
 def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
     query, key_value = _gqa_widths(sizes)
-    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + 2 * query + key_value))
+    projected = (3 if sizes.cfg.model.attention_gate else 2) * query + key_value
+    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
 
 
 def _gqa_widths(sizes: BlockSizes) -> tuple[int, int]:

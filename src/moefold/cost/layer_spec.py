@@ -48,10 +48,12 @@ class BlockSpec:
 def layer_weights(model: ModelConfig, kind: str) -> tuple[ParamSpec, ...]:
     """Return the unsharded parameters of a layer of kind "D" or "M"."""
     return (
-        _norm("attention_norm", model.hidden_size),
+        *_residual_norms(model, "attention_norm", "pre"),
         *_prefixed("attention", attention_spec(model).weights(model)),
-        _norm("ffn_norm", model.hidden_size),
+        *_residual_norms(model, "attention_output_norm", "post"),
+        *_residual_norms(model, "ffn_norm", "pre"),
         *_prefixed("ffn", FEED_FORWARDS[kind].weights(model)),
+        *_residual_norms(model, "ffn_output_norm", "post"),
     )
 
 
@@ -102,6 +104,11 @@ def _norm(name: str, width: int) -> ParamSpec:
     return ParamSpec(f"{name}.weight", (width,), "norms")
 
 
+def _residual_norms(model: ModelConfig, name: str, placement: str) -> tuple[ParamSpec, ...]:
+    """Return a norm of the residual stream's width, if the model has norms there."""
+    return (_norm(name, model.hidden_size),) if model.norm_placement in (placement, "both") else ()
+
+
 def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `Attention`."""
     hidden = model.hidden_size
@@ -122,6 +129,8 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec("bo", (hidden,), "attention")
     if model.attention_sinks:
         yield ParamSpec("sinks", (heads,), "attention", tp_dim=0)
+    if model.attention_gate:
+        yield ParamSpec("wg", (query, hidden), "attention", tp_dim=0)
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)

@@ -68,6 +68,8 @@ RANGES = (
     RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
     RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
+    RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
+    RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
     RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(

@@ -187,6 +187,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         hidden_size=lcm(HEAD_SIZE * 4, p.etp),
         attention_pattern=_attention_pattern(model, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),
+        rope_pattern="".join("R" if has_rope else "N" for has_rope in model.rope_layers[:num_layers]),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
