@@ -109,7 +109,7 @@ GRANITE = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
-MODELS |= {
+NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
         "Glm4Moe",
         {
@@ -130,7 +130,7 @@ MODELS |= {
     ),
     "solar-open": (
         "SolarOpen",
-        {**GLM, "head_dim": 8, "attention_bias": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.75}},
+        {**GLM, "head_dim": 8, "attention_bias": True, "rope_parameters": ROPE, "first_k_dense_replace": 0},
     ),
     "minimax-m2": (
         "MiniMaxM2",
@@ -220,6 +220,10 @@ MODELS |= {
     ),
 }
 MODEL_NAMES = tuple(MODELS)
+MODELS |= NEWER_MODELS
+ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
+ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
+"""For tests of code that does not depend on the family."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:

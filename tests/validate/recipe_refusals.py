@@ -86,8 +86,8 @@ SIZES = {
         "dimensions"
     ),
     "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
-        "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation orders the dims "
-        "anew; choose rope_interleaved=false"
+        "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+        "dims; choose rope_interleaved=false"
     ),
     "model.attention=mla model.attention_gate=true": (
         "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"

@@ -55,7 +55,7 @@ class RopeParameters:
             return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"} | fraction}
         values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta} | fraction
         if model.rope_scaling == "ntk":
-            return {"rope_parameters": values | {"rope_type": "dynamic"} | _ALPHA.write(model)}
+            return {"rope_parameters": values | {"rope_type": "dynamic", "factor": 1.0} | _ALPHA.write(model)}
         for entry in _ROPE_SCALINGS[model.rope_scaling]:
             if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
                 values |= entry.write(model)

@@ -102,9 +102,10 @@ SIGMOID_FAMILIES = (
         "solar_open",
         "SolarOpenForCausalLM",
         (
-            *family_sizes(norm_eps=1e-5, rope_theta=1e6, head_size=128, rope=RopeParameters(1e6, fraction=1.0)),
+            *family_sizes(norm_eps=1e-5, rope_theta=1e6, head_size=128),
             AttentionBias(has_output=False),
             AllowedValues("use_qk_norm", (False, None)),
+            AllowedValues("first_k_dense_replace", (0, None)),
             UniformLayers("M"),
             *_GLM_EXPERTS,
             Renamed("norm_topk_prob", "router_normalize", True),

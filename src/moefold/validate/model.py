@@ -167,8 +167,8 @@ def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if model.qk_norm_after_rope and model.rope_interleaved:
         yield (
-            "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation orders the dims "
-            "anew; choose rope_interleaved=false"
+            "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+            "dims; choose rope_interleaved=false"
         )
 
 
