@@ -51,6 +51,7 @@ CASES = [
     ("model.rope_fraction=0", "must lie in (0, 1]: above 0 and at most 1"),
     ("model.rope_fraction=1.5", "must lie in (0, 1]: above 0 and at most 1"),
     ("model.rope_scaling_factor=0.5", "must be at least 1"),
+    ("model.moe_hidden_size=-1", "must be at least 0 (0: none)"),
     ("model.attention_scale=-1", "must be at least 0 (0: 1/sqrt(head_dim))"),
     ("model.embedding_multiplier=0", "must be greater than 0"),
     ("model.residual_multiplier=-1", "must be greater than 0"),

@@ -55,6 +55,7 @@ CASES = [
     ("model.rope_fraction=0.5", ["model.attention=mla"], ["model.attention=gqa"]),
     ("model.qk_norm_width=all_heads", [], ["model.qk_norm=true"]),
     ("model.rope_scaling_factor=2", [], ["model.rope_scaling=linear"]),
+    ("model.moe_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.qk_norm_after_rope=true", [], ["model.qk_norm=true"]),
     ("model.attention_scale=0.1", ["model.attention=mla"], ["model.attention=gqa"]),
     ("model.rope_theta=50", ["model.rope_pattern=N"], ["model.rope_pattern=RN"]),

@@ -103,6 +103,9 @@ class ModelConfig:
     """Experts chosen for each token, K."""
     moe_ffn_hidden_size: int = 512
     """Inner width of one expert, F."""
+    moe_hidden_size: int = 0
+    """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
+    state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
     router_softmax: Literal["pre", "post"] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1)."""
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -225,6 +228,11 @@ class ModelConfig:
     def value_head_size(self) -> int:
         """Width of one value head."""
         return self.v_head_dim if self.attention == "mla" else self.head_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the input and output of a routed expert."""
+        return self.moe_hidden_size or self.hidden_size
 
     @property
     def rotary_dim(self) -> int:

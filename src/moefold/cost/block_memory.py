@@ -213,6 +213,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     if has_shared and "shared_experts" not in sizes.recompute:
         saved["shared experts"] += sizes.swiglu(model.shared_expert_ffn_hidden_size)
         saved["shared experts"] += sizes.gathered_bytes(model.hidden_size) if p.tp > 1 else 0
+    if model.moe_hidden_size:
+        # The input of the projection back.
+        saved["shared experts"] += sizes.tokens * model.moe_hidden_size * sizes.item_bytes
     routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
         sizes.high_precision_bytes + INT_BYTES
     )
@@ -227,10 +230,13 @@ def _moe_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
     delayed = BytesByPart()
     if not dispatcher_of(sizes.cfg).moves_experts:
-        width = 2 * model.hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
+        width = 2 * model.expert_hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
         delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
     if model.shared_expert_ffn_hidden_size:
         delayed["shared experts"] = sizes.swiglu_wgrad(model.shared_expert_ffn_hidden_size)
+    if model.moe_hidden_size:
+        widths = 2 * (model.hidden_size + model.moe_hidden_size)
+        delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
     return delayed
 
 
@@ -244,7 +250,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
-    width = inner + model.hidden_size * sizes.experts.applies_probs
+    width = inner + model.expert_hidden_size * sizes.experts.applies_probs
     return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
 

@@ -179,19 +179,23 @@ def moe_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     hidden = model.hidden_size
     ffn = model.moe_ffn_hidden_size
     experts = model.num_experts
+    width = model.expert_hidden_size
     shared = model.shared_expert_ffn_hidden_size
     if shared and model.shared_expert_gate:
         yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
     yield ParamSpec("router.weight", (experts, hidden), "router")
     if model.router_bias:
         yield ParamSpec("router.bias", (experts,), "router")
-    yield ParamSpec("experts.w_gate", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield ParamSpec("experts.w_up", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield ParamSpec("experts.w_down", (experts, ffn, hidden), "experts", etp_dim=1)
+    yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
     if model.moe_bias:
         yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
         yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
-        yield ParamSpec("experts.b_down", (experts, hidden), "experts", etp_dim=1)
+        yield ParamSpec("experts.b_down", (experts, width), "experts", etp_dim=1)
+    if model.moe_hidden_size:
+        yield ParamSpec("latent_down.weight", (width, hidden), "shared_experts")
+        yield ParamSpec("latent_up.weight", (hidden, width), "shared_experts")
     if shared:
         yield from _prefixed("shared", swiglu_weights("shared_experts", hidden, shared))
 

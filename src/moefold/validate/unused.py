@@ -33,7 +33,7 @@ class UnusedKeyRule:
 
 UNUSED_KEY_RULES = (
     UnusedKeyRule(
-        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "

@@ -291,8 +291,10 @@ class Oracle:
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
-        y = torch.zeros_like(x)
-        expert_input = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
+        y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
+        expert_input = x @ self.weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
+        if self.cfg.moe.dispatch_precision != "dtype":
+            expert_input = fp8_round_trip(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             gated = expert_input @ gate
@@ -311,6 +313,8 @@ class Oracle:
                 result = result + self.weights[f"{name}.experts.b_down"][expert]
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
             y = y + weight * result
+        if model.moe_hidden_size:
+            y = y @ self.weights[f"{name}.latent_up.weight"].T
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
             if model.shared_expert_gate:

@@ -201,6 +201,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
         moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
+        moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
