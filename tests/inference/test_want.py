@@ -172,9 +172,7 @@ def test_damaged_metadata_is_one_line(changed, message):
 
 
 def test_a_model_of_another_method_refuses_the_option(mixtral):
-    with pytest.raises(
-        ConfigError, match="--want 1 has no effect: MODEL was not trained with"
-    ):
+    with pytest.raises(ConfigError, match="--want 1 has no effect: MODEL was not trained with"):
         prepare_server(str(mixtral), [], ServeOptions(want="1"), None, lambda skipped: None)
     with pytest.raises(ConfigError, match="--want high must be a finite number"):
         prepare_server("run", [], ServeOptions(want="high"), None, lambda skipped: None)
