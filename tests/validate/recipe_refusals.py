@@ -442,6 +442,30 @@ REINFORCEMENT = {
         "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
         "replay='auto' (off here), or staleness=0"
     ),
+    f"{RL} rollout.ranks=2": (
+        "rollout.ranks=2 would wait for each training step, and the other ranks for each round of rollouts: "
+        "rl.staleness=0 trains on rollouts of the newest weights; set rl.staleness=1 or more, or rollout.ranks=0"
+    ),
+    f"{RL} rl.staleness=1": (
+        "rl.staleness=1 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
+        "objective 'clip', 'cispo' or 'sequence', or staleness=0"
+    ),
+    f"{RL} rl.staleness=3 rl.updates=2 rl.objective=clip": (
+        "rl.staleness=3 must be a multiple of rl.updates=2: it counts optimizer steps, and rounds of rollouts are "
+        "whole; choose 2 or 4"
+    ),
+    f"{RL} rl.staleness=2 rl.updates=2 rl.objective=clip rl.correction=clamp": (
+        "rl.correction='clamp' needs log-probabilities of the weights that sampled, by the training forward pass, and "
+        "with rl.staleness=2 these weights are trained further by then; set correction='none' (objective 'clip' or "
+        "'cispo' bounds the ratio to the sampler), or staleness=0"
+    ),
+    f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=1 parallel.elastic=true": (
+        "rollout.ranks=1 does not go with parallel.elastic=true, which gives every process of the launcher to "
+        "training; set elastic=false"
+    ),
+    f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=3 rollout.tp=2": (
+        "rollouts cannot be sampled under tp=2 pp=1 ep=1 etp=1: ..."
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"
