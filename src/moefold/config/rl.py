@@ -87,6 +87,11 @@ class RolloutConfig:
     """Expert-parallel degree of sampling; 0: that of training."""
     etp: int = 0
     """Expert-tensor-parallel degree of sampling; 0: that of training."""
+    experts: Literal["exchange", "fetch", "whole"] = "exchange"
+    """How ranks that sample reach the experts. exchange: tokens are sent to the ranks of their experts, so
+    data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each
+    rank holds its part and reads the others from the memory of its peers, on one machine, so no rank waits for another
+    (DWDP, arXiv:2604.01621); CPU only, without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
     max_tokens: int = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: float = 1.0

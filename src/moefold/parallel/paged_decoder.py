@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moefold.comm.groups import ParallelGroups
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
+from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
@@ -21,7 +21,9 @@ from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.tp_interface import SequenceParallel
-from moefold.model.transformer import Transformer
+from moefold.model.transformer import Block, Transformer
+from moefold.ops.decode import DecodeKernel, DecodePass
+from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
@@ -30,6 +32,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+from moefold.topology.rollout_mapping import fetches_experts
 
 
 @contextmanager
@@ -110,6 +113,7 @@ class PagedDecoder:
     | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
     | `eval_capacity_policy` | None: no token is dropped |
     | `override` of the routers, if choices are recorded | `RoutingCache` |
+    | `fused` of a layer that a kernel computes whole | `FusedBlock` |
 
     Args:
         chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
@@ -144,6 +148,7 @@ class PagedDecoder:
                     self._replace(module, "dispatcher", dispatcher)
             if self._records_routing:
                 self._record_routing(stage)
+        self._fuse_layers()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -174,6 +179,23 @@ class PagedDecoder:
             self._replace(module, "sequence_parallel", self._picked_rows)
         elif has_tp and hasattr(module, "sequence_parallel"):
             self._replace(module, "sequence_parallel", self._sequence_parallel)
+
+    def _fuse_layers(self) -> None:
+        """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
+        if self._size.page_positions != PAGE_SIZE or self._chain.cfg.model.rope_interleaved:
+            return
+        decode_passes: dict[DecodeKernel, DecodePass] = {}
+        for stage in self._chain.stages:
+            for block in stage.layers.values():
+                if not supports_fused(block):
+                    continue
+                assert isinstance(block, Block)
+                cache = block.attention.core_attention
+                kernel = block.attention.kernels.decode
+                assert isinstance(cache, PagedAttention)
+                assert kernel is not None
+                decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
+                self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
 
     def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
         self._caches.append(cache)
@@ -260,8 +282,11 @@ def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
     return dispatcher
 
 
-def shares_experts_over_samples(groups: ParallelGroups) -> bool:
-    """Return whether ranks that hold parts of one set of experts run different samples, so that they step together."""
+def shares_experts_over_samples(chain: ForwardChain) -> bool:
+    """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
+    if fetches_experts(chain.cfg):
+        return False
+    groups = chain.groups
     view = groups.layout.attention
     coordinates = {(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in groups.moe.experts.ranks}
     return len(coordinates) > 1

@@ -129,9 +129,12 @@ def _split_plans(request: PlanRequest, lengths: RolloutLengths) -> Iterator[Roll
 
 
 def _with_ranks(cfg: Config, ranks: int) -> Config:
-    """Return a recipe with some ranks that only sample, and rounds one ahead if it has none ahead."""
+    """Return a recipe with some ranks that only sample, and rounds one ahead if it has none ahead.
+
+    All mappings are priced, also those with whole experts; GPUs do not read each other's.
+    """
     rl = replace(cfg.rl, staleness=(cfg.rl.staleness or cfg.rl.updates) if ranks else 0)
-    return replace(cfg, rl=rl, rollout=replace(cfg.rollout, ranks=ranks))
+    return replace(cfg, rl=rl, rollout=replace(cfg.rollout, ranks=ranks, experts="exchange"))
 
 
 def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:

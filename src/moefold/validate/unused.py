@@ -33,7 +33,7 @@ class UnusedKeyRule:
 
 UNUSED_KEY_RULES = (
     UnusedKeyRule(
-        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
@@ -120,10 +120,28 @@ UNUSED_KEY_RULES = (
         "set model.qk_norm=true",
     ),
     UnusedKeyRule(
+        "model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "model.attention_scale",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' scales its scores by the width of its heads and model.rope_mscale_all_dim",
+        "choose model.attention='gqa'",
+    ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: "R" not in cfg.model.rope_pattern,
+        "no layer of model.rope_pattern is R",
+        "choose a pattern with R",
+    ),
+    UnusedKeyRule(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' scales nothing",
-        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
+        "choose model.rope_scaling='linear', 'llama3', 'yarn' or 'ntk'",
     ),
     UnusedKeyRule(
         "model.rope_original_seq_len",
@@ -275,7 +293,7 @@ UNUSED_KEY_RULES = (
         "rl.correction rl.correction_low rl.correction_high rl.replay "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
-        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rl.staleness "
+        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
@@ -286,6 +304,18 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
         "training has the same degrees, and its model samples",
         "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: cfg.rollout.experts == "whole" and cfg.parallel.ep * cfg.parallel.etp == 1,
+        "with parallel.ep=1 and etp=1 each rank holds all experts",
+        "set parallel.ep",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "the model has no experts",
+        "choose model.layer_pattern='M'",
     ),
     UnusedKeyRule(
         "rollout.cache",

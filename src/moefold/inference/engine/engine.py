@@ -162,7 +162,7 @@ class Generation:
         self._sampling = sampling
         self._records_routing = records_routing
         self._open: dict[int, _Open] = {}
-        self._steps_together = shares_experts_over_samples(chain.groups)
+        self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
         """Add a request.
