@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat-template", default="", metavar="FILE", help="template for --chat instead of the model's"
     )
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="with --chat: reward to ask for, not align.want; none: for none"
+    )
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")

@@ -57,6 +57,7 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         experts=arguments.experts,
         cache_gib=arguments.cache_gib,
         force=arguments.force,
+        want=arguments.want,
     )
     job = prepare_rollouts(request, rank_env, partial(report_skipped, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cache-gib", type=float, default=0.0, metavar="GIB", help="cache of a rank; 0: as much as the slots need (0)"
+    )
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="reward that prompts ask for, not align.want; none: for none"
     )
     add_experts_option(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")

@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-kib", type=int, default=1024, metavar="N", help="largest request, in KiB (1024)")
     add_experts_option(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="reward that chats ask for, not align.want; none: for none"
+    )
     parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
     add_inference_options(parser)
     return parser

@@ -18,8 +18,11 @@ def sampled_itemsize(cfg: Config) -> dict[str, int]:
 
 
 def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
-    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them."""
-    ranks = range(cfg.parallel.world_size)
+    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them.
+
+    With rollout.ranks, of each of these ranks.
+    """
+    ranks = range(cfg.rollout.ranks or cfg.parallel.world_size)
     if not has_rollout_mapping(cfg):
         return tuple(0 for _ in ranks)
     trained = WeightSharding.from_config(cfg, for_training=True)
@@ -30,7 +33,7 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     peer_read = {name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg)}
     found = []
     for rank in ranks:
-        held = trained.boxes(rank)
+        held = {} if cfg.rollout.ranks else trained.boxes(rank)
         own = {
             name: box
             for name, box in sampled.boxes(rank).items()

@@ -15,6 +15,7 @@ import numpy as np
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
@@ -87,6 +88,8 @@ class GenerateOptions:
     """Prompts are messages, which the model's chat template encloses."""
     chat_template: str = ""
     """File of a template instead of the model's; with `chat` only."""
+    want: str = ""
+    """Reward to ask for instead of align.want, or "none"; with `chat` only."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
     tokenizer: str = ""
@@ -256,6 +259,9 @@ def prepare_generation(
         tokenizer = open_tokenizer(source, options.tokenizer)
     if options.chat_template and not options.chat:
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
+    if options.want and not options.chat:
+        raise ConfigError(f"--want {options.want} has no effect without --chat; add it, or leave --want out")
+    source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
     ends = frozenset[int]()

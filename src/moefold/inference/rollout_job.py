@@ -9,6 +9,7 @@ from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config, DataConfig
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
+from moefold.data.reward_prompt import override_want
 from moefold.data.tasks import Problems
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
@@ -59,6 +60,8 @@ class RolloutRequest:
     experts: Literal["exchange", "fetch"] = "exchange"
     cache_gib: float = 0.0
     force: bool = False
+    want: str = ""
+    """Reward to ask for instead of align.want, or "none"."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def prepare_rollouts(
     _check_options(request)
     source = find_source(request.model)
     report_skipped(source.skipped)
+    source = replace(source, want=override_want(source.want, request.want))
     inference = InferenceRequest(
         overrides=request.overrides,
         dtype=request.dtype,
@@ -140,9 +144,9 @@ def open_rollout_prompts(task_cfg: Config, source: ModelSource, request: Rollout
         tokenizer = open_tokenizer(source, request.tokenizer)
     if request.task:
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
-        return TaskPrompts(problems, tokenizer)
+        return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer)
+        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want)
     return FilePrompts(found, None)
 
 

@@ -77,17 +77,17 @@ class WeightTransfer:
         self._target = target
         self._world = source.groups.world
         self._shares = isinstance(target, InferenceModel)
-        source_sharding = _sharding(source)
-        target_sharding = _sharding(target)
+        source_sharding = weight_sharding(source)
+        target_sharding = weight_sharding(target)
         rank = self._world.rank
         self._source_boxes = source_sharding.boxes(rank)
         self._target_boxes = target_sharding.boxes(rank)
-        self._dtypes = _all_dtypes(_tensors(target), World(rank, self._world.size))
+        self._dtypes = gather_dtypes(weight_tensors(target), World(rank, self._world.size))
         itemsize = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         self.plan = plan_reshard(source_sharding, target_sharding, itemsize, max_scratch_bytes // 2, ranks_per_node)
         self._local = [transfer for transfer in self.plan.local if transfer.target == rank]
-        _check_boxes(_tensors(source), self._source_boxes)
-        _check_boxes(_tensors(target), self._target_boxes)
+        check_boxes(weight_tensors(source), self._source_boxes)
+        check_boxes(weight_tensors(target), self._target_boxes)
 
     @torch.no_grad()
     def run(self) -> TransferStats:
@@ -102,9 +102,9 @@ class WeightTransfer:
             return self._copy(started_s)
 
     def _copy(self, started_s: float) -> TransferStats:
-        source = {name: local_tensor(tensor) for name, tensor in _tensors(self._source).items()}
+        source = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._source).items()}
         shared = self._share_parameters(source) if self._shares else frozenset()
-        target = {name: local_tensor(tensor) for name, tensor in _tensors(self._target).items()}
+        target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
@@ -182,18 +182,20 @@ class WeightTransfer:
         return frozenset(shared)
 
 
-def _sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
+def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
+    """Return the sharding of a model's weights."""
     if isinstance(model, InferenceModel):
         return WeightSharding(model.cfg.model, model.groups.layout, plan_stages(model.cfg), False)
     cfg = model.stages[0].cfg
     return WeightSharding(cfg.model, model.groups.layout, model.stage_plan, cfg.parallel.zero > 0)
 
 
-def _tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
+def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this rank by their names in the full model."""
     return {**model.named_parameters, **model.named_buffers}
 
 
-def _all_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
+def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of every rank; collective."""
     found: dict[str, torch.dtype] = {}
     for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
@@ -201,7 +203,7 @@ def _all_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.
     return found
 
 
-def _check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
+def check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
     """Assert that the shards of this rank are the boxes of the plan."""
     for name, box in boxes.items():
         values, start = local_slice(tensors[name])

@@ -1,6 +1,6 @@
 """Mapping that samples rollouts where it is another one than that of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-Torch-free.
+It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training. Torch-free.
 """
 
 from dataclasses import replace
@@ -23,11 +23,11 @@ def rollout_degrees(cfg: Config) -> dict[str, int]:
 
 
 def has_rollout_mapping(cfg: Config) -> bool:
-    """Return whether a second model samples: under other degrees than those of training, or with fetched experts."""
+    """Return whether a second model samples: on other ranks, under other degrees, or with fetched experts."""
     if not cfg.is_rl:
         return False
-    degrees = rollout_degrees(cfg)
-    return fetches_experts(cfg) or any(degree != getattr(cfg.parallel, axis) for axis, degree in degrees.items())
+    has_degrees = any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    return cfg.rollout.ranks > 0 or fetches_experts(cfg) or has_degrees
 
 
 def fetches_experts(cfg: Config) -> bool:
@@ -36,11 +36,11 @@ def fetches_experts(cfg: Config) -> bool:
 
 
 def rollout_config(cfg: Config) -> Config:
-    """Return the recipe of the inference model that samples: the same ranks, without cp, ZeRO and virtual stages."""
+    """Return the recipe of the inference model that samples, without cp, ZeRO and virtual stages."""
     p = cfg.parallel
     degrees = rollout_degrees(cfg)
     parallel = ParallelConfig(
-        world_size=p.world_size,
+        world_size=cfg.rollout.ranks or p.world_size,
         tp=degrees["tp"],
         pp=degrees["pp"],
         ep=degrees["ep"],

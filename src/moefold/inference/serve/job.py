@@ -1,12 +1,13 @@
 """Checked job of a server, made before any rank starts. Torch-free on the CPU."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages
@@ -43,6 +44,8 @@ class ServeOptions:
     """"bytes" or the path of a tokenizer.json, instead of the model's."""
     chat_template: str = ""
     """File of a chat template instead of the model's."""
+    want: str = ""
+    """Reward that chats ask for instead of align.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
     dtype: str = "auto"
@@ -90,6 +93,7 @@ def prepare_server(
     _check_options(options)
     source = find_source(model)
     report_skipped(source.skipped)
+    source = replace(source, want=override_want(source.want, options.want))
     inference = InferenceRequest(
         overrides=tuple(overrides),
         dtype=options.dtype,
