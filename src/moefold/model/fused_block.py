@@ -35,6 +35,8 @@ def supports_fused(block: nn.Module) -> bool:
     if type(block) is not Block or {name for name, _ in block.named_children()} != BLOCK_MODULES:
         return False
     attention = block.attention
+    if not block.has_rope or block.residual_multiplier != 1:
+        return False
     if type(attention) is not Attention or any(has_forward_hooks(m) for m in block.modules() if m is not block):
         return False
     kernels = attention.kernels
@@ -48,6 +50,8 @@ def supports_fused(block: nn.Module) -> bool:
         and {name for name, _ in attention.named_parameters()} <= ATTENTION_PARAMETERS
         and all(norm is None or type(norm) is RMSNorm for norm in norms)
         and attention.kv_rows == slice(None)
+        and attention.scale is None
+        and not attention.norm_after_rope
         and isinstance(attention.sequence_parallel, NoSequenceParallel)
         and (type(block.ffn) is SwiGLU or _supports_moe(block.ffn, kernels.decode))
     )
@@ -119,6 +123,8 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     dtype = like.dtype
     attention = block.attention
     assert isinstance(attention, Attention)
+    assert block.attention_norm is not None
+    assert block.ffn_norm is not None
 
     def linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = dtype) -> LinearWeights:
         return LinearWeights(local_param(weight, dtype), None if bias is None else local_param(bias, dtype))

@@ -58,7 +58,8 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
             if not isinstance(tokens_per_expert, LazyCounts):
                 permutation = truncate_permutation(permutation, sum(tokens_per_expert))
         else:
-            tokens_per_expert = [routing_map.padded_capacity] * self._num_experts
+            values = [routing_map.padded_capacity] * self._num_experts
+            tokens_per_expert = as_counts(permutation.tokens_per_expert_E, values)
         rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH
         return rows, LocalMetadata(permutation, routing_map.probs_TK, tokens_per_expert)
 
