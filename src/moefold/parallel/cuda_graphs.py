@@ -99,6 +99,10 @@ class CapturedPasses:
         remaining = iter(found)
         self._gradients = [next(remaining) if tensor.requires_grad else None for tensor in inputs]
 
+    def static_tensors(self) -> list[Tensor]:
+        """Return the tensors at fixed addresses: outputs, their gradients, and the gradients of the inputs."""
+        return [*self._outputs, *self._grads, *(gradient for gradient in self._gradients if gradient is not None)]
+
     def forward(self) -> Sequence[Tensor]:
         """Run on the values that the inputs have now; returns the same tensors each time."""
         self._replay_forward()

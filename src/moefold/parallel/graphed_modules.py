@@ -121,6 +121,20 @@ class GraphedModule:
         """Return graphs after their backward pass; the next forward pass may overwrite what they hold."""
         self._idle.append(graphs)
 
+    @property
+    def num_idle(self) -> int:
+        """Graphs that no micro-batch uses: between two steps, as many as were captured."""
+        return len(self._idle)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
+        own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
+        is_copied = len(own) < len(self._weights)
+        found = list(self._weights.values()) if is_copied else []
+        for graphs in self._idle:
+            found += [*graphs.inputs, *graphs.passes.static_tensors()]
+        return found
+
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return weights at fixed addresses: copies of those that FSDP gathers in each step."""
         return {
