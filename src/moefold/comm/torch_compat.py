@@ -187,6 +187,11 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a hook runs before or after the forward pass of a module."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def remove_fsdp_forward_hooks(module: FSDPModule) -> None:
     """Remove the hooks that gather parameters before a forward pass and free them after it."""
     state = _fsdp_state(module)

@@ -489,6 +489,11 @@ class Config:
         return self.rl.group_size > 0
 
     @property
+    def num_job_ranks(self) -> int:
+        """Ranks of the job: those that train, and those that only sample rollouts."""
+        return self.parallel.world_size + self.rollout.ranks
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches per data-parallel rank and step."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)

@@ -117,6 +117,9 @@ def assign_skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) ->
 class RouterOverride(Protocol):
     """Override of the router's expert choices in training."""
 
+    in_evaluation: bool
+    """Whether it also applies to forward passes in evaluation mode."""
+
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Return the experts to use, int64 [T, K].
 
@@ -141,12 +144,20 @@ class ReplayedRouting:
     """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None: no replay."""
     recorded_NSK: Tensor | None = None
     """Buffer for the choices in use, in the same layout; None: no recording."""
+    is_replayed_NS: Tensor | None = None
+    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for the others."""
+    in_evaluation: bool = False
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Replace the choices, then record them."""
         rows_B = sample_ids_B - self.first_sample
         if self.replayed_NSK is not None:
-            ids_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
+            replayed_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
+            if self.is_replayed_NS is None:
+                ids_TK = replayed_TK
+            else:
+                is_replayed_T1 = self.is_replayed_NS[rows_B].transpose(0, 1).reshape(-1, 1)
+                ids_TK = replayed_TK.where(is_replayed_T1, ids_TK)
         if self.recorded_NSK is not None:
             ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
             self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
@@ -237,24 +248,40 @@ class Router(nn.Module):
     def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
         """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
 
-        In training `override` may replace the chosen experts. `parallelize` sets `kernels`, with one for the router
-        where it supports this router.
+        `override` may record or replace the chosen experts, and then the fused kernel does not run. `parallelize` sets
+        `kernels`, with one for the router where it supports this router.
         """
-        dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
+        dtype = self.logits_dtype(x_TH.dtype)
         x_TH = self._apply_jitter(x_TH, token_positions)
         logits_TE = upcast_linear(x_TH, local_param(self.weight, dtype), self.kernels.gemm)
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
-        if self.kernels.router is not None and dtype == torch.float32:
+        return self.route(logits_TE, x_TH.dtype, token_positions)
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._model.top_k
+
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the logits of tokens of a dtype are computed."""
+        return torch.promote_types(dtype, self._min_dtype)
+
+    def route(self, logits_TE: Tensor, dtype: torch.dtype, token_positions: TokenPositions) -> RoutingDecision:
+        """Choose the experts from the logits of tokens of a dtype; communicates as `forward` does."""
+        override = self.override
+        if override is not None and not (self.training or override.in_evaluation):
+            override = None
+        if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
             return self._route_fused(self.kernels.router, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:
             thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, token_positions.group)
         ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
-        if self.override is not None and self.training:
-            ids_TK = self.override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+        if override is not None:
+            ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(dtype, torch.float32))
         is_softmax = self._model.router_score == "softmax"
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)

@@ -41,6 +41,11 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         self._num_experts = num_experts
         self._fp8_dispatch = fp8_dispatch
 
+    @property
+    def quantizes(self) -> bool:
+        """True: the tokens are rounded to FP8."""
+        return self._fp8_dispatch
+
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
         """Plan the permutation by expert; rows of dropped tokens follow those of the experts where counting waits."""
         ids_TK = routing_map.ids_TK
