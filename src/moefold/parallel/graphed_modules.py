@@ -26,9 +26,7 @@ from moefold.model.transformer import Transformer
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope
-from moefold.parallel.cuda_graphs import CapturedPasses, CudaGraphRecorder, GraphRecorder, write_inputs
-
-MakeRecorder = Callable[[], GraphRecorder]
+from moefold.parallel.cuda_graphs import CapturedPasses, MakeRecorder, write_inputs
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ class _Replay(torch.autograd.Function):
 def apply_cuda_graphs(
     stage: Transformer,
     weight_cache: WeightCache,
-    make_recorder: MakeRecorder = CudaGraphRecorder,
+    make_recorder: MakeRecorder,
     *,
     has_router: bool = False,
 ) -> None:
@@ -216,7 +214,7 @@ def apply_cuda_graphs(
     Args:
         stage: whose layers are changed.
         weight_cache: the scopes of the steps, inside which no weight changes.
-        make_recorder: records the passes of a module.
+        make_recorder: makes the recorder of the passes of a module.
         has_router: replay the routers too.
     """
     for module in stage.modules():
