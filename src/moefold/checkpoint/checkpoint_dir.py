@@ -44,6 +44,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 )
 """Keys of [model] that do not change the meaning of the stored tensors, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
+_LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
 
 
@@ -451,6 +452,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     unused = _IGNORED_MODEL_KEYS
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
+    unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = model_sizes(ModelConfig()) | stored
     ours = model_sizes(model)
@@ -458,6 +460,8 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
         sizes["layer_windows"] = list(windows)
+        letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
+        sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 
 
@@ -516,6 +520,7 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     if "num_layers" in wrong:
         wrong.pop("layer_kinds", None)
         wrong.pop("layer_windows", None)
+        wrong.pop("linear_layers", None)
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
 
 

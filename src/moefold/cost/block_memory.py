@@ -252,11 +252,38 @@ def _transient_moe(sizes: BlockSizes) -> BytesByPart:
     return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
 
+def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+    key, value, heads = _linear_widths(sizes)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(2 * key + 3 * value + 2 * heads)
+    return saved
+
+
+def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
+    key, value, heads = _linear_widths(sizes)
+    width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
+    """Return the widths of this rank's keys and values, and its value heads."""
+    model = sizes.cfg.model
+    tp = sizes.cfg.parallel.tp
+    heads = model.linear_num_value_heads // tp
+    return (
+        model.linear_num_key_heads // tp * model.linear_key_head_dim,
+        heads * model.linear_value_head_dim,
+        heads,
+    )
+
+
 ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+    "gated_deltanet": BlockMemory(saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad),
 }
-"""Memory of each attention, by its name in `model.attention`."""
+"""Memory of each attention, by its name in `cost/layer_spec.py`."""
 
 FEED_FORWARD_MEMORY = {
     "D": BlockMemory(saved=_saved_by_dense, delayed_wgrad=_dense_wgrad),

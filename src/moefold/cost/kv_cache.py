@@ -1,8 +1,9 @@
-"""Memory of the cached keys and values of a rank. Torch-free."""
+"""Memory of the cached keys and values of a rank, and of the states of linear attention. Torch-free."""
 
 from collections import Counter
 from typing import Literal
 
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import attention_spec
 from moefold.cost.stages import plan_stages
@@ -22,7 +23,22 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
     if m.attention == "mla" and kind == "heads":
         # Keys and values are padded to one head dim.
         width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
-    return num_tokens * batch_size * _max_layers(cfg) * width * compute_dtype_bytes(cfg)
+    return num_tokens * batch_size * _max_layers(cfg, "FW") * width * compute_dtype_bytes(cfg)
+
+
+def recurrent_state_bytes(cfg: Config) -> int:
+    """Return the bytes of the states of one sample on the rank with the most layers of linear attention.
+
+    A layer has a state in float32 at least for each value head, and the last tokens of its convolutions.
+    """
+    m = cfg.model
+    tp = cfg.parallel.tp
+    item = compute_dtype_bytes(cfg)
+    key = m.linear_num_key_heads * m.linear_key_head_dim
+    value = m.linear_num_value_heads * m.linear_value_head_dim
+    state = value * m.linear_key_head_dim * max(4, item)
+    tokens = (m.linear_conv_kernel - 1) * (2 * key + value) * item
+    return _max_layers(cfg, "L") * (state + tokens) // tp
 
 
 def min_rollout_cache_bytes(cfg: Config) -> int:
@@ -40,11 +56,18 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     num_tokens = min(num_rollouts, cfg.rollout.slots) * cfg.rollout.max_tokens
     needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
     size = min(needed, int(cfg.rollout.cache_gib * 2**30))
-    return size * cfg.model.num_layers // (p.pp * _max_layers(sampling))
+    if not size:
+        return 0
+    return size * len(_softmax_layers(cfg.model)) // (p.pp * _max_layers(sampling, "FW"))
 
 
-def _max_layers(cfg: Config) -> int:
-    """Return the layers of the rank that has most, without MTP layers, which are not used for decoding."""
+def _softmax_layers(model: ModelConfig) -> list[int]:
+    return [i for i, letter in enumerate(model.attention_letters) if letter != "L"]
+
+
+def _max_layers(cfg: Config, letters: str) -> int:
+    """Return the layers of some kinds on the rank that has most, without MTP layers, which decoding does not use."""
     num_layers = cfg.model.num_layers
     ranks = plan_stages(cfg).rank_of_layers(num_layers)
-    return max(Counter(rank for i, rank in ranks.items() if i < num_layers).values())
+    kinds = cfg.model.attention_letters
+    return max(Counter(rank for i, rank in ranks.items() if i < num_layers and kinds[i] in letters).values(), default=0)

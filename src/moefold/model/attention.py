@@ -125,28 +125,22 @@ class AttentionMaskSpec:
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
-class SelfAttention(nn.Module, ABC):
-    """Base class of the attention of a layer; head counts follow the local weights.
+class TokenMixer(nn.Module, ABC):
+    """Base class of the attention of a layer, softmax or linear; head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` and `attends_in_blocks` (context
-    parallelism), `wgrad_store` (backward pass split in two) and `kernels`.
-
-    Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `wgrad_store` (backward pass split in two) and
+    `kernels`.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
-        self.attends_in_blocks = False
 
     @abstractmethod
     def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute self-attention over the whole sequence.
+        """Compute attention over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
@@ -156,6 +150,22 @@ class SelfAttention(nn.Module, ABC):
         Returns:
             [S/(cp*tp), B, H].
         """
+
+
+class SelfAttention(TokenMixer):
+    """Base class of softmax attention.
+
+    `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
+
+    Args:
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.core_attention: CoreAttention = CausalAttention(window)
+        self.attends_in_blocks = False
 
 
 class Attention(SelfAttention):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.schema import Config
+from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
@@ -37,7 +38,8 @@ class Block(nn.Module):
         super().__init__()
         model = cfg.model
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = ATTENTION_BUILDERS[model.attention](model, model.all_layer_windows[number])
+        name = attention_name(model, model.all_block_kinds[number])
+        self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint

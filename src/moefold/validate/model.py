@@ -165,7 +165,33 @@ def validate_sliding_window(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_linear_attention(cfg: Config) -> Iterator[str]:
+    """Check the heads of layers of kind L, and refuse what they do not have."""
+    model = cfg.model
+    if not model.has_linear_attention:
+        return
+    keys = model.linear_num_key_heads
+    values = model.linear_num_value_heads
+    if values % keys:
+        yield (
+            f"model.linear_num_value_heads={values} must be a multiple of model.linear_num_key_heads={keys}, each of "
+            f"which serves as many; choose {nearest_multiples(values, keys)}"
+        )
+    name = f"model.attention_pattern={model.attention_pattern!r}"
+    if cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} does not go with {name}: linear attention has projections of one "
+            "row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
+        )
+    if cfg.run.cuda_graphs == "attention":
+        yield (
+            f"run.cuda_graphs='attention' does not go with {name}: linear attention is recomputed in the backward "
+            "pass, which a graph cannot capture; choose 'none', or a pattern without L"
+        )
+
+
 MODEL_RULES = (
+    validate_linear_attention,
     validate_layer_pattern,
     validate_sliding_window,
     validate_heads,
