@@ -35,7 +35,9 @@ AXES = (
 )
 
 
-def _hybrid(mapping: Settings, model: Settings | None = None, train: Settings | None = None, **more: object) -> Settings:
+def _hybrid(
+    mapping: Settings, model: Settings | None = None, train: Settings | None = None, **more: object
+) -> Settings:
     return few({"model": HYBRID | (model or {}), "train": train or {}, **more, **mapping})
 
 

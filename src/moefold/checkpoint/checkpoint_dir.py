@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, layer_windows
+from moefold.config.model import ModelConfig, attention_letters, layer_windows
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files

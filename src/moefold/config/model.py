@@ -251,7 +251,7 @@ class ModelConfig:
     @property
     def has_linear_attention(self) -> bool:
         """Return whether some layers have linear attention."""
-        return "L" in self.attention_letters
+        return "L" in self.attention_pattern
 
     @property
     def block_kinds(self) -> tuple[str, ...]:

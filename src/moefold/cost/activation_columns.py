@@ -102,7 +102,11 @@ def _forward_snapshots(formula: ActivationMemory, kind: str, points: tuple[str, 
         + formula.transient_norm
     )
     saves = not recomputes_comm(formula.recompute)
-    live = formula.saved_by_kind[kind] - output - experts.saved() + indices if saves else _live_during_dispatch(formula, kind)
+    live = (
+        formula.saved_by_kind[kind] - output - experts.saved() + indices
+        if saves
+        else _live_during_dispatch(formula, kind)
+    )
     live["shared experts"] += formula.hidden_bytes if without_recompute.saved_by_kind[kind]["shared experts"] else 0
     all_outputs = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
     saved_by_experts = experts.saved_by_experts() - indices if saves else BytesByPart()

@@ -26,6 +26,11 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
     return num_tokens * batch_size * _max_layers(cfg, "FW") * width * compute_dtype_bytes(cfg)
 
 
+def num_state_slots(slots: int) -> int:
+    """Return the states that a rank holds while it decodes `slots` samples: theirs, and some of shared prompts."""
+    return slots + slots // 4 + 1
+
+
 def recurrent_state_bytes(cfg: Config) -> int:
     """Return the bytes of the states of one sample on the rank with the most layers of linear attention.
 
@@ -41,6 +46,12 @@ def recurrent_state_bytes(cfg: Config) -> int:
     return _max_layers(cfg, "L") * (state + tokens) // tp
 
 
+def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
+    """Return the bytes of pages, and of the states with which `num_samples` samples are decoded at once."""
+    states = num_state_slots(num_samples) * recurrent_state_bytes(cfg)
+    return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1, kind) + states
+
+
 def min_rollout_cache_bytes(cfg: Config) -> int:
     """Return the minimum bytes of the cache while the rollouts of a round are sampled, mean over ranks.
 
@@ -53,16 +64,20 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
-    num_tokens = min(num_rollouts, cfg.rollout.slots) * cfg.rollout.max_tokens
+    num_slots = min(num_rollouts, cfg.rollout.slots)
+    num_tokens = num_slots * cfg.rollout.max_tokens
+    states = num_slots * recurrent_state_bytes(sampling)
     needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
     size = min(needed, int(cfg.rollout.cache_gib * 2**30))
-    if not size:
-        return 0
-    return size * len(_softmax_layers(cfg.model)) // (p.pp * _max_layers(sampling, "FW"))
+    if size:
+        size = size * len(_layers(cfg.model, "FW")) // (p.pp * _max_layers(sampling, "FW"))
+    if states:
+        states = states * len(_layers(cfg.model, "L")) // (p.pp * _max_layers(sampling, "L"))
+    return size + states
 
 
-def _softmax_layers(model: ModelConfig) -> list[int]:
-    return [i for i, letter in enumerate(model.attention_letters) if letter != "L"]
+def _layers(model: ModelConfig, letters: str) -> list[int]:
+    return [i for i, letter in enumerate(model.attention_letters) if letter in letters]
 
 
 def _max_layers(cfg: Config, letters: str) -> int:

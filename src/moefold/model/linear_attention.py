@@ -42,8 +42,8 @@ class SequenceSegments(ABC):
         """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
 
     @abstractmethod
-    def previous_tokens(self, last_KBC: Tensor) -> Tensor:
-        """Return the tokens right before each segment from the last ones of the segments, [K-1, n*B, C] each."""
+    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
+        """Return the tokens right before each segment, [num_tokens, n*B, C], given the segments [S, n*B, C]."""
 
 
 class WholeSequence(SequenceSegments):
@@ -56,9 +56,9 @@ class WholeSequence(SequenceSegments):
         """Return all positions."""
         return torch.arange(num_tokens, device=device)
 
-    def previous_tokens(self, last_KBC: Tensor) -> Tensor:
+    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
         """Return zeros: no token precedes the sequence."""
-        return torch.zeros_like(last_KBC)
+        return x_SBC.new_zeros(num_tokens, *x_SBC.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class CachedStates:
 
     rows_R: Tensor
     """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
-    num_samples: int
-    """Number of samples, n."""
+    slots_n: Tensor
+    """Slots of the samples in the cache, int64 [n]."""
     previous_KnC: Tensor
     """Tokens before those of the pass, [K-1, n, C]."""
     state: Tensor
@@ -77,15 +77,26 @@ class CachedStates:
     """Earlier tokens of each sample, int64 [n]."""
 
 
+@dataclass(frozen=True)
+class StateShapes:
+    """Shapes of what is cached for one sample."""
+
+    num_previous: int
+    """Tokens before the next one that the convolutions read, K-1."""
+    width: int
+    """Channels of the convolutions, C."""
+    state: tuple[int, int, int]
+    """Value heads, width of a key and width of a value: [A, D, Dv]."""
+
+
 class StateCacheProtocol(Protocol):
     """States and last tokens of the samples of a rank, in decoding."""
 
-    def read(self, width: int, state_shape: tuple[int, ...], like: Tensor) -> Iterable[CachedStates]:
+    def read(self, shapes: StateShapes, like: Tensor) -> Iterable[CachedStates]:
         """Yield the samples of the pass; zeros before a sample's first token.
 
         Args:
-            width: channels of the convolutions, C.
-            state_shape: [A, D, Dv].
+            shapes: of this layer.
             like: a tensor of the type and device of the tokens.
         """
         ...
@@ -190,8 +201,7 @@ class GatedDeltaNet(LinearAttention):
         qkv, a, b, num_previous_SB = (
             _split_segments(x, segments.num_segments) for x in (torch.cat((q, k, v), -1), a, b, num_previous_SB)
         )
-        taps = conv_weights[0].shape[1]
-        previous = segments.previous_tokens(qkv[len(qkv) - taps + 1 :])
+        previous = segments.previous_tokens(qkv, conv_weights[0].shape[1] - 1)
         query, key, value = self._convolve(qkv, torch.cat(conv_weights), previous, num_previous_SB)
         log_decay, beta = _gates(a, b, a_log, dt_bias)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
@@ -223,11 +233,12 @@ class GatedDeltaNet(LinearAttention):
         a_log = local_param(self.a_log, dtype)
         dt_bias = local_param(self.dt_bias, dtype)
         num_heads = len(a_log)
-        shape = (num_heads, self.key_head_dim, self.value_head_dim)
+        state_shape = (num_heads, self.key_head_dim, self.value_head_dim)
+        shapes = StateShapes(weight_CK.shape[1] - 1, len(weight_CK), state_shape)
         out = qkv.new_zeros(len(qkv), num_heads, self.value_head_dim, dtype=torch.promote_types(dtype, torch.float32))
-        for samples in cache.read(qkv.shape[-1], shape, qkv):
+        for samples in cache.read(shapes, qkv):
             new, a_SB, b_SB = (
-                x[samples.rows_R].unflatten(0, (samples.num_samples, -1)).transpose(0, 1)
+                x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1)
                 for x in (qkv, a.squeeze(1), b.squeeze(1))
             )
             distance = torch.arange(len(new), device=new.device).unsqueeze(1)

@@ -512,11 +512,11 @@ class ContextSegments(SequenceSegments):
         size = self._cp.size
         return sequence_positions(self._kind, num_tokens * size, size, self._cp.rank).to(device)
 
-    def previous_tokens(self, last_KBC: Tensor) -> Tensor:
+    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
         """See base class; an all-gather over cp."""
-        by_segment = last_KBC.unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
+        by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
-        zeros = torch.zeros_like(by_segment[0])
+        zeros = _connected_zeros(gathered[0])
         found = [gathered[self._places[number - 1]] if number else zeros for number in self._own]
         return torch.stack(found, 1).flatten(1, 2)
 
@@ -525,10 +525,15 @@ class ContextSegments(SequenceSegments):
         value_size = update.shape[-1]
         both = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
         gathered = all_gather(both.contiguous(), self._cp)
-        state = torch.zeros_like(both[0, ..., :value_size])
+        state = _connected_zeros(gathered[0, ..., :value_size])
         states = [state]
         for place in self._places[: max(self._own)]:
             new, through = gathered[place].split((value_size, gathered.shape[-1] - value_size), -1)
             state = through @ state + new
             states.append(state)
         return torch.cat([states[number] for number in self._own])
+
+
+def _connected_zeros(x: Tensor) -> Tensor:
+    """Return zeros whose gradient passes zeros on, so that the first rank takes part in the adjoint of the all-gather."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)

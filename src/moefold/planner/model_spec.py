@@ -131,7 +131,9 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     layers = []
     kinds: dict[LayerKind, int] = {}
     for kind, window in zip(model.block_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind))
+        layer = LayerKind(
+            mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind)
+        )
         layers.append(kinds.setdefault(layer, len(kinds)))
     return ModelSpec(
         name=model.preset or "model",

@@ -8,7 +8,9 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 
 
-def gated_deltanet(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, documents: Tensor) -> Tensor:
+def gated_deltanet(
+    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, documents: Tensor
+) -> Tensor:
     """Return Gated DeltaNet (arXiv:2412.06464 eq. 10) of x [B, S, H], with the document of each token [B, S]."""
     rows = []
     for sample, numbers in zip(x, documents, strict=True):
