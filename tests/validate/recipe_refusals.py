@@ -69,19 +69,44 @@ SIZES = {
         "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
     ),
     "model.attention_pattern=LF model.linear_num_key_heads=3": (
-        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as many; "
-        "choose 3 or 6"
+        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
+        "many; choose 3 or 6"
     ),
     "model.attention_pattern=LF train.precision=fp8-blockwise run.dtype=bfloat16": (
-        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has projections "
-        "of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
+        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has "
+        "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
     ),
     "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
-        "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold the "
-        "5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
+        "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
+        "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
     ),
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
+    ),
+    "model.rope_pattern=W": (
+        "model.rope_pattern: unexpected 'W' in layer pattern 'W'; use R and N, with counts: N, RN, R3N58"
+    ),
+    "model.rope_pattern=RNRNR": (
+        "model.rope_pattern='RNRNR' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers=5"
+    ),
+    "model.rope_scaling=ntk": (
+        "model.rope_scaling='ntk' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or choose "
+        "'none'"
+    ),
+    "model.rope_scaling=ntk model.rope_scaling_factor=2 model.head_dim=2": (
+        "model.rope_scaling='ntk' needs more than the 2 dimensions that RoPE rotates; choose 'linear', or more "
+        "dimensions"
+    ),
+    "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
+        "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+        "dims; choose rope_interleaved=false"
+    ),
+    "model.attention=mla model.attention_gate=true": (
+        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
+        " or attention='gqa'"
+    ),
+    'train.recompute=["norms"] model.norm_placement=post': (
+        "train.recompute has 'norms', and model.norm_placement='post' has no norms of inputs; leave it out"
     ),
     "model.attention_pattern=WF": (
         "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; set "
@@ -468,6 +493,7 @@ ACCEPTED = [
     "model.num_query_groups=1",
     "model.num_query_groups=8",
     "model.rope_fraction=0.5",
+    "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",

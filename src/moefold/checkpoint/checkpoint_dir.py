@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, attention_letters, layer_windows
+from moefold.config.model import ModelConfig, attention_letters, layer_windows, layers_with_rope
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
@@ -36,6 +36,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "layer_pattern",
         "attention_pattern",
         "sliding_window",
+        "rope_pattern",
         "upcycle_from",
         "upcycle_router",
         "upcycle_scaling",
@@ -314,6 +315,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
+    layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -462,6 +464,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["layer_windows"] = list(windows)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
         sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 
 

@@ -11,7 +11,8 @@ Conventions:
 * Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token attends to all seq_len keys.
   `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token. A layer with a sliding
   window W counts the unmasked keys either way, W - W*W/(2*seq_len) on average: a sliding-window kernel computes no
-  others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the data, change no count.
+  others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the
+  data, change no count.
 * Every token runs through top_k experts, whether or not some routed tokens are dropped.
 * The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
@@ -48,7 +49,7 @@ class ParameterCount:
     experts: int
     """All routed experts."""
     shared_experts: int
-    """Shared experts and their gates."""
+    """Shared experts and their gates, and the projections of latent experts."""
     norms: int
     """Two norms per layer, the norms inside attention (queries and keys, latents), if any, and the final norm."""
     mtp: int
@@ -86,7 +87,7 @@ class FlopCount:
     experts: int
     """The top_k routed experts of each MoE layer."""
     shared_experts: int
-    """Shared experts and their gates."""
+    """Shared experts and their gates, and the projections of latent experts."""
     head: int
     """Output logits."""
     mtp: int

@@ -5,7 +5,7 @@ parallelism of some segments of them, whose initial states come from `SequenceSe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from moefold.ops.linear_attention import (
     l2_normalize,
     recurrent_linear_attention,
 )
-from moefold.ops.rope import Rope
+from moefold.ops.rope import NoRope, Rope
 
 
 class SequenceSegments(ABC):
@@ -158,7 +158,7 @@ class GatedDeltaNet(LinearAttention):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = RMSNorm(cfg.linear_value_head_dim, cfg.norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute Gated DeltaNet, as `TokenMixer.forward`; positions have no effect."""
         weights = (self.wq, self.wk, self.wv, self.wg, self.wa, self.wb)
         columns = [(local_param(weight, x.dtype), None) for weight in weights]
@@ -172,27 +172,18 @@ class GatedDeltaNet(LinearAttention):
         """Compute convolution, recurrence and gated norm; see `LinearAttention.mix`."""
         if self.state_cache is not None:
             return self._continue(projected, self.state_cache)
-        q, k, v, gate, a, b = projected
-        positions = self.segments.positions(len(q), q.device)
+        positions = self.segments.positions(len(projected[0]), projected[0].device)
         starts_SB = None if documents is None else documents.starts_SB
-        dtype = q.dtype
+        dtype = projected[0].dtype
         weights = [local_param(w, dtype) for w in (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)]
-        out: Tensor = checkpoint_wrapper(self._train)(q, k, v, gate, a, b, positions, starts_SB, *weights)
+        out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
         return out
 
     def _train(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor,
-        a: Tensor,
-        b: Tensor,
-        positions: Tensor,
-        starts_SB: Tensor | None,
-        *weights: Tensor,
+        self, projected: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, starts_SB: Tensor | None
     ) -> Tensor:
-        """Compute `mix` for whole sequences; of tensors, for recomputation."""
+        """Compute `mix` for whole sequences; recomputed in the backward pass."""
+        q, k, v, gate, a, b = projected
         segments = self.segments
         *conv_weights, a_log, dt_bias = weights
         num_previous_SB = positions.unsqueeze(1).expand(-1, q.shape[1])

@@ -13,7 +13,7 @@ representation and UT transform, arXiv:2406.06484 sec. 3), and only the states b
 another. Letters: A value heads, G key heads, N chunks, C tokens of a chunk; sums are in float32 at least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,8 @@ class ChunkedLinearAttention:
             tensors = [torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in tensors]
             if is_start_SB is not None:
                 is_start_SB = F.pad(is_start_SB, (0, 0, 0, padding))
-        q_, k_, v_, log_decay_, *betas = (_to_chunks(x, size) for x in tensors)
-        chunks = _Chunks.prepare(q_, k_, v_, log_decay_, *betas, documents=_documents(is_start_SB, size))
+        inputs = [_to_chunks(x, size) for x in tensors]
+        chunks = _Chunks.prepare(inputs, _documents(is_start_SB, size))
         if state is None:
             state = self._state_before(chunks)
         states, written, last = chunks.scan(state)
@@ -172,18 +172,11 @@ class _Chunks:
     """Decay of a state over the chunk, [.., 1 or D, 1]."""
 
     @staticmethod
-    def prepare(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None = None,
-        documents: _Documents | None = None,
-    ) -> "_Chunks":
-        """Compute the products within the chunks, from inputs [N, B, heads, C, ...]."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-        total = log_decay.to(dtype).cumsum(-2)
+    def prepare(inputs: Sequence[Tensor], documents: _Documents | None) -> "_Chunks":
+        """Compute the products within the chunks, from q, k, v, log_decay and maybe beta, [N, B, heads, C, ...]."""
+        dtype = torch.promote_types(inputs[2].dtype, torch.float32)
+        q, k, v, log_decay, *betas = (x.to(dtype) for x in inputs)
+        total = log_decay.cumsum(-2)
         repeats = v.shape[2] // k.shape[2]
         since_start = total.exp()
         to_end = (total[..., -1:, :] - total).exp()
@@ -198,8 +191,8 @@ class _Chunks:
             scores = scores * documents.is_same
         q, k_ = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (q, k))
         erase_keys = None
-        if beta is not None:
-            strength = beta.to(dtype).unsqueeze(-1)
+        if betas:
+            strength = betas[0].unsqueeze(-1)
             system = score_function(k, k, total, repeats) * strength
             if documents is not None:
                 system = system * documents.is_same

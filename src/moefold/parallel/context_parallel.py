@@ -535,5 +535,5 @@ class ContextSegments(SequenceSegments):
 
 
 def _connected_zeros(x: Tensor) -> Tensor:
-    """Return zeros whose gradient passes zeros on, so that the first rank takes part in the adjoint of the all-gather."""
+    """Return zeros that depend on x: the rank of the first segment takes part in the adjoint of the all-gather."""
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)

@@ -52,7 +52,9 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"),
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
-    RangeRule("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
+    RangeRule(
+        "must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size moe_hidden_size"
+    ),
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
@@ -74,6 +76,8 @@ RANGES = (
     RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
     RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
+    RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
+    RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
     RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(

@@ -112,7 +112,7 @@ def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
         lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
     if not has_moe_layers(model):
         lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
-    elif not model.shared_expert_ffn_hidden_size:
+    elif not model.shared_expert_ffn_hidden_size and not model.moe_hidden_size:
         lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
     if not model.mtp_layers:
         lacking["mtp"] = "model.mtp_layers=0"
@@ -327,6 +327,7 @@ def _needs_cuda(cfg: Config, device_type: str) -> str:
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
     has_head_norms = model.attention == "gqa" and model.qk_norm and model.qk_norm_width == "head"
+    has_head_norms = has_head_norms and not model.qk_norm_after_rope and "R" in model.rope_pattern
     has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 

@@ -33,7 +33,7 @@ class UnusedKeyRule:
 
 UNUSED_KEY_RULES = (
     UnusedKeyRule(
-        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
@@ -134,10 +134,28 @@ UNUSED_KEY_RULES = (
         "set model.qk_norm=true",
     ),
     UnusedKeyRule(
+        "model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "model.attention_scale",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' scales its scores by the width of its heads and model.rope_mscale_all_dim",
+        "choose model.attention='gqa'",
+    ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: "R" not in cfg.model.rope_pattern,
+        "no layer of model.rope_pattern is R",
+        "choose a pattern with R",
+    ),
+    UnusedKeyRule(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' scales nothing",
-        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
+        "choose model.rope_scaling='linear', 'llama3', 'yarn' or 'ntk'",
     ),
     UnusedKeyRule(
         "model.rope_original_seq_len",
