@@ -11,6 +11,15 @@ HYBRID = {
     "linear_conv_kernel": 3,
 }
 """Four layers of which two are linear, so that each of two pipeline stages has both kinds."""
+QWEN3_NEXT = {
+    "attention_gate": True,
+    "zero_centered_norms": True,
+    "qk_norm": True,
+    "rope_fraction": 0.5,
+    "shared_expert_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+    "router_softmax": "pre",
+}
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 AXES = (
@@ -51,6 +60,8 @@ PACKED = [
         ({"world_size": 4, "pp": 2, "cp": 2}, {"attention_pattern": "L", "layer_pattern": "DM"}, {}),
         ({"world_size": 2, "cp": 2, "zero": 3}, {}, {"recompute": ("layer",)}),
         ({"world_size": 2, "tp": 2}, {}, {"recompute": ("norms", "core_attention", "moe")}),
+        ({"world_size": 2, "tp": 2}, QWEN3_NEXT, {}),
+        ({"world_size": 4, "cp": 2, "pp": 2, "zero": 3}, QWEN3_NEXT | {"mtp_layers": 1}, {}),
         ({"world_size": 2, "pp": 2}, {"attention_pattern": "LWF", "sliding_window": 5, "num_layers": 3}, {}),
     )
 ]

@@ -193,6 +193,9 @@ class ModelConfig:
     """Divisor of the logits (Granite's logits_scaling)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
+    zero_centered_norms: bool = False
+    """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
+    Qwen3-Next); the norm inside linear attention by its weight."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm except those of latents (mla), where it is 1e-6."""
     rope_theta: float = 10000.0

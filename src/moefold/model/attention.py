@@ -274,7 +274,7 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
         return None
     if cfg.qk_norm_width == "all_heads":
         return FullWidthQKNorm(width, cfg.norm_eps)
-    return RMSNorm(cfg.head_size, cfg.norm_eps)
+    return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256

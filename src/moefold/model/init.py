@@ -26,10 +26,10 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
     Integer buffers keep their dtype, all others become float32, whatever the dtype of the weights.
 
-    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
-    biases zero; the convolutions and decays of linear attention have the ranges of their papers. Each logical tensor,
-    and each single expert, has its own generator, seeded by (seed, name), and is drawn in float32 on the CPU. At most
-    one whole logical tensor is in memory at a time.
+    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
+    (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
+    papers. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in
+    float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
@@ -67,7 +67,8 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
-        return torch.ones(shape)
+        is_centered = cfg.zero_centered_norms and not name.endswith("attention.norm.weight")
+        return torch.zeros(shape) if is_centered else torch.ones(shape)
     if leaf in BIASES:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, name))

@@ -95,7 +95,9 @@ class Block(nn.Module):
 
 
 def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
-    return RMSNorm(model.hidden_size, model.norm_eps) if is_present else None
+    if not is_present:
+        return None
+    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 class MTPBlock(Block):
@@ -109,12 +111,13 @@ class MTPBlock(Block):
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
         eps = cfg.model.norm_eps
-        self.embedding_norm = RMSNorm(hidden, eps)
-        self.hidden_norm = RMSNorm(hidden, eps)
+        zero_centered = cfg.model.zero_centered_norms
+        self.embedding_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.hidden_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = RMSNorm(hidden, eps)
+        self.output_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
 
     def forward(
         self,

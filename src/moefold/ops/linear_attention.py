@@ -269,8 +269,10 @@ def _channel_scores(q: Tensor, k: Tensor, total: Tensor, repeats: int) -> Tensor
 
 
 class _StateScan(torch.autograd.Function):
-    """(write_keys [N, B, A, C, D], values [.., C, Dv], erase_keys or None, decay [N, .., 1 or D, 1], state) ->
-    (states before the chunks [N, B, A, D, Dv], written values [N, .., C, Dv], last state [B, A, D, Dv])."""
+    """Function of write_keys [N, B, A, C, D], values [.., C, Dv], erase_keys or None, decay [.., 1 or D, 1] and state.
+
+    It returns the states before the chunks [N, B, A, D, Dv], the written values [.., C, Dv] and the last state.
+    """
 
     @staticmethod
     def forward(

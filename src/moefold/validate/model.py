@@ -207,7 +207,25 @@ def validate_linear_attention(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
+    """Check that norms around zero are those of the residual stream and of single heads."""
+    model = cfg.model
+    if not model.zero_centered_norms:
+        return
+    if model.attention == "mla":
+        yield (
+            "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; "
+            "set zero_centered_norms=false, or attention='gqa'"
+        )
+    if model.qk_norm and model.qk_norm_width == "all_heads":
+        yield (
+            "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; "
+            "set zero_centered_norms=false, or qk_norm_width='head'"
+        )
+
+
 MODEL_RULES = (
+    validate_zero_centered_norms,
     validate_linear_attention,
     validate_layer_pattern,
     validate_sliding_window,

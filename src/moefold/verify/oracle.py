@@ -233,7 +233,8 @@ class Oracle:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
-        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * self.weights[f"{name}.weight"]
+        weight = self.weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
+        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
 
     def _swiglu(self, name: str, x: Tensor) -> Tensor:
         gate, up, down = (self.weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
