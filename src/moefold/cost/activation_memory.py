@@ -151,11 +151,18 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def transient(self) -> dict[str, BytesByPart]:
         """Peak of temporary bytes while each kind of layer runs or is recomputed."""
-        return {
-            kind: _larger(self._attention(kind).transient(self), FEED_FORWARD_MEMORY[kind[0]].transient(self))
-            + self.transient_norm
-            for kind in self.saved_by_kind
-        }
+        return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
+
+    def _transient_block(self, kind: str) -> BytesByPart:
+        """Return the temporary bytes of a layer in excess of those of a layer that saved all.
+
+        While attention runs, forward or backward, the feed-forward network has saved nothing.
+        """
+        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
+        transient = feed_forward.transient(self)
+        attention = self._attention(kind).transient(self)
+        excess = attention.total() - feed_forward.saved(self.without_recompute).total()
+        return BytesByPart({"core attention": excess}) if excess > transient.total() else transient
 
     @property
     def transient_norm(self) -> BytesByPart:
@@ -198,7 +205,3 @@ class ActivationMemory(BlockSizes):
         saved["norms"] += 2 * self.norm(self.tokens, self.cfg.model.hidden_size)
         saved["residual stream"] += 4 * self.hidden_bytes
         return saved
-
-
-def _larger(one: BytesByPart, other: BytesByPart) -> BytesByPart:
-    return one if one.total() >= other.total() else other
