@@ -66,7 +66,28 @@ SIZES = {
     ),
     "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
     "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F and W, with counts: W, FW, F3W58"
+        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
+    ),
+    "model.zero_centered_norms=true model.attention=mla": (
+        "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
+        "zero_centered_norms=false, or attention='gqa'"
+    ),
+    "model.zero_centered_norms=true model.qk_norm=true model.qk_norm_width=all_heads": (
+        "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; set "
+        "zero_centered_norms=false, or qk_norm_width='head'"
+    ),
+    "model.attention_pattern=LF model.linear_num_key_heads=3": (
+        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
+        "many; choose 3 or 6"
+    ),
+    "model.attention_pattern=LF train.precision=fp8-blockwise run.dtype=bfloat16": (
+        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has "
+        "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern "
+        "without L"
+    ),
+    "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
+        "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
+        "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
     ),
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"

@@ -209,7 +209,7 @@ class _Pricing:
         model = self._cfg.model
         numel = sum(
             weight.shard(degrees.tp, degrees.ep, degrees.etp).numel
-            for kind in model.layer_kinds
+            for kind in model.block_kinds
             for weight in layer_weights(model, kind)
         )
         return itemsize * numel / degrees.pp
