@@ -197,6 +197,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"vocab_size": 4096}},
         {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
         {"model": {"mtp_layers": 1}},
+        {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
+        {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
     ],
     ids=[
@@ -211,6 +213,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "logits",
         "chunks",
         "mtp",
+        "gate and latent experts",
+        "norms of outputs",
         "dense",
     ],
 )
