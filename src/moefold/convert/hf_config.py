@@ -10,7 +10,7 @@ from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.families import FAMILIES
+from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
 from moefold.convert.mtp import drop_absent_mtp, tensor_names
 from moefold.errors import ConfigError
@@ -61,19 +61,19 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
         ConfigError: the family is unknown, or the weights are quantised.
     """
     name = hf_config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        guess = closest_match(name, FAMILIES) if isinstance(name, str) else None
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        guess = closest_match(name, MODEL_TYPES) if isinstance(name, str) else None
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(
             f"{str(folder)!r} is of model_type {name!r}, which moefold does not know; "
-            f"it knows {', '.join(FAMILIES)}{hint}"
+            f"it knows {', '.join(MODEL_TYPES)}{hint}"
         )
     if hf_config.get("quantization_config") is not None:
         raise ConfigError(
             f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first, "
             "as docs/conversion.md shows"
         )
-    return FAMILIES[name]
+    return MODEL_TYPES[name]
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
