@@ -455,6 +455,18 @@ REINFORCEMENT = {
     f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
         "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"
     ),
+    f"{RL} rl.objective=clip rl.correction=clamp": (
+        "rl.objective='clip' with rl.correction='clamp' compares with the weights at the start of a round, which are "
+        "those that rl.updates=1 trains, so every ratio is 1; choose objective 'policy', or updates above 1"
+    ),
+    f"{RL} rl.objective=clip rl.updates=2 rl.replay=on model.expert_bias=true model.router_score=sigmoid": (
+        "rl.replay='on' with rl.updates=2 would update the expert bias by choices of older weights "
+        "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
+    ),
+    f"{RL} rl.objective=clip rl.staleness=1 rl.replay=on": (
+        "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
+        "replay='auto' (off here), or staleness=0"
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"
@@ -465,6 +477,22 @@ REINFORCEMENT = {
     f"{RL} rollout.pass_tokens=128": (
         "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
         "fewer slots or more tokens"
+    ),
+    f"{RL} parallel.world_size=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' has no effect with ep=1: each rank holds all experts; set rollout.ep above 1, or "
+        "leave it out"
+    ),
+    f"{RL} parallel.world_size=4 parallel.tp=2 parallel.ep=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and tp=2 splits them; set rollout.tp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.etp=2 parallel.ep=2 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and etp=2 splits them; set rollout.etp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.ep=4 rollout.experts=whole rollout.ep=2": (
+        "rollout.ep=2 splits the experts, and rollout.experts='whole' holds all of them on each rank; leave ep out, or "
+        "choose rollout.experts='exchange'"
     ),
     f"{RL} moe.choice=sinkhorn": (
         "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "

@@ -20,6 +20,7 @@ from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
 from moefold.rl.plateau import Plateau
+from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
@@ -132,12 +133,18 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
     return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
 
 
+WANT_KEY = "align.want"
+"""Key of the reward that generation asks for; in the metadata of runs with align.method="condition" only."""
+
+
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
     order |= {f"align.{key}": value for key, value in asdict(align).items()}
+    if cfg.align.method != "condition":
+        del order[WANT_KEY]
     # The list of dropped files is compared instead.
     del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
@@ -156,7 +163,10 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
         fingerprints: current fingerprints of the data files; None: do not compare them.
     """
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+    theirs = sample_order(Config()) | meta.order
+    # What generation asks for changes no sample.
+    theirs.pop(WANT_KEY, None)
+    wrong = _differences(theirs, sample_order(cfg))
     if wrong or fingerprints is None or not meta.data_files:
         return wrong
     lost, others = _classify_differences(meta, fingerprints)
@@ -301,6 +311,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
     Plateau.from_json(meta.rl)
+    table_headers(meta.rl)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")

@@ -190,8 +190,8 @@ class Attention(SelfAttention):
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
-        self._scale = cfg.attention_scale or None
-        self._norm_after_rope = cfg.qk_norm_after_rope
+        self.scale = cfg.attention_scale or None
+        self.norm_after_rope = cfg.qk_norm_after_rope
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute grouped-query attention, as `SelfAttention.forward`."""
@@ -206,7 +206,7 @@ class Attention(SelfAttention):
         query, key, value, *gate = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
         query, key = self._normalize_and_rotate(query, key, rope)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
-        attended = self.core_attention(query, key, value, documents, sinks, self._scale)
+        attended = self.core_attention(query, key, value, documents, sinks, self.scale)
         if gate:
             attended = attended * sigmoid(gate[0])
         wo = local_param(self.wo, x.dtype)
@@ -217,7 +217,7 @@ class Attention(SelfAttention):
 
     def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
         """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
-        if self._norm_after_rope:
+        if self.norm_after_rope:
             return self._normalize(rope(query), rope(key))
         fused = self.kernels.qk_norm_rope
         if (

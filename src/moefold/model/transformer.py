@@ -1,6 +1,6 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,7 +33,8 @@ class Block(nn.Module):
 
     `model.norm_placement` says where the norms are; norms that it leaves out are None.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward.
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
+    `fused`, which computes the whole layer for the rows of its passes.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
@@ -50,6 +51,7 @@ class Block(nn.Module):
         self.has_rope = model.rope_layers[number]
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
+        self.fused: Callable[[Tensor, Rope], Tensor] | None = None
 
     def forward(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
@@ -58,6 +60,8 @@ class Block(nn.Module):
 
         An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
         """
+        if self.fused is not None:
+            return self.fused(x, rope)
         x = self._attend(x, rope, documents)
         with self._normalized(self.ffn_norm, x) as (normed,):
             y = self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed)

@@ -144,7 +144,7 @@ class MoELayer(nn.Module):
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
-        shared_expert = None if self.shared is None else lambda: self._run_shared_expert(x)
+        shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
         y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
@@ -167,7 +167,8 @@ class MoELayer(nn.Module):
         )
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
-    def _run_shared_expert(self, x: Tensor) -> Tensor:
+    def run_shared_expert(self, x: Tensor) -> Tensor:
+        """Compute the shared expert with its gate, [S/(cp*tp), B, H] -> same."""
         assert self.shared is not None
         y: Tensor = self.shared(x)
         if self.shared_gate is not None:
