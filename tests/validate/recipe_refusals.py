@@ -30,7 +30,7 @@ SIZES = {
         "4.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
-        "model.rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
+        "model.rope_beta_slow=40.0 must be at most model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_original_seq_len=6": (
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
@@ -555,6 +555,7 @@ ACCEPTED = [
     "model.num_query_groups=8",
     "model.rope_fraction=0.5",
     "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
+    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_fast=1 model.rope_beta_slow=1",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",
