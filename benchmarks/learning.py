@@ -102,7 +102,7 @@ def reinforce(task: str) -> Callable[[Experiment], None]:
 def align_offline(experiment: Experiment) -> None:
     """Align a weak policy with its own scored samples by each method, and evaluate them."""
     folder = experiment.folder
-    experiment.evaluate("sft", "sort", experiment.train("sort-sft.toml", "sft", "run.steps=80"))
+    experiment.evaluate("sft", "sort", experiment.train("sort-sft.toml", "sft"))
     scored = ("--task", "sort", "--task-size", "8", "--max-tokens", "10", "--count", str(SCORED_PROBLEMS))
     experiment.rollout("sft", "scored.jsonl", *scored, "--samples", "8")
     init = f"checkpoint.init_from={folder / 'sft'}"
