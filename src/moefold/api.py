@@ -201,7 +201,7 @@ def train_model(
 
     program = ProgramParts(loss, data, tuple(callbacks))
     main = partial(train_on_rank, setup.cfg, setup.messages, program)
-    return collect_from_ranks(main, setup.folder.cfg.parallel.world_size, device_type, rank_env)
+    return collect_from_ranks(main, setup.folder.cfg.num_job_ranks, device_type, rank_env)
 
 
 def evaluate(

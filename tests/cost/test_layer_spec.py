@@ -31,6 +31,9 @@ LATENT = replace(
 MODELS = {
     "everything": WITH_EVERYTHING,
     "wide norms, tied": replace(WITH_EVERYTHING, qk_norm_width="all_heads", tie_embeddings=True, layer_pattern="MD"),
+    "output gate, two norms": replace(WITH_EVERYTHING, attention_gate=True, norm_placement="both"),
+    "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
+    "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
     "latent": replace(LATENT, mtp_layers=1),
     "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
     **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},

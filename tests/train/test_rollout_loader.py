@@ -194,6 +194,8 @@ def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(po
             [
                 ({"world_size": 4, "pp": 2, "cp": 2, "etp": 2}, {"pp": 1, "ep": 4, "etp": 1}),
                 ({"world_size": 2, "ep": 2}, {"tp": 2}),
+                ({"world_size": 4, "ep": 2, "tp": 2, "zero": 1}, {"experts": "whole"}),
+                ({"world_size": 4, "tp": 2, "pp": 2, "etp": 2}, {"experts": "fetch", "ep": 2, "tp": 1, "etp": 1}),
             ]
         ),
     ],
@@ -217,11 +219,18 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [
+        ("bfloat16", {"ep": 1, "pp": 2}),
+        ("float32", {"experts": "fetch"}),
+        *slow([("float32", {"ep": 1, "pp": 2}), ("bfloat16", {"experts": "fetch"}), ("float32", {"experts": "whole"})]),
+    ],
+)
+def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype, sampling):
     """Pipeline, data and expert parallelism change no sum: copied weights give the log-probabilities of training."""
     cfg = under(recipe(tmp_path, 2), tmp_path / "mapped", world_size=2, ep=2, zero=3)
-    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, ep=1, pp=2))
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, **sampling))
     pool.run(2, _train, cfg)
     for record in records(cfg):
         assert record["rl"]["mismatch_equal"] == 1
@@ -239,10 +248,14 @@ def _unshared_bytes(cfg: Config) -> int:
     return sum(tensor.nbytes for tensor in sampled if tensor.data_ptr() not in pointers)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "experts"),
+    [("bfloat16", "exchange"), ("float64", "fetch"), *slow([("float32", "exchange"), ("bfloat16", "whole")])],
+)
+def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype, experts):
     cfg = under(recipe(tmp_path), tmp_path, world_size=4, tp=2, pp=2, ep=2, zero=0)
-    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=replace(cfg.rollout, tp=1))
+    rollout = replace(cfg.rollout, tp=1, experts=experts)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype), rollout=rollout)
     counted = pool.run(4, _unshared_bytes, cfg)
     assert tuple(counted) == rollout_weight_bytes(cfg)
     needed = min_training_memory(cfg, "cpu")

@@ -71,6 +71,31 @@ SIZES = {
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
     ),
+    "model.rope_pattern=W": (
+        "model.rope_pattern: unexpected 'W' in layer pattern 'W'; use R and N, with counts: N, RN, R3N58"
+    ),
+    "model.rope_pattern=RNRNR": (
+        "model.rope_pattern='RNRNR' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers=5"
+    ),
+    "model.rope_scaling=ntk": (
+        "model.rope_scaling='ntk' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or choose "
+        "'none'"
+    ),
+    "model.rope_scaling=ntk model.rope_scaling_factor=2 model.head_dim=2": (
+        "model.rope_scaling='ntk' needs more than the 2 dimensions that RoPE rotates; choose 'linear', or more "
+        "dimensions"
+    ),
+    "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
+        "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+        "dims; choose rope_interleaved=false"
+    ),
+    "model.attention=mla model.attention_gate=true": (
+        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
+        " or attention='gqa'"
+    ),
+    'train.recompute=["norms"] model.norm_placement=post': (
+        "train.recompute has 'norms', and model.norm_placement='post' has no norms of inputs; leave it out"
+    ),
     "model.attention_pattern=WF": (
         "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; set "
         "model.sliding_window, or choose 'F'"
@@ -430,6 +455,18 @@ REINFORCEMENT = {
     f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
         "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"
     ),
+    f"{RL} rl.objective=clip rl.correction=clamp": (
+        "rl.objective='clip' with rl.correction='clamp' compares with the weights at the start of a round, which are "
+        "those that rl.updates=1 trains, so every ratio is 1; choose objective 'policy', or updates above 1"
+    ),
+    f"{RL} rl.objective=clip rl.updates=2 rl.replay=on model.expert_bias=true model.router_score=sigmoid": (
+        "rl.replay='on' with rl.updates=2 would update the expert bias by choices of older weights "
+        "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
+    ),
+    f"{RL} rl.objective=clip rl.staleness=1 rl.replay=on": (
+        "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
+        "replay='auto' (off here), or staleness=0"
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"
@@ -440,6 +477,22 @@ REINFORCEMENT = {
     f"{RL} rollout.pass_tokens=128": (
         "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
         "fewer slots or more tokens"
+    ),
+    f"{RL} parallel.world_size=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' has no effect with ep=1: each rank holds all experts; set rollout.ep above 1, or "
+        "leave it out"
+    ),
+    f"{RL} parallel.world_size=4 parallel.tp=2 parallel.ep=4 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and tp=2 splits them; set rollout.tp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.etp=2 parallel.ep=2 rollout.experts=fetch": (
+        "rollout.experts='fetch' reads whole experts for whole tokens, and etp=2 splits them; set rollout.etp=1, or "
+        "choose 'exchange'"
+    ),
+    f"{RL} parallel.world_size=4 parallel.ep=4 rollout.experts=whole rollout.ep=2": (
+        "rollout.ep=2 splits the experts, and rollout.experts='whole' holds all of them on each rank; leave ep out, or "
+        "choose rollout.experts='exchange'"
     ),
     f"{RL} moe.choice=sinkhorn": (
         "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
@@ -456,6 +509,7 @@ ACCEPTED = [
     "model.num_query_groups=1",
     "model.num_query_groups=8",
     "model.rope_fraction=0.5",
+    "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",

@@ -57,7 +57,7 @@ def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
     from moefold.train.worker import train_worker
 
     main = partial(train_worker, setup.cfg, setup.messages)
-    return run_ranks(main, setup.folder.cfg.parallel.world_size, device_type, rank_env)
+    return run_ranks(main, setup.folder.cfg.num_job_ranks, device_type, rank_env)
 
 
 def _parser() -> argparse.ArgumentParser:

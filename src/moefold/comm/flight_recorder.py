@@ -61,6 +61,8 @@ class FlightRecorder:
 
     def __init__(self, hang_timeout_s: float = 0.0, file: Path | None = None) -> None:
         self.hang_timeout_s = hang_timeout_s
+        self.first_rank = 0
+        """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0
@@ -72,8 +74,13 @@ class FlightRecorder:
         self._write_phase()
 
     def add_group(self, axes: str, ranks: Sequence[int]) -> int:
-        """Register a group; return its number for `record_collective`."""
-        self._groups.append(f"{axes} ({format_ranks(ranks)})")
+        """Register a group; return its number for `record_collective`.
+
+        Args:
+            axes: name of the group.
+            ranks: its members, in the default process group.
+        """
+        self._groups.append(f"{axes} ({format_ranks([self.first_rank + rank for rank in ranks])})")
         self._counts.append(0)
         return len(self._groups) - 1
 

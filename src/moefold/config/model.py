@@ -6,6 +6,7 @@ from typing import Literal
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FW"
+ROPE_KINDS = "RN"
 MAX_LAYERS = 10_000
 """Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
 
@@ -43,6 +44,12 @@ def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) 
     """Return the sliding window of each layer in tokens, in order; 0: full attention."""
     unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
     return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
+
+
+def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer, in order, applies RoPE."""
+    unit = expand_layer_pattern(rope_pattern, ROPE_KINDS)
+    return tuple(unit[i % len(unit)] == "R" for i in range(num_layers))
 
 
 def _usage_hint(kinds: str) -> str:
@@ -96,6 +103,9 @@ class ModelConfig:
     """Experts chosen for each token, K."""
     moe_ffn_hidden_size: int = 512
     """Inner width of one expert, F."""
+    moe_hidden_size: int = 0
+    """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
+    state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
     router_softmax: Literal["pre", "post"] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1)."""
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -129,17 +139,34 @@ class ModelConfig:
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
     qk_norm_width: Literal["head", "all_heads"] = "head"
     """Width of the root mean square: each head separately, or all heads of a token together (OLMoE)."""
+    qk_norm_after_rope: bool = False
+    """Apply the norm of each query and key head after RoPE instead of before it (Hunyuan)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
     """Bias on the output projection of attention (gpt-oss)."""
     attention_sinks: bool = False
     """Learned sink logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
+    attention_gate: bool = False
+    """Multiply the output of each head, dim by dim, by the sigmoid of a projection of the layer's input, before the
+    output projection (arXiv:2505.06708)."""
+    attention_scale: float = 0.0
+    """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
     attention_pattern: str = "F"
     """F (full) and W (within model.sliding_window), each with an optional count; repeats to num_layers: F, WF, W5F."""
     sliding_window: int = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
+    to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
+    embedding_multiplier: float = 1.0
+    """Factor of the token embeddings (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
+    (Granite)."""
+    logits_divisor: float = 1.0
+    """Divisor of the logits (Granite's logits_scaling)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
@@ -150,8 +177,11 @@ class ModelConfig:
     """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     rope_interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """RoPE scaling for contexts longer than the original one."""
+    rope_pattern: str = "R"
+    """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk"] = "none"
+    """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
+    rope_scaling_factor^(R/(R-2)), R rotated dims."""
     rope_scaling_factor: float = 1.0
     """RoPE scaling factor, at least 1."""
     rope_original_seq_len: int = 8192
@@ -200,6 +230,11 @@ class ModelConfig:
         return self.v_head_dim if self.attention == "mla" else self.head_size
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Width of the input and output of a routed expert."""
+        return self.moe_hidden_size or self.hidden_size
+
+    @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
@@ -223,6 +258,12 @@ class ModelConfig:
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Numbers of the MoE layers, MTP layers included."""
         return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
+
+    @property
+    def rope_layers(self) -> tuple[bool, ...]:
+        """Return whether each layer, in order, applies RoPE; MTP (multi-token prediction) layers as the last one."""
+        kinds = layers_with_rope(self.rope_pattern, self.num_layers)
+        return kinds + kinds[-1:] * self.mtp_layers
 
     @property
     def last_stage_needs_embedding(self) -> bool:

@@ -25,10 +25,28 @@ class RLConfig:
     updates: int = 1
     """Optimizer steps on one round of rollouts: a round has updates * train.global_batch_size rollouts, each of which
     is trained on once. Above 1, the later steps are off-policy: choose objective clip, cispo or sequence."""
+    staleness: int = 0
+    """Optimizer steps between the weights that sample a rollout and those that first train on it, beyond the one step
+    of an on-policy run: the rollouts of step n are sampled by the weights after step n - 1 - staleness, or by the first
+    ones of the run. A multiple of rl.updates. Above 0, rollout.ranks can sample while the other ranks train; without
+    rollout.ranks the same ranks compute the same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     clip_low: float = 0.2
     """Lower clip range of the ratio, below 1."""
     clip_high: float = 0.28
     """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
+    correction: Literal["none", "clamp", "mask", "sequence_mask"] = "none"
+    """Importance weight of a token where the sampler computes other log-probabilities than training: c =
+    exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
+    is clamped to [correction_low, correction_high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
+    whose geometric mean of c is outside of it."""
+    correction_low: float = 0.0
+    """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
+    correction_high: float = 2.0
+    """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
+    replay: Literal["auto", "on", "off"] = "auto"
+    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
+    weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
+    the log says which."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"
@@ -56,6 +74,9 @@ class RLConfig:
 class RolloutConfig:
     """Sampling of rollouts for reinforcement learning."""
 
+    ranks: int = 0
+    """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
+    The degrees below are those of these ranks. 0: the ranks that train sample in turn."""
     tp: int = 0
     """Tensor-parallel degree of sampling; 0: that of training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
@@ -66,6 +87,11 @@ class RolloutConfig:
     """Expert-parallel degree of sampling; 0: that of training."""
     etp: int = 0
     """Expert-tensor-parallel degree of sampling; 0: that of training."""
+    experts: Literal["exchange", "fetch", "whole"] = "exchange"
+    """How ranks that sample reach the experts. exchange: tokens are sent to the ranks of their experts, so
+    data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each
+    rank holds its part and reads the others from the memory of its peers, on one machine, so no rank waits for another
+    (DWDP, arXiv:2604.01621); CPU only, without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
     max_tokens: int = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: float = 1.0

@@ -10,7 +10,8 @@ from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.families import FAMILIES, Family
+from moefold.convert.families import FAMILIES
+from moefold.convert.family import Family
 from moefold.convert.mtp import drop_absent_mtp, tensor_names
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config

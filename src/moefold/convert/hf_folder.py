@@ -10,7 +10,7 @@ from typing import Any
 
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.model import ModelConfig
-from moefold.convert.families import Family
+from moefold.convert.family import Family
 from moefold.convert.hf_config import find_family, parse_model_config, read_hf_config
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
 from moefold.convert.safetensors_file import TensorLocation, read_header

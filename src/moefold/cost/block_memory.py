@@ -65,10 +65,16 @@ class BlockSizes:
         )
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
-        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp."""
+        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
+
+        A norm of the block's output saves its input, which nothing else saves.
+        """
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
-        if "norms" not in self.recompute:
+        placement = self.cfg.model.norm_placement
+        if placement != "pre":
+            saved["norms"] += self.norm(self.tokens, hidden) + self.hidden_bytes
+        if "norms" not in self.recompute and placement != "post":
             saved["norms"] += self.norm(self.tokens, hidden)
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:
@@ -114,12 +120,16 @@ def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
         width = query + key_value // 2
         over_heads = model.qk_norm_width == "all_heads"
         saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
+    if model.attention_gate:
+        # The sigmoid and the product.
+        saved["attention"] += sizes.gathered_bytes(2 * query)
     return saved + saved_by_core_attention(sizes, model.head_size)
 
 
 def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
     query, key_value = _gqa_widths(sizes)
-    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + 2 * query + key_value))
+    projected = (3 if sizes.cfg.model.attention_gate else 2) * query + key_value
+    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
 
 
 def _gqa_widths(sizes: BlockSizes) -> tuple[int, int]:
@@ -203,6 +213,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     if has_shared and "shared_experts" not in sizes.recompute:
         saved["shared experts"] += sizes.swiglu(model.shared_expert_ffn_hidden_size)
         saved["shared experts"] += sizes.gathered_bytes(model.hidden_size) if p.tp > 1 else 0
+    if model.moe_hidden_size:
+        # The input of the projection back.
+        saved["shared experts"] += sizes.tokens * model.moe_hidden_size * sizes.item_bytes
     routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
         sizes.high_precision_bytes + INT_BYTES
     )
@@ -217,10 +230,13 @@ def _moe_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
     delayed = BytesByPart()
     if not dispatcher_of(sizes.cfg).moves_experts:
-        width = 2 * model.hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
+        width = 2 * model.expert_hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
         delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
     if model.shared_expert_ffn_hidden_size:
         delayed["shared experts"] = sizes.swiglu_wgrad(model.shared_expert_ffn_hidden_size)
+    if model.moe_hidden_size:
+        widths = 2 * (model.hidden_size + model.moe_hidden_size)
+        delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
     return delayed
 
 
@@ -234,7 +250,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
-    width = inner + model.hidden_size * sizes.experts.applies_probs
+    width = inner + model.expert_hidden_size * sizes.experts.applies_probs
     return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
 

@@ -48,7 +48,7 @@ class ParameterCount:
     experts: int
     """All routed experts."""
     shared_experts: int
-    """Shared experts and their gates."""
+    """Shared experts and their gates, and the projections of latent experts."""
     norms: int
     """Two norms per layer, the norms inside attention (queries and keys, latents), if any, and the final norm."""
     mtp: int
@@ -86,7 +86,7 @@ class FlopCount:
     experts: int
     """The top_k routed experts of each MoE layer."""
     shared_experts: int
-    """Shared experts and their gates."""
+    """Shared experts and their gates, and the projections of latent experts."""
     head: int
     """Output logits."""
     mtp: int

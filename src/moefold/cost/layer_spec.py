@@ -48,10 +48,12 @@ class BlockSpec:
 def layer_weights(model: ModelConfig, kind: str) -> tuple[ParamSpec, ...]:
     """Return the unsharded parameters of a layer of kind "D" or "M"."""
     return (
-        _norm("attention_norm", model.hidden_size),
+        *_residual_norms(model, "attention_norm", "pre"),
         *_prefixed("attention", attention_spec(model).weights(model)),
-        _norm("ffn_norm", model.hidden_size),
+        *_residual_norms(model, "attention_output_norm", "post"),
+        *_residual_norms(model, "ffn_norm", "pre"),
         *_prefixed("ffn", FEED_FORWARDS[kind].weights(model)),
+        *_residual_norms(model, "ffn_output_norm", "post"),
     )
 
 
@@ -102,6 +104,11 @@ def _norm(name: str, width: int) -> ParamSpec:
     return ParamSpec(f"{name}.weight", (width,), "norms")
 
 
+def _residual_norms(model: ModelConfig, name: str, placement: str) -> tuple[ParamSpec, ...]:
+    """Return a norm of the residual stream's width, if the model has norms there."""
+    return (_norm(name, model.hidden_size),) if model.norm_placement in (placement, "both") else ()
+
+
 def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `Attention`."""
     hidden = model.hidden_size
@@ -122,6 +129,8 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec("bo", (hidden,), "attention")
     if model.attention_sinks:
         yield ParamSpec("sinks", (heads,), "attention", tp_dim=0)
+    if model.attention_gate:
+        yield ParamSpec("wg", (query, hidden), "attention", tp_dim=0)
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
@@ -170,19 +179,23 @@ def moe_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     hidden = model.hidden_size
     ffn = model.moe_ffn_hidden_size
     experts = model.num_experts
+    width = model.expert_hidden_size
     shared = model.shared_expert_ffn_hidden_size
     if shared and model.shared_expert_gate:
         yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
     yield ParamSpec("router.weight", (experts, hidden), "router")
     if model.router_bias:
         yield ParamSpec("router.bias", (experts,), "router")
-    yield ParamSpec("experts.w_gate", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield ParamSpec("experts.w_up", (experts, hidden, ffn), "experts", etp_dim=2)
-    yield ParamSpec("experts.w_down", (experts, ffn, hidden), "experts", etp_dim=1)
+    yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
+    yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
     if model.moe_bias:
         yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
         yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
-        yield ParamSpec("experts.b_down", (experts, hidden), "experts", etp_dim=1)
+        yield ParamSpec("experts.b_down", (experts, width), "experts", etp_dim=1)
+    if model.moe_hidden_size:
+        yield ParamSpec("latent_down.weight", (width, hidden), "shared_experts")
+        yield ParamSpec("latent_up.weight", (hidden, width), "shared_experts")
     if shared:
         yield from _prefixed("shared", swiglu_weights("shared_experts", hidden, shared))
 

@@ -1,4 +1,6 @@
-"""Plan of a transfer of weights between two mappings of the same ranks: who sends which box to whom. Torch-free.
+"""Plan of a transfer of weights between two mappings: which rank sends which box to which other rank. Torch-free.
+
+The mappings have the same ranks, or disjoint ones: then the ranks of the target mapping have the higher numbers.
 
 Under one mapping the shards of a tensor are equal boxes or disjoint ones. So the box that a rank needs is cut by the
 boxes of the source mapping into parts, and each part comes from one rank: from the rank itself if it holds the part,
@@ -51,22 +53,31 @@ def plan_reshard(
     itemsize: Mapping[str, int],
     max_round_bytes: int,
     ranks_per_node: int | None = None,
+    *,
+    first_target: int = 0,
 ) -> ReshardPlan:
     """Plan how every rank gets its boxes of the target mapping.
 
     Args:
         source: the mapping that holds the weights.
-        target: the mapping that needs them, of the same ranks; it may lack layers of multi-token prediction.
+        target: the mapping that needs them; it may lack layers of multi-token prediction.
         itemsize: bytes of an element as it is sent, by tensor of the target.
         max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round; at least one element.
         ranks_per_node: consecutive ranks that share a node; None: all do.
+        first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping;
+            0: both have the same ranks, else the number of ranks of the source mapping or more.
 
     Raises:
-        ValueError: the mappings have different numbers of ranks, or the models have different tensors.
+        ValueError: the mappings share some ranks but not all, or the models have different tensors.
     """
-    world_size = source.layout.world_size
-    if target.layout.world_size != world_size:
-        raise ValueError(f"the target mapping has {target.layout.world_size} ranks, the source mapping {world_size}")
+    num_sources = source.layout.world_size
+    if first_target < num_sources and (first_target or target.layout.world_size != num_sources):
+        raise ValueError(
+            f"the target mapping has {target.layout.world_size} ranks from rank {first_target} on, the source mapping "
+            f"{num_sources} from rank 0 on: they must be the same ranks, or disjoint"
+        )
+    target_ranks = range(first_target, first_target + target.layout.world_size)
+    world_size = target_ranks.stop
     for name, shape in target.shapes.items():
         if source.shapes.get(name) != shape:
             raise ValueError(f"the target needs {name} of shape {shape}, the source has {source.shapes.get(name)}")
@@ -78,10 +89,10 @@ def plan_reshard(
     moved: list[BoxTransfer] = []
     coinciding: list[set[str]] = [set() for _ in range(world_size)]
     sent_bytes = [0] * world_size
-    own_boxes = [source.boxes(rank) for rank in range(world_size)]
+    own_boxes = [source.boxes(rank) if rank < num_sources else {} for rank in range(world_size)]
     wanted: dict[str, list[tuple[int, Box]]] = defaultdict(list)
-    for rank in range(world_size):
-        for name, box in target.boxes(rank).items():
+    for rank in target_ranks:
+        for name, box in target.boxes(rank - first_target).items():
             wanted[name].append((rank, box))
     for name in target.shapes:
         parts_of: dict[Box, list[tuple[Box, list[int]]]] = {}

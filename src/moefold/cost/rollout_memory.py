@@ -5,7 +5,7 @@ from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:
@@ -18,19 +18,26 @@ def sampled_itemsize(cfg: Config) -> dict[str, int]:
 
 
 def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
-    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them."""
-    ranks = range(cfg.parallel.world_size)
+    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them.
+
+    With rollout.ranks, of each of these ranks.
+    """
+    ranks = range(cfg.rollout.ranks or cfg.parallel.world_size)
     if not has_rollout_mapping(cfg):
         return tuple(0 for _ in ranks)
     trained = WeightSharding.from_config(cfg, for_training=True)
     sampled = WeightSharding.from_config(rollout_config(cfg), for_training=False)
     itemsize = sampled_itemsize(rollout_config(cfg))
     wide = master_dtype_bytes(cfg)
+    # Experts that other ranks read lie in memory of their own.
+    peer_read = {name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg)}
     found = []
     for rank in ranks:
-        held = trained.boxes(rank)
+        held = {} if cfg.rollout.ranks else trained.boxes(rank)
         own = {
-            name: box for name, box in sampled.boxes(rank).items() if itemsize[name] != wide or held.get(name) != box
+            name: box
+            for name, box in sampled.boxes(rank).items()
+            if itemsize[name] != wide or held.get(name) != box or name in peer_read
         }
         found.append(held_bytes(own, itemsize))
     return tuple(found)

@@ -49,12 +49,25 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
     return None
 
 
-def check_world_size(rank_env: RankEnv, world_size: int) -> None:
+def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0) -> None:
     """Check that the launcher started as many processes as the recipe has ranks.
+
+    Args:
+        rank_env: environment of this process.
+        world_size: parallel.world_size.
+        sampling_ranks: rollout.ranks.
 
     Raises:
         ConfigError: the numbers differ.
     """
+    if sampling_ranks and rank_env.world_size != world_size + sampling_ranks:
+        raise ConfigError(
+            f"parallel.world_size={world_size} and rollout.ranks={sampling_ranks} need "
+            f"{world_size + sampling_ranks} processes, and the launcher started {rank_env.world_size}; start "
+            f"{world_size + sampling_ranks}, or change the recipe"
+        )
+    if sampling_ranks:
+        return
     if rank_env.world_size != world_size:
         raise ConfigError(
             f"parallel.world_size={world_size} must equal the {rank_env.world_size} processes that the launcher "

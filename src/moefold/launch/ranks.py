@@ -5,12 +5,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moefold.comm.flight_recorder import group_timeout, read_snapshot
+from moefold.comm.job_link import JobLink, JobSplit
 from moefold.errors import ConfigError, RunError
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
@@ -107,6 +109,33 @@ def init_distributed(
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.
     """
+    split = JobSplit(rank_env.world_size, 0)
+    with init_split_job(rank_env, split, device_type, timeout_s, on_rendezvous) as (device, _):
+        yield device
+
+
+@contextmanager
+def init_split_job(
+    rank_env: RankEnv,
+    split: JobSplit,
+    device_type: str,
+    timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    on_rendezvous: Callable[[str], None] | None = None,
+) -> Iterator[tuple[torch.device, JobLink | None]]:
+    """Initialise a default process group of the ranks with the same work, and connect all ranks of the job.
+
+    Yields the device and the connection of all ranks, None if all of them train.
+
+    Args:
+        rank_env: environment of this rank.
+        split: the ranks that train and those that sample.
+        device_type: "cpu" or "cuda".
+        timeout_s: see `init_distributed`.
+        on_rendezvous: see `init_distributed`.
+
+    Raises:
+        RunError: a rank did not join in time, or the ranks could not connect to each other.
+    """
     if device_type == "cuda":
         device = torch.device("cuda", rank_env.local_rank)
         torch.cuda.set_device(device)
@@ -120,8 +149,9 @@ def init_distributed(
     store, session = join_rendezvous(rank_env, timeout_s)
     if on_rendezvous is not None:
         on_rendezvous(session)
+    link: JobLink | None = None
     try:
-        _init_process_group(backend, store, rank_env, timeout_s, device)
+        link = _init_process_groups(backend, store, rank_env, split, device, group_timeout(timeout_s))
     except CallTimeoutError:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "
@@ -134,7 +164,7 @@ def init_distributed(
             "must name the network between the hosts"
         ) from error
     try:
-        yield device
+        yield device, link
     finally:
         dist.destroy_process_group()
 
@@ -171,33 +201,35 @@ def _describe_exit(exitcode: int) -> str:
     return f"failed (exit status {exitcode})"
 
 
-def _init_process_group(
-    backend: str, store: dist.Store, rank_env: RankEnv, timeout_s: float, device: torch.device
-) -> None:
-    """Initialise the default process group.
+def _init_process_groups(
+    backend: str, store: dist.Store, rank_env: RankEnv, split: JobSplit, device: torch.device, timeout: timedelta
+) -> JobLink | None:
+    """Initialise the default process group, and connect the ranks that train with those that sample.
 
-    NCCL is bound to the device: it connects here, within `timeout_s`, and not in the first step. The groups of a rank
+    NCCL is bound to the device: it connects here, within the timeout, and not in the first step. The groups of a rank
     are then split from the communicator of the world, in which every rank takes part: see `topology.communicators`.
 
     Raises:
         CallTimeoutError: torch blocks beyond its own timeout.
     """
-    timeout = group_timeout(timeout_s)
+    ranks = split.ranks_like(rank_env.rank)
+    own_store = dist.PrefixStore(f"ranks from {ranks.start}", store) if split.num_sampling else store
 
-    def connect() -> None:
+    def connect() -> JobLink | None:
         if device.type == "cuda":
             # The current device is per thread.
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
-            store=store,
-            rank=rank_env.rank,
-            world_size=rank_env.world_size,
+            store=own_store,
+            rank=rank_env.rank - ranks.start,
+            world_size=len(ranks),
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+        return JobLink.connect(split, rank_env.rank, store, timeout) if split.num_sampling else None
 
-    run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
+    return run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
 
 
 def _free_port() -> int:

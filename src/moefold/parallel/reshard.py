@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import World
@@ -20,7 +19,7 @@ from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.cost.stages import plan_stages
 from moefold.model.init import local_slice
-from moefold.model.local_param import local_tensor
+from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
@@ -78,17 +77,17 @@ class WeightTransfer:
         self._target = target
         self._world = source.groups.world
         self._shares = isinstance(target, InferenceModel)
-        source_sharding = _sharding(source)
-        target_sharding = _sharding(target)
+        source_sharding = weight_sharding(source)
+        target_sharding = weight_sharding(target)
         rank = self._world.rank
         self._source_boxes = source_sharding.boxes(rank)
         self._target_boxes = target_sharding.boxes(rank)
-        self._dtypes = _all_dtypes(_tensors(target), World(rank, self._world.size))
+        self._dtypes = gather_dtypes(weight_tensors(target), World(rank, self._world.size))
         itemsize = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         self.plan = plan_reshard(source_sharding, target_sharding, itemsize, max_scratch_bytes // 2, ranks_per_node)
         self._local = [transfer for transfer in self.plan.local if transfer.target == rank]
-        _check_boxes(_tensors(source), self._source_boxes)
-        _check_boxes(_tensors(target), self._target_boxes)
+        check_boxes(weight_tensors(source), self._source_boxes)
+        check_boxes(weight_tensors(target), self._target_boxes)
 
     @torch.no_grad()
     def run(self) -> TransferStats:
@@ -98,9 +97,14 @@ class WeightTransfer:
         reshard_parameters(self._source.stages)
         if isinstance(self._target, ParallelModel):
             reshard_parameters(self._target.stages)
-        source = {name: local_tensor(tensor) for name, tensor in _tensors(self._source).items()}
+            return self._copy(started_s)
+        with self._target.writing_weights():
+            return self._copy(started_s)
+
+    def _copy(self, started_s: float) -> TransferStats:
+        source = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._source).items()}
         shared = self._share_parameters(source) if self._shares else frozenset()
-        target = {name: local_tensor(tensor) for name, tensor in _tensors(self._target).items()}
+        target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
@@ -168,40 +172,30 @@ class WeightTransfer:
             values = source.get(name)
             if name not in coinciding or values is None or values.dtype != parameter.dtype:
                 continue
+            if name in self._target.shared_names:
+                continue
             shared.add(name)
             # FSDP may move its shards when it is first used.
             if local_tensor(parameter).data_ptr() != values.data_ptr():
                 module_name, _, leaf = name.rpartition(".")
-                stage.get_submodule(module_name).register_parameter(leaf, _like(parameter, values))
+                stage.get_submodule(module_name).register_parameter(leaf, parameter_over(parameter, values))
         return frozenset(shared)
 
 
-def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter without a gradient with the sharding of another one, over the storage of `values`."""
-    if isinstance(parameter, DTensor):
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return nn.Parameter(values, requires_grad=False)
-
-
-def _sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
+def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
+    """Return the sharding of a model's weights."""
     if isinstance(model, InferenceModel):
         return WeightSharding(model.cfg.model, model.groups.layout, plan_stages(model.cfg), False)
     cfg = model.stages[0].cfg
     return WeightSharding(cfg.model, model.groups.layout, model.stage_plan, cfg.parallel.zero > 0)
 
 
-def _tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
+def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this rank by their names in the full model."""
     return {**model.named_parameters, **model.named_buffers}
 
 
-def _all_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
+def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of every rank; collective."""
     found: dict[str, torch.dtype] = {}
     for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
@@ -209,7 +203,7 @@ def _all_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.
     return found
 
 
-def _check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
+def check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
     """Assert that the shards of this rank are the boxes of the plan."""
     for name, box in boxes.items():
         values, start = local_slice(tensors[name])

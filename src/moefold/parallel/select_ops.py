@@ -142,21 +142,27 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
+    from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention")
+        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
+        permute_ops = CPermuteOps()
+        expert_ops = SequentialExpertOps(gemm)
+        linear_backend = UnquantizedLinear(gemm)
+        decode = CDecode([gemm, activation, norm, rope, paged_attention, permute_ops, expert_ops, linear_backend])
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
@@ -171,13 +177,15 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["causal attention"] = uses_attention
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
-        expert_ops=SequentialExpertOps(gemm) if uses_gemm else TORCH_EXPERT_OPS,
-        linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
+        expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
+        permute_ops=permute_ops,
+        linear_backend=linear_backend if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         paged_attention=paged_attention if uses_attention else None,
+        decode=decode if uses_attention and uses_gemm else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
     )

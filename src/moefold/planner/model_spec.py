@@ -179,6 +179,7 @@ def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
         num_experts=model.num_experts,
         top_k=model.top_k,
         shared_width=model.shared_expert_ffn_hidden_size,
+        expert_hidden_size=model.moe_hidden_size,
         activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
         num_groups=model.num_groups,
         top_groups=model.top_groups,

@@ -99,6 +99,8 @@ def plan_rollouts(planner: Planner, lengths: RolloutLengths) -> list[RolloutPlan
     found = []
     for plan in planner.top_plans(MAX_TRAINING_PLANS):
         cfg = planner.config_for(plan)
+        # All mappings are priced, also those with whole experts; GPUs do not read each other's.
+        cfg = replace(cfg, rollout=replace(cfg.rollout, experts="exchange"))
         pricing = _Pricing(cfg, plan, planner.request.usable_device, lengths)
         found.append(pricing.in_place())
         if (best := pricing.best_other()) is not None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
+from moefold.rl.table import TABLE_KEY
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plateau:
@@ -34,7 +36,11 @@ class Plateau:
         """
         if state is None:
             return cls()
-        if not isinstance(state, dict) or state.keys() != {field.name for field in fields(cls)}:
+        if not isinstance(state, dict):
+            raise TypeError(f"rl is {state!r}")
+        # Next to it are the rollouts that are not trained on yet.
+        state = {name: value for name, value in state.items() if name != TABLE_KEY}
+        if state.keys() != {field.name for field in fields(cls)}:
             raise TypeError(f"rl is {state!r}")
         counts = [state["num_since_best"], state["num_resets"]]
         best = state["best"]

@@ -58,7 +58,7 @@ class Reward:
         self._failures: list[FailedReward] = []
         self._cfg = cfg
         # A single rank keeps no other waiting.
-        self._limit_s = SCORING_FRACTION * cfg.faults.timeout_s if cfg.parallel.world_size > 1 else None
+        self._limit_s = SCORING_FRACTION * cfg.faults.timeout_s if cfg.num_job_ranks > 1 else None
         if self._function is None:
             reference = split_reference(name)
             assert reference is not None

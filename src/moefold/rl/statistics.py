@@ -23,6 +23,8 @@ class RoundStatistics:
     reward_s: float = 0.0
     reshard_s: float = 0.0
     """Of copying the weights to the mapping of sampling."""
+    wait_s: float = 0.0
+    """Of waiting for new weights, on ranks that only sample."""
 
     def add(self, groups: Sequence[Group], rollout_s: float, reward_s: float) -> Self:
         """Return the statistics with further groups."""
@@ -58,5 +60,6 @@ class RoundStatistics:
             "rollout_s": self.rollout_s,
             "reward_s": self.reward_s,
             "reshard_s": self.reshard_s,
+            "weights_wait_s": self.wait_s,
             "rollout_tokens_per_s": self.num_tokens / self.rollout_s if self.rollout_s else 0.0,
         }

@@ -1,6 +1,6 @@
 """Mapping that samples rollouts where it is another one than that of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-Torch-free.
+It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training. Torch-free.
 """
 
 from dataclasses import replace
@@ -12,21 +12,35 @@ ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 
 
 def rollout_degrees(cfg: Config) -> dict[str, int]:
-    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training."""
-    return {axis: getattr(cfg.rollout, axis) or getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training.
+
+    With rollout.experts="whole", ep and etp are 1 instead.
+    """
+    defaults = {axis: getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    if cfg.rollout.experts == "whole":
+        defaults |= {"ep": 1, "etp": 1}
+    return {axis: getattr(cfg.rollout, axis) or default for axis, default in defaults.items()}
 
 
 def has_rollout_mapping(cfg: Config) -> bool:
-    """Return whether rollouts are sampled under other degrees than those of training."""
-    return cfg.is_rl and any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    """Return whether a second model samples: on other ranks, under other degrees, or with fetched experts."""
+    if not cfg.is_rl:
+        return False
+    has_degrees = any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
+    return cfg.rollout.ranks > 0 or fetches_experts(cfg) or has_degrees
+
+
+def fetches_experts(cfg: Config) -> bool:
+    """Return whether ranks that sample read each other's experts from shared memory."""
+    return cfg.rollout.experts == "fetch"
 
 
 def rollout_config(cfg: Config) -> Config:
-    """Return the recipe of the inference model that samples: the same ranks, without cp, ZeRO and virtual stages."""
+    """Return the recipe of the inference model that samples, without cp, ZeRO and virtual stages."""
     p = cfg.parallel
     degrees = rollout_degrees(cfg)
     parallel = ParallelConfig(
-        world_size=p.world_size,
+        world_size=cfg.rollout.ranks or p.world_size,
         tp=degrees["tp"],
         pp=degrees["pp"],
         ep=degrees["ep"],

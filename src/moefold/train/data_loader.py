@@ -227,9 +227,15 @@ class DataLoader:
     def restore(self, path: Path, meta: CheckpointMeta) -> None:
         """Prepare the data of a run that goes on from a checkpoint, after `open`; collective."""
 
+    def prepare_save(self) -> None:
+        """Wait for data that a checkpoint must have; collective."""
+
     def entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of further entries of a checkpoint."""
         return {}
+
+    def finish(self) -> None:
+        """End the ranks that make data, after the training loop; not after an exception."""
 
     def close(self) -> None:
         """End the processes that make data."""

@@ -1,6 +1,5 @@
 """Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,35 +10,13 @@ from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.preflight import resolve_weights_folder
-from moefold.model.head import ModelOutput
-from moefold.model.loss import SoftmaxOptions
 from moefold.parallel.batch import Batch
-from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
+from moefold.train.log_probs import LogProbCapture, label_log_probs
 
 ENTRY_PREFIX = "reference."
 """Prefix of the reference weights in a checkpoint, which has them after a reset."""
-
-
-class LogProbCapture:
-    """Loss function that stores the log-probabilities of the labels, and whose loss is 0.
-
-    They are computed as `PolicyGradientLoss` computes them, so equal weights have equal log-probabilities.
-    """
-
-    terms = ("log_probs",)
-
-    def __init__(self, temperature: float) -> None:
-        self._options = SoftmaxOptions(temperature, has_entropy=True)
-        self.captured: list[Tensor] = []
-        """Log-probabilities of each micro-batch, [B, S/cp]."""
-
-    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Store the log-probabilities; return [0]."""
-        losses = output.token_losses(columns["labels"], self._options).loss
-        self.captured.append(-losses.detach())
-        return losses.new_zeros(1)
 
 
 class ReferenceModel:
@@ -101,15 +78,9 @@ class ReferenceModel:
         On other pipeline ranks than the last, zeros.
         """
         self._groups.recorder.set_phase("log-probabilities of the reference model")
-        self._capture.captured.clear()
         for layer in self._model.moe_layers().values():
             layer.begin_step(0)
-        with self._model.cast_copies.fresh():
-            self._model.runner.evaluate(batch)
-        reshard_parameters(self._model.stages)
-        if not self._capture.captured:
-            return torch.zeros_like(batch.columns["weights"])
-        return torch.cat(self._capture.captured).to(batch.columns["weights"].dtype)
+        return label_log_probs(self._model, self._capture, batch)
 
     def copy_from(self, policy: ParallelModel) -> None:
         """Take the weights of the policy, shard by shard; local."""

@@ -2,8 +2,11 @@
 
 `RolloutLoader` takes the place of the data loader. All ranks sample their share of the groups; then every rank has all
 rollouts, and computes the same advantages and the same packing, so the global batch does not depend on the mapping.
+With `rl.staleness` rounds are sampled ahead and wait in a `RolloutTable`; with `rollout.ranks` other ranks sample them
+meanwhile, and each rank receives the rows that it trains on.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,62 +18,41 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
 from moefold.checkpoint.save_load import load_entries
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.job_link import JobLink
 from moefold.config.schema import Config
-from moefold.data.prompts import PromptSource, open_prompts
-from moefold.data.sample import Sample, stack_samples
-from moefold.data.sampler import Sampler
+from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
-from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, stop_rule
-from moefold.inference.sampling import SamplingParams
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward
-from moefold.rl.rollout import (
-    Group,
-    Rollout,
-    adjust_rewards,
-    empty_sample,
-    pack_rollouts,
-    weigh_rollouts,
+from moefold.rl.rollout import Group, Rollout, SampledRouting, rollout_positions
+from moefold.rl.step_rows import StepRows, pack_step, split_steps
+from moefold.rl.table import (
+    TABLE_KEY,
+    TABLE_PREFIX,
+    RolloutTable,
+    Round,
+    check_headers,
+    empty_arrays,
+    restore_table,
+    table_headers,
 )
-from moefold.rl.statistics import RoundStatistics
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
+from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
+from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_model import RolloutModel
+from moefold.train.rollout_source import LocalRollouts, RolloutSource
+from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.exactness import inexact_settings
-
-GREEDY = SamplingParams(temperature=0.0)
-"""Sampling on held-out prompts."""
-
-
-class PromptSampler(Sampler):
-    """Numbers of the prompts of a run; the trainer counts prompts as samples."""
-
-    has_annotations = True
-
-    def __init__(self, prompts: PromptSource | None, seq_len: int) -> None:
-        self.prompts = prompts
-        self.seq_len = seq_len
-
-    def __len__(self) -> int:
-        """Return the number of different prompts."""
-        return 0 if self.prompts is None else len(self.prompts)
-
-    def annotated_sample(self, index: int) -> Sample:
-        """Raise NotImplementedError: samples are packed rollouts, which a prompt alone does not determine."""
-        raise NotImplementedError("prompts are no samples")
-
-    def origin(self, index: int) -> str:
-        """Return the location of a prompt."""
-        return "" if self.prompts is None else self.prompts.prompt(index).location
+from moefold.validate.replay import replays_routing
 
 
 @dataclass(frozen=True)
@@ -95,35 +77,72 @@ class FailedRewardEvent:
         }
 
 
+@dataclass(frozen=True)
+class RoundStep:
+    """One optimizer step of a round of rollouts."""
+
+    groups: Sequence[Group]
+    """Empty on a rank that got only its rows from the ranks that sample."""
+    batch: Batch
+    """This rank's shard of its rollouts."""
+    metrics: dict[str, Any]
+    routing: BatchRouting | None = None
+    """Choices of experts to replay; None: the routers choose."""
+
+
 class RolloutLoader(DataLoader):
     """Samples, scores and packs the rollouts of each step; the data loader of reinforcement learning."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel) -> None:
-        """Fingerprint the prompt files; collective."""
+    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel, link: JobLink | None = None) -> None:
+        """Fingerprint the prompt files; collective.
+
+        Args:
+            cfg: the recipe.
+            groups: the process groups of training.
+            model: the model in training.
+            link: to the ranks of rollout.ranks; None without them.
+        """
         super().__init__(cfg, groups, model.positions)
         self._model = model
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         self._end_id = end_id
-        self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._reward = Reward(cfg)
-        self._sampler = RolloutModel(cfg, groups, model)
-        self._collector = RolloutCollector(
-            RolloutEngine(self._sampler.model, engine_settings(cfg), self._sampling),
-            self._reward,
-            self._tokenizer,
-            self._sampler.groups,
-            stop=stop_rule(cfg.data, self._tokenizer),
-            max_tokens=cfg.rollout.max_tokens,
+        self._link = link
+        self._rollout_model = RolloutModel(cfg, groups, model)
+        sampling = self._rollout_model
+        inexact = _inexact_settings(cfg, groups.device)
+        # Ranks on other machines may have other kernels.
+        is_exact = not any(current_world().all_gather_object(bool(inexact)))
+        replays, replay_message = replays_routing(cfg, is_exact=is_exact)
+        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message)))
+        self._replay: RolloutReplay | None = None
+        if replays:
+            stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
+            layers = [number for stage in stages for number in stage.moe_layers()]
+            self._replay = RolloutReplay(model, sampling.groups, layers, cfg)
+        self._sampler = RoundSampler(
+            cfg, sampling.model, sampling.groups, self._reward, self._tokenizer, records_routing=replays
         )
+        self._evaluator = self._sampler
+        if cfg.rl.staleness and sampling.model is not model:
+            # The second model has older weights by then, or is on other ranks.
+            self._evaluator = RoundSampler(cfg, model, groups, self._reward, self._tokenizer)
+        self._source: RolloutSource | None = None
+        self._table = RolloutTable()
         self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
+        self._trainer: TrainerLogProbs | None = None
+        if "trainer_log_probs" in policy_loss(cfg).columns:
+            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
         self._plateau = Plateau()
-        self._pending: list[Sequence[Group]] = []
+        self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
+        self._step = 0
+        self._restarts = True
+        self._metrics: dict[str, Any] = {}
         self.round: Sequence[Group] = ()
-        """Groups of the last step's batch."""
-        self._statistics: RoundStatistics | None = None
+        """Groups of the last step's batch; with rollout.ranks on the first rank only."""
 
     def open(self, meta: CheckpointMeta | None) -> None:
         """Open the prompts of a run, continuing those of a checkpoint if its prompts are the same.
@@ -132,7 +151,7 @@ class RolloutLoader(DataLoader):
             ConfigError: as `open_prompts`.
         """
         cfg = self._cfg
-        self.message = exactness_message(cfg, self._groups.device)
+        self.message = self._startup_message
         if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
@@ -143,6 +162,11 @@ class RolloutLoader(DataLoader):
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
         self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
+        if self._link is None:
+            self._source = LocalRollouts(self._sampler, self._rollout_model, self.train_sampler)
+        else:
+            start = SamplingStart(self.fingerprints)
+            self._source = RemoteRollouts(cfg, self._groups, self._model, self._link, start)
 
     def start(self) -> None:
         """Load the reference model of a new run; collective."""
@@ -150,12 +174,14 @@ class RolloutLoader(DataLoader):
             self._load_reference()
 
     def restore(self, path: Path, meta: CheckpointMeta) -> None:
-        """Forget rollouts that are not trained on yet, and load the reference model; collective.
+        """Load the rollouts that are not trained on yet, and the reference model; collective.
 
         Raises:
-            ConfigError: the weights of the reference model cannot be read.
+            ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.
         """
         self._pending = []
+        self._step = meta.step
+        self._restore_table(path, meta)
         self._plateau = Plateau.from_json(meta.rl)
         if self._reference is None:
             # Without a KL penalty the next checkpoint has no weights of a reset.
@@ -187,13 +213,44 @@ class RolloutLoader(DataLoader):
             )
         self._plateau = replace(self._plateau, reference=source, reference_folder=self._reference.load(folder))
 
+    def _restore_table(self, path: Path, meta: CheckpointMeta) -> None:
+        """Load the rounds of a checkpoint, if its prompts are those of this run; collective."""
+        assert self._source is not None
+        while self._source.num_ordered:
+            # After a rollback: they are of weights that are no more.
+            self._source.receive()
+        self._restarts = True
+        self._table = RolloutTable()
+        headers = table_headers(meta.rl)
+        if not headers or data_order_change(meta, self._cfg, self.fingerprints):
+            return
+        check_headers(headers, self._cfg)
+        arrays = empty_arrays(headers)
+        load_entries(path, {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()})
+        self._table = restore_table(headers, arrays, self._prompts.train.prompt, self._cfg.rl.group_size)
+
+    def prepare_save(self) -> None:
+        """Wait for the ordered rounds, which a checkpoint must have; collective."""
+        assert self._source is not None
+        while self._source.num_ordered:
+            self._table.add(self._source.receive())
+
     def entries(self) -> dict[str, Tensor]:
-        """Return the weights of the reference model after a reset; those before can be loaded again."""
-        return self._reference.entries() if self._reference is not None and self._plateau.num_resets else {}
+        """Return the weights of the reference model after a reset, and on the first rank the rows of the table.
+
+        The reference weights before a reset can be loaded again.
+        """
+        found = self._reference.entries() if self._reference is not None and self._plateau.num_resets else {}
+        if self._groups.rank == 0:
+            arrays = self._table.arrays()
+            found |= {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()}
+        return found
 
     def data_state(self) -> dict[str, Any]:
         """Return the fields of `TrainState` for a checkpoint."""
-        return super().data_state() | {"rl": asdict(self._plateau)}
+        headers = self._table.headers()
+        table = {TABLE_KEY: headers} if headers else {}
+        return super().data_state() | {"rl": asdict(self._plateau) | table}
 
     def resets_reference(self, reward: float) -> bool:
         """Record a held-out reward; return whether to reset the reference model."""
@@ -223,16 +280,16 @@ class RolloutLoader(DataLoader):
             RunError: a reward function failed.
         """
         if not self._pending:
-            groups = self._next_round(first, skipped_ranges)
-            per_step = len(groups) // self._cfg.rl.updates
-            self._pending = [groups[i : i + per_step] for i in range(0, len(groups), per_step)]
-        self.round = self._pending.pop(0)
-        return self._to_batch(self.round), self._samples
+            self._pending = self._next_round(first, skipped_ranges)
+        step = self._pending.pop(0)
+        self._step += 1
+        self.round = step.groups
+        self._metrics = step.metrics
+        return self._begin_step(step), self._samples
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
-        assert self._statistics is not None
-        return self._statistics.metrics(self.round)
+        return dict(self._metrics)
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.
@@ -240,89 +297,131 @@ class RolloutLoader(DataLoader):
         Raises:
             RunError: a reward function failed.
         """
-        count = self._cfg.train.eval_samples
         assert self._prompts.validation is not None, "checked before the run"
-        indices = range(min(count, len(self._prompts.validation)))
-        self._sampler.update()
-        found = self._collect(self._prompts.validation, indices, 1, GREEDY)
-        scores = np.concatenate([group.scores for group in found.groups])
-        return float(np.nanmean(scores)) if not np.isnan(scores).all() else None
+        if self._evaluator is self._sampler:
+            self._rollout_model.update()
+        reward, failures = self._evaluator.evaluate(self._prompts.validation)
+        self.events += [FailedRewardEvent(failed) for failed in failures]
+        return reward
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without what ended it."""
-        return self._collector.completion_text(rollout)
+        return self._evaluator.completion_text(rollout)
+
+    def finish(self) -> None:
+        """End the ranks that only sample, after the last step."""
+        if self._source is not None:
+            self._source.finish()
 
     def close(self) -> None:
         """End the worker processes of the reward function."""
         self._reward.close()
 
-    def _next_round(self, first: int, skipped_ranges: Sequence[range]) -> list[Group]:
-        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace equal ones."""
+    def _next_round(self, first: int, skipped_ranges: Sequence[range]) -> list[RoundStep]:
+        """Order the rounds that the current weights sample, and return the steps of the oldest round; collective."""
+        source = self._source
+        assert source is not None
         rl = self._cfg.rl
-        count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
-        statistics = RoundStatistics(reshard_s=self._sampler.update())
-        kept: list[Group] = []
-        equal: list[Group] = []
-        samples: list[int] = []
-        for _ in range(rl.most_rounds if rl.mixed_only else 1):
-            indices = self.train_sampler.next_sample_indices(first, count - len(kept), skipped_ranges)
-            first = indices[-1] + 1
-            samples += indices
-            found = self._collect(self._prompts.train, indices, rl.group_size, self._sampling)
-            statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
-            for group in found.groups:
-                (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
-            if len(kept) == count:
-                break
-        self._samples = samples
-        self._statistics = statistics
-        return kept + equal[: count - len(kept)]
+        self._table.drop(skipped_ranges)
+        wanted = min(rl.staleness, self._cfg.run.steps - self._step - rl.updates) // rl.updates + 1
+        missing = wanted - len(self._table) - source.num_ordered
+        if missing > 0:
+            next_prompt = self._table.next_prompt
+            position = PromptPosition(first if next_prompt is None else next_prompt, tuple(skipped_ranges))
+            source.order(missing, self._step, position if self._restarts else None)
+            self._restarts = False
+        started_s = time.perf_counter()
+        one = self._table.pop() if len(self._table) else source.receive()
+        waited_s = time.perf_counter() - started_s
+        self._samples = one.prompts
+        self.events += [FailedRewardEvent(failed) for failed in one.failures]
+        return self._round_steps(one, waited_s)
 
-    def _collect(
-        self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
-    ) -> CollectedRollouts:
-        """Sample and score completions of some prompts; collective."""
-        rl = self._cfg.rl
-        max_tokens = self._cfg.rollout.max_tokens
-        found = self._collector.collect(
-            indices,
-            prompts.prompt,
-            group_size,
-            sampling,
-            lambda scores, rollouts: adjust_rewards(scores, rollouts, rl, max_tokens),
+    def _fetch_routing(
+        self, sampled: SampledRouting | None, groups: Sequence[Group], rows: StepRows
+    ) -> BatchRouting | None:
+        """Get the experts that were chosen for the rows of one step; None without replay. Collective."""
+        if self._replay is None:
+            return None
+        assert sampled is not None
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        num_samples = len(rows.samples.tokens) * self._groups.attn.dp.size
+        rollout_NS, offset_NS = rollout_positions(rollouts, seq_len=self._cfg.train.seq_len, num_samples=num_samples)
+        tokens = PackedTokens(
+            rollout_NS=rollout_NS,
+            offset_NS=offset_NS,
+            last_R=np.array([rollout.num_tokens - 1 for rollout in rollouts]),
+            shard_R=np.array([sampled.shard_of_prompt[rollout.prompt_number] for rollout in rollouts]),
         )
-        self.events += [FailedRewardEvent(failed) for failed in found.failures]
-        return found
+        keys = [(rollout.prompt_number, rollout.sample_number) for rollout in rollouts]
+        own = {i: sampled.expert_ids[key] for i, key in enumerate(keys) if key in sampled.expert_ids}
+        return self._replay.fetch(tokens, own)
 
-    def _to_batch(self, groups: Sequence[Group]) -> Batch:
-        """Pack the rollouts of one step into this rank's shard of a batch; the same packing under every mapping."""
-        cfg = self._cfg
-        seq_len = cfg.train.seq_len
-        rollouts = weigh_rollouts(groups, cfg.rl, cfg.rollout.max_tokens)
-        samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=self._end_id)
-        ranks = self._groups.attn.dp
-        micro_batch_size = cfg.train.micro_batch_size
-        # A pipeline schedule has a fixed number of micro-batches.
-        count = cfg.num_micro_batches if cfg.parallel.pp > 1 else -(-len(samples) // (micro_batch_size * ranks.size))
-        per_rank = count * micro_batch_size
-        samples += [empty_sample(seq_len, self._end_id)] * (per_rank * ranks.size - len(samples))
-        first = ranks.rank * per_rank
-        own = stack_samples(samples[first : first + per_rank], seq_len)
-        assert own.weights is not None
-        batch = self.train_sharder.build_batch(own, own.weights[:, None], first)
-        batch = replace(batch, num_micro_batches=count)
+    def _round_steps(self, one: Round, waited_s: float) -> list[RoundStep]:
+        """Build the batches of a round.
+
+        All of them now: those of later steps may need log-probabilities of the weights that sampled. Collective.
+        """
+        updates = self._cfg.rl.updates
+        groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates
+        rows = one.steps
+        metrics = one.metrics
+        if rows is None:
+            dp_rank = self._groups.attn.dp.rank
+            rows = tuple(pack_step(of_step, self._cfg, self._end_id, dp_rank) for of_step in groups)
+            metrics = tuple(one.statistics.metrics(of_step) for of_step in groups)
+        return [
+            self._round_step(
+                groups[number],
+                rows[number],
+                metrics[number] | {"staleness": self._step + number - one.version, "rollout_wait_s": waited_s},
+                self._fetch_routing(one.routing, groups[number], rows[number]),
+            )
+            for number in range(updates)
+        ]
+
+    def _round_step(
+        self, groups: Sequence[Group], rows: StepRows, metrics: dict[str, Any], routing: BatchRouting | None
+    ) -> RoundStep:
+        """Build the batch of one step of a round, before the first of them is trained; collective."""
+        weights = rows.samples.weights
+        assert weights is not None
+        batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first)
+        batch = replace(batch, num_micro_batches=rows.num_micro_batches)
+        if self._trainer is not None:
+            if self._replay is not None and routing is not None:
+                self._replay.use(routing, in_evaluation=True)
+            trained = self._trainer.of_batch(batch)
+            batch = replace(batch, columns=batch.columns | {"trainer_log_probs": trained})
+        return RoundStep(groups, batch, metrics, routing)
+
+    def _begin_step(self, step: RoundStep) -> Batch:
+        """Prepare the model for the next step; return its batch. Collective."""
+        batch = step.batch
+        if self._replay is not None:
+            assert step.routing is not None
+            self._replay.use(step.routing)
+        count = batch.num_micro_batches
+        assert count is not None
         for layer in self._model.moe_layers().values():
-            layer.set_micro_batches(count * ranks.size, count)
+            layer.set_micro_batches(count * self._groups.attn.dp.size, count)
         if self._reference is not None:
             reference = self._reference.log_probs(batch)
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
         return batch
 
 
-def exactness_message(cfg: Config, device: torch.device) -> str:
-    """Return a log message that names the settings under which sampling differs from training by rounding."""
+def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
+    """Return the settings under which sampling differs from training on this machine."""
     has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
-    inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+    return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+
+
+def exactness_message(cfg: Config, inexact: Sequence[str]) -> str:
+    """Return a log message that names the settings under which sampling differs from training by rounding."""
+    staleness = cfg.rl.staleness
+    if staleness:
+        return f"rollouts are sampled by the weights of {staleness} optimizer step{'s' * (staleness > 1)} before"
     if not inexact:
         return "rollouts have the bits of training: the ratio of policy to sampler is 1"
     return f"rollouts differ from training by rounding: {'; '.join(inexact)}"
@@ -338,12 +437,7 @@ def policy_loss(cfg: Config) -> PolicyGradientLoss:
         kl=rl.kl,
         kl_kind=rl.kl_kind,
         temperature=cfg.rollout.temperature,
-    )
-
-
-def engine_settings(cfg: Config) -> EngineSettings:
-    """Return the settings of the rollout engine."""
-    rollout = cfg.rollout
-    return EngineSettings(
-        slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
+        correction=rl.correction,
+        correction_low=rl.correction_low,
+        correction_high=rl.correction_high,
     )

@@ -24,7 +24,7 @@ class RolloutModel:
         self.groups = groups
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
-        if has_rollout_mapping(cfg):
+        if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
             self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)

@@ -22,10 +22,12 @@ from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
+from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_memory_device, check_offload_device, ssd_offload_keys
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
-from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
+from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.data import ProgramData
@@ -247,13 +249,18 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     cfg = recipe.cfg
     store = None
     if cfg.parallel.mapping == "auto":
+        if cfg.rollout.ranks:
+            raise ConfigError(
+                f"parallel.mapping='auto' gives every rank to training, and rollout.ranks={cfg.rollout.ranks} only "
+                "sample; set the degrees of parallel, or rollout.ranks=0"
+            )
         cfg, store = _plan_mapping(cfg, recipe.explicit_keys, rank_env)
     if rank_env is not None and cfg.parallel.elastic:
         cfg = with_world_size(cfg, rank_env.world_size)
     check_config(cfg)
     _check_program_data(cfg, program_data)
     if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
+        check_world_size(rank_env, cfg.parallel.world_size, cfg.rollout.ranks)
     # Provisional: the ranks make the final choice under the lock of the folder.
     folder = choose_run_folder(cfg)
     check_machine(folder.cfg)
@@ -285,7 +292,7 @@ def choose_training_device(setup: RunSetup, rank_env: RankEnv | None) -> str:
     """
     cfg = setup.folder.cfg
     check = partial(_check_device, cfg, rank_env)
-    return choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    return choose_checked_device(cfg.run.device, cfg.num_job_ranks, rank_env, check)
 
 
 def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
@@ -367,4 +374,7 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_cuda_graphs_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
+    if has_rollout_mapping(cfg):
+        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
+        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine)
     check_training(cfg, device_type, rank_env)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.job_link import JobLink
 from moefold.config.schema import Config, has_moe_layers
 from moefold.data import ProgramData
 from moefold.errors import RunError
@@ -44,6 +45,7 @@ class Trainer:
         loss: LossFunction | None = None,
         data: ProgramData | None = None,
         callbacks: Sequence[Callback] = (),
+        link: JobLink | None = None,
     ) -> None:
         """Build the model and open the data; collective.
 
@@ -54,6 +56,7 @@ class Trainer:
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: those of the recipe.
             callbacks: further hooks, the same on every rank, called after those of the trainer.
+            link: to the ranks of rollout.ranks; None without them.
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
@@ -66,7 +69,7 @@ class Trainer:
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = (
-            RolloutLoader(cfg, groups, model) if cfg.is_rl else DataLoader(cfg, groups, model.positions, data)
+            RolloutLoader(cfg, groups, model, link) if cfg.is_rl else DataLoader(cfg, groups, model.positions, data)
         )
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
@@ -105,6 +108,7 @@ class Trainer:
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
             try:
                 self._loop(context, collect_garbage)
+                self._data_loader.finish()
             except Exception as error:
                 for callback in (*self._callbacks, *self._further_callbacks):
                     callback.on_error(context, error)

@@ -9,17 +9,19 @@ from pathlib import Path
 import torch
 
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.job_link import JobSplit
 from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
-from moefold.launch.ranks import init_distributed
+from moefold.launch.ranks import init_split_job
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.model.loss_function import LossFunction
 from moefold.train.callbacks.callback import Callback
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
+from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -76,7 +78,16 @@ def train_on_rank(
     limit_s = cfg.faults.timeout_s
     watchdog = Watchdog(rank_env, limit_s, device_type)
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
-    with failing, init_distributed(rank_env, device_type, limit_s, watchdog.start) as device, watchdog:
+    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
+    joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start)
+    with failing, joined as (device, link), watchdog:
+        if link is not None and split.samples(rank_env.rank):
+            watchdog.flight_recorder.first_rank = split.num_training
+            with stop:
+                # The training ranks say when to stop, after a signal too.
+                groups = sampling_groups(cfg, device, watchdog.flight_recorder)
+                SamplingWorker(cfg, layout, groups, link).run()
+            return TrainOutcome(0, Path(cfg.run.dir))
         groups = ParallelGroups.create(layout, device, watchdog.flight_recorder)
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
@@ -89,6 +100,7 @@ def train_on_rank(
             loss=program.loss,
             data=program.data,
             callbacks=program.callbacks,
+            link=link,
         )
         with ExitStack() as locks:
             if rank_env.rank == 0:

@@ -112,7 +112,7 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
         # The reference model has the weights of training, under its mapping, and no gradients.
         for parts, size in zip(found, reference_weight_bytes(cfg), strict=True):
             parts["reference weights"] = size
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
         view = WeightSharding.from_config(cfg, for_training=True).layout.attention
         sizes: list[list[int]] = [[] for _ in found]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):

@@ -4,16 +4,17 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
-    """Check the syntax of both layer patterns, and that they are no longer than the model."""
+    """Check the syntax of all layer patterns, and that they are no longer than the model."""
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
+    yield from _validate_pattern(cfg, "rope_pattern", ROPE_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
@@ -103,6 +104,11 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
         )
     if model.rope_scaling == "yarn":
         yield from _validate_yarn(model)
+    if model.rope_scaling == "ntk" and model.rotary_dim <= 2:
+        yield (
+            f"model.rope_scaling='ntk' needs more than the {model.rotary_dim} dimensions that RoPE rotates; "
+            "choose 'linear', or more dimensions"
+        )
 
 
 def _validate_yarn(model: ModelConfig) -> Iterator[str]:
@@ -141,7 +147,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_mla(cfg: Config) -> Iterator[str]:
-    """Check that MLA (multi-head latent attention) has no QK norm, biases or sinks."""
+    """Check that MLA (multi-head latent attention) has no QK norm, biases, sinks, gate or scale of the scores."""
     model = cfg.model
     if model.attention != "mla":
         return
@@ -150,9 +156,20 @@ def validate_mla(cfg: Config) -> Iterator[str]:
         ("qkv_bias", "which has no biases"),
         ("attention_output_bias", "which has no biases"),
         ("attention_sinks", "which has no sinks"),
+        ("attention_gate", "which has no gate"),
     ):
-        if getattr(model, key):
+        if getattr(model, key) is True:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
+
+
+def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
+    """Check that norms after RoPE are of dims in the order of their weights."""
+    model = cfg.model
+    if model.qk_norm_after_rope and model.rope_interleaved:
+        yield (
+            "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+            "dims; choose rope_interleaved=false"
+        )
 
 
 def validate_sliding_window(cfg: Config) -> Iterator[str]:
@@ -170,6 +187,7 @@ MODEL_RULES = (
     validate_sliding_window,
     validate_heads,
     validate_mla,
+    validate_norm_after_rope,
     validate_rope,
     validate_rope_scaling,
 )

@@ -211,7 +211,8 @@ def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
     if has_moe_layers(cfg.model):
         yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
         if cfg.model.moe_bias:
-            yield from _validate_divides("etp", etp, "model.hidden_size", cfg.model.hidden_size)
+            key = "moe_hidden_size" if cfg.model.moe_hidden_size else "hidden_size"
+            yield from _validate_divides("etp", etp, f"model.{key}", cfg.model.expert_hidden_size)
     elif etp > 1:
         yield _missing_moe_layers_message("etp", etp, cfg)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.topology.layout import divisors
+from moefold.validate.replay import counts_replayed_choices
 
 RL_DATA_KINDS = ("task", "prompts")
 """Kinds of data that have prompts."""
@@ -56,6 +57,22 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
             f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not "
             "correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
+    if cfg.is_rl and rl.updates == 1 and rl.correction != "none" and rl.objective != "policy":
+        yield (
+            f"rl.objective={rl.objective!r} with rl.correction={rl.correction!r} compares with the weights at the "
+            "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
+            "'policy', or updates above 1"
+        )
+    if cfg.is_rl and rl.replay == "on" and counts_replayed_choices(cfg):
+        yield (
+            f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "
+            f"(moe.bias_update_rate={cfg.moe.bias_update_rate:g}); set bias_update_rate=0, updates=1, or replay='off'"
+        )
+    if cfg.is_rl and rl.replay == "on" and rl.staleness:
+        yield (
+            f"rl.replay='on' does not go with rl.staleness={rl.staleness}: rollouts that wait for training keep no "
+            "expert choices; set replay='auto' (off here), or staleness=0"
+        )
     if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
         yield (
             f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
@@ -71,6 +88,42 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
         yield (
             f"rl.reset_patience={rl.reset_patience} counts evaluations, and train.eval_every=0 makes none; set "
             "eval_every, or reset_patience=0"
+        )
+
+
+def validate_staleness(cfg: Config) -> Iterator[str]:
+    """Check that ranks that only sample have work, and that rollouts of older weights are trained on as such."""
+    if not cfg.is_rl:
+        return
+    rl = cfg.rl
+    ranks = cfg.rollout.ranks
+    if ranks and not rl.staleness:
+        yield (
+            f"rollout.ranks={ranks} would wait for each training step, and the other ranks for each round of rollouts: "
+            f"rl.staleness=0 trains on rollouts of the newest weights; set rl.staleness={rl.updates} or more, or "
+            "rollout.ranks=0"
+        )
+    if rl.staleness % rl.updates:
+        legal = [rl.staleness - rl.staleness % rl.updates, rl.staleness + -rl.staleness % rl.updates]
+        yield (
+            f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, "
+            f"and rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
+        )
+    if rl.staleness and rl.objective == "policy":
+        yield (
+            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='policy' does not "
+            "correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
+        )
+    if rl.staleness and rl.correction != "none":
+        yield (
+            f"rl.correction={rl.correction!r} needs log-probabilities of the weights that sampled, by the training "
+            f"forward pass, and with rl.staleness={rl.staleness} these weights are trained further by then; set "
+            "correction='none' (objective 'clip' or 'cispo' bounds the ratio to the sampler), or staleness=0"
+        )
+    if ranks and cfg.parallel.elastic:
+        yield (
+            f"rollout.ranks={ranks} does not go with parallel.elastic=true, which gives every process of the launcher "
+            "to training; set elastic=false"
         )
 
 
@@ -98,7 +151,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
         f"model.mtp_layers={cfg.model.mtp_layers}": (
             cfg.model.mtp_layers > 0,
             "the loss of rollouts has no targets for multi-token prediction",
-            "set 0",
+            "set 0, with which checkpoint.init_from leaves these layers out",
         ),
     }
     for setting, (is_present, reason, remedy) in obstacles.items():
@@ -120,4 +173,11 @@ def uses_python_reward(cfg: Config) -> bool:
     return ":" in cfg.reward.use
 
 
-RL_RULES = (validate_rl_data, validate_rl_batch, validate_rl_objective, validate_rl_model, validate_reward_timeout)
+RL_RULES = (
+    validate_rl_data,
+    validate_rl_batch,
+    validate_rl_objective,
+    validate_staleness,
+    validate_rl_model,
+    validate_reward_timeout,
+)

@@ -187,6 +187,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         hidden_size=lcm(HEAD_SIZE * 4, p.etp),
         attention_pattern=_attention_pattern(model, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),
+        rope_pattern="".join("R" if has_rope else "N" for has_rope in model.rope_layers[:num_layers]),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -200,6 +201,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
         moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
+        moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )

@@ -10,6 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.pages import PagePool, PageTable, pages_for
 from moefold.inference.engine.requests import Request
 
@@ -137,6 +141,15 @@ class PassScheduler:
         self._samples[number] = sample
         self._num_unfinished[sample.prompt] += 1
         bisect.insort(self._waiting, sample, key=_number)
+
+    def cached_slots(self, number: int) -> NDArray[np.int64]:
+        """Return the index in the cache of each token of a sample that was drawn: page * positions + offset, int64."""
+        sample = self._samples[number]
+        assert sample.is_active
+        positions = np.arange(sample.num_cached)
+        pages = sample.table.pages[positions // PAGE_POSITIONS].astype(np.int64)
+        slots: NDArray[np.int64] = pages * PAGE_POSITIONS + positions % PAGE_POSITIONS
+        return slots
 
     def append(self, number: int, token: int) -> None:
         """Add a drawn token to its sample."""

@@ -13,6 +13,7 @@
 
 #include "bfloat16.h"
 #include "exponential.h"
+#include "gemm.h"
 #include "transpose.h"
 
 /* Floats of a vector, and rows of a tile, limited by registers for two accumulator vectors a row and the operands. */
@@ -64,21 +65,8 @@
 typedef uint32_t packed_word;
 typedef uint32_t aliased_word __attribute__((may_alias));
 
-/* Dtypes in memory, and packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
-enum { FLOAT32, BFLOAT16 };
+/* Packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
 enum { UNCHANGED, ROUND_TO_BFLOAT16, BFLOAT16_PAIRS };
-
-/* An operand, whose lines are rows of a or columns of b. Strides are in elements. */
-typedef struct {
-  const void *start;
-  int64_t line, step, kind;
-} strided_matrix;
-
-/* One product of the sum. a: [rows, depth], b: [columns, depth]. */
-typedef struct {
-  strided_matrix a, b;
-  int64_t depth;
-} gemm_term;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -301,12 +289,6 @@ static inline tile_variant *variant_by_lines(int64_t rows, int packing) {
   return rows == 1 ? tile_by_lines_1 : rows == 2 ? tile_by_lines_2 : rows <= 4 ? tile_by_lines_4 : tile_by_lines_6;
 }
 
-/* The output matrix, with row stride `row`. */
-typedef struct {
-  void *start;
-  int64_t row, kind, adds;
-} output_matrix;
-
 ALWAYS_INLINE void store_tile(output_matrix out, int64_t row, int64_t column, const float *sums, int64_t rows,
                               const int64_t columns) {
   for (int64_t r = 0; r < rows; r++, sums += LANES) {
@@ -394,15 +376,6 @@ int64_t gemm_scratch_words(int64_t rows, int64_t columns, int64_t depth, int thr
   const int64_t per_thread = min_i64(ceil_div(rows, ROWS) * depth, THREAD_PACK_WORDS / ROWS + depth);
   return shared * LANES + threads * per_thread * ROWS;
 }
-
-/* Arguments of gemm(), with scratch memory. */
-typedef struct {
-  output_matrix out;
-  int64_t rows, columns, rounds_to_bfloat16, threads;
-  packed_word *scratch;
-  int64_t count;
-  gemm_term terms[];
-} gemm_args;
 
 /* out [rows, columns] (+)= the sum of the terms, with operands rounded to bfloat16 if asked. */
 void gemm(const gemm_args *args) {

@@ -92,7 +92,7 @@ class DecodeCost:
             num_bytes += touched / local * experts * self._itemsize
             flops += 2.0 * experts / local * copies
             ep_group = RankGroup(degrees.ep, degrees.etp)
-            copy_bytes = model.hidden_size * self._itemsize
+            copy_bytes = model.expert_hidden_size * self._itemsize
             sent = tokens * model.top_k / (degrees.ep * degrees.etp) * copy_bytes
             comm_s += 2 * all_to_all_s(self._device, ep_group, sent)
             comm_s += 2 * all_gather_s(self._device, RankGroup(degrees.etp, 1), copies * copy_bytes)

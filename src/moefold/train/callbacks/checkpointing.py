@@ -105,6 +105,7 @@ class Checkpointing(Callback):
 
     def save(self, run: TrainingContext) -> None:
         """Save a checkpoint; collective."""
+        run.data.prepare_save()
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer) | run.data.entries()

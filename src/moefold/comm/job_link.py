@@ -1,0 +1,138 @@
+"""Messages between the ranks of a job that train and those that only sample rollouts.
+
+Both sets of ranks have a default process group of their own, so that the code of either sees its ranks only. `JobLink`
+is one more group over all ranks of the job, for messages from one rank to another. It uses gloo and host memory on
+every device: a send is in flight while the sender goes on, and no kernel of a GPU waits for a receiver that samples.
+"""
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class JobSplit:
+    """Ranks of a job: the first ones train, the others only sample rollouts."""
+
+    num_training: int
+    num_sampling: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.num_training + self.num_sampling
+
+    @property
+    def training_ranks(self) -> range:
+        """Ranks of the job that train."""
+        return range(self.num_training)
+
+    @property
+    def sampling_ranks(self) -> range:
+        """Ranks of the job that sample."""
+        return range(self.num_training, self.num_ranks)
+
+    def samples(self, rank: int) -> bool:
+        """Return whether a rank of the job samples."""
+        return rank >= self.num_training
+
+    def ranks_like(self, rank: int) -> range:
+        """Return the ranks of the job with the same work as `rank`; they share a default process group."""
+        return self.sampling_ranks if self.samples(rank) else self.training_ranks
+
+
+class JobLink:
+    """Point-to-point messages between the ranks of a job. Messages of one tag from one rank arrive in their order.
+
+    Args:
+        split: the ranks of the job.
+        rank: rank of this process in the job.
+        handle: process group of all ranks of the job, see `connect`.
+    """
+
+    def __init__(self, split: JobSplit, rank: int, handle: dist.ProcessGroupGloo) -> None:
+        self.split = split
+        self.rank = rank
+        self._handle = handle
+
+    @classmethod
+    def connect(cls, split: JobSplit, rank: int, store: dist.Store, timeout: timedelta) -> "JobLink":
+        """Connect all ranks of the job; collective over them.
+
+        Args:
+            split: the ranks of the job.
+            rank: rank of this process in the job.
+            store: store of the job.
+            timeout: longest wait for a message.
+        """
+        handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, timeout)
+        return cls(split, rank, handle)
+
+    def send(self, x: Tensor, target: int, tag: int) -> "PendingSend":
+        """Start to send a contiguous, non-empty tensor in host memory, which must not change until the send is done."""
+        return PendingSend(self._handle.send([x], target, tag), x)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> None:
+        """Wait for a tensor of the shape and dtype of `x`, in host memory, and write it there."""
+        self.receive_later(x, source, tag).wait()
+
+    def receive_later(self, x: Tensor, source: int, tag: int) -> "PendingReceive":
+        """Start to receive into `x`, see `receive`."""
+        return PendingReceive(self._handle.recv([x], source, tag))
+
+    def send_object(self, value: Any, target: int, tag: int) -> "PendingObject":
+        """Start to send an object, which is pickled at once."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        return PendingObject((self.send(size, target, tag), self.send(content, target, tag)))
+
+    def receive_object(self, source: int, tag: int) -> Any:
+        """Wait for an object."""
+        size = torch.empty(1, dtype=torch.int64)
+        self.receive(size, source, tag)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(content, source, tag)
+        # From a process of the same job, as with `World.all_gather_object`.
+        return pickle.loads(content.numpy().tobytes())
+
+
+class PendingSend:
+    """A send that may be in flight; it keeps the sent tensor."""
+
+    def __init__(self, work: dist.Work, x: Tensor) -> None:
+        self._work = work
+        self._x: Tensor | None = x
+
+    def wait(self) -> None:
+        """Wait until the tensor is received, and release it."""
+        if self._x is not None:
+            self._work.wait()
+            self._x = None
+
+
+class PendingReceive:
+    """A receive that may be in flight."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for the tensor."""
+        self._work.wait()
+
+
+class PendingObject:
+    """The messages of an object that may be in flight."""
+
+    def __init__(self, sends: tuple[PendingSend, PendingSend]) -> None:
+        self._sends = sends
+
+    def wait(self) -> None:
+        """Wait until the object is received."""
+        for send in self._sends:
+            send.wait()

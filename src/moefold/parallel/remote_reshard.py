@@ -1,0 +1,182 @@
+"""Resharding in memory to ranks that only sample: they receive the weights of the ranks that train, box by box.
+
+The plan is that of `parallel/reshard.py`, between disjoint ranks. A training rank copies the boxes that it sends, in
+the dtype of the target, and trains on while they are in flight; a sampling rank receives them when it begins to sample,
+in rounds of bounded bytes. See docs/design/025-asynchronous-reinforcement-learning.md.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import World, current_world
+from moefold.comm.job_link import JobLink, PendingReceive, PendingSend
+from moefold.config.schema import Config
+from moefold.cost.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard
+from moefold.cost.shard_boxes import WeightSharding
+from moefold.model.local_param import local_tensor
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.reshard import (
+    MAX_SCRATCH_BYTES,
+    check_boxes,
+    gather_dtypes,
+    weight_tensors,
+)
+from moefold.topology.rollout_mapping import rollout_config
+
+DTYPES_TAG = 1
+"""Tags of the messages of a `JobLink`: the dtypes of the target, and its weights."""
+WEIGHTS_TAG = 2
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The boxes of one round that one rank sends to another, in one message."""
+
+    source: int
+    target: int
+    transfers: tuple[BoxTransfer, ...]
+    num_bytes: int
+
+
+class _TransferParts:
+    """The messages of a transfer, the same on every rank."""
+
+    def __init__(self, cfg: Config, dtypes: dict[str, torch.dtype], link: JobLink, max_round_bytes: int) -> None:
+        itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
+        self._itemsize = itemsize
+        self.dtypes = dtypes
+        self.source = WeightSharding.from_config(cfg, for_training=True)
+        self.target = WeightSharding.from_config(rollout_config(cfg), for_training=False)
+        self.plan: ReshardPlan = plan_reshard(
+            self.source, self.target, itemsize, max_round_bytes, first_target=link.split.num_training
+        )
+
+    def rounds(self) -> Iterator[list[_Part]]:
+        """Yield the messages of each round, in the order of sources and targets."""
+        for transfers in self.plan.rounds:
+            by_pair: dict[tuple[int, int], list[BoxTransfer]] = defaultdict(list)
+            for transfer in transfers:
+                by_pair[transfer.source, transfer.target].append(transfer)
+            yield [
+                _Part(source, target, tuple(found), sum(one.box.numel * self._itemsize[one.name] for one in found))
+                for (source, target), found in sorted(by_pair.items())
+            ]
+
+    def views(self, part: _Part, buffer: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
+        """Yield the boxes of a message with the views of its buffer."""
+        first = 0
+        for transfer in part.transfers:
+            size = transfer.box.numel * self._itemsize[transfer.name]
+            yield transfer, buffer[first : first + size].view(self.dtypes[transfer.name]).view(transfer.box.size)
+            first += size
+
+
+class WeightSender:
+    """Sends the weights of a model in training to the ranks that sample.
+
+    Args:
+        model: this rank's part of the model in training.
+        cfg: the recipe.
+        link: to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
+        max_round_bytes: most bytes that a sampling rank receives in one round.
+    """
+
+    def __init__(
+        self, model: ParallelModel, cfg: Config, link: JobLink, max_round_bytes: int = MAX_SCRATCH_BYTES
+    ) -> None:
+        self._model = model
+        self._link = link
+        dtypes = link.receive_object(link.split.sampling_ranks[0], DTYPES_TAG)
+        self._parts = _TransferParts(cfg, dtypes, link, max_round_bytes)
+        self._boxes = self._parts.source.boxes(link.rank)
+        check_boxes(weight_tensors(model), self._boxes)
+        self._own = [part for parts in self._parts.rounds() for part in parts if part.source == link.rank]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends for each version of the weights; they are in host memory until received."""
+        return sum(part.num_bytes for part in self._own)
+
+    @torch.no_grad()
+    def send(self) -> list[PendingSend]:
+        """Copy the weights that the sampling ranks need from this rank, and start to send them; local."""
+        # A gathered parameter is no shard.
+        reshard_parameters(self._model.stages)
+        weights = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._model).items()}
+        sends = []
+        for part in self._own:
+            buffer = torch.empty(part.num_bytes, dtype=torch.uint8)
+            for transfer, view in self._parts.views(part, buffer):
+                view.copy_(weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])])
+            sends.append(self._link.send(buffer, part.target, WEIGHTS_TAG))
+        return sends
+
+
+@dataclass(frozen=True)
+class ReceivedWeights:
+    """Bytes and time of one version of the weights on this rank."""
+
+    received_bytes: int
+    scratch_bytes: int
+    """Largest memory of the buffers of a round."""
+    seconds: float
+
+
+class WeightReceiver:
+    """Receives the weights of the model that samples from the ranks that train; collective over the sampling ranks.
+
+    Args:
+        model: this rank's part of the model that samples.
+        cfg: the recipe.
+        link: to the ranks that train, which have a `WeightSender`.
+        max_round_bytes: most bytes that this rank receives in one round.
+    """
+
+    def __init__(
+        self, model: InferenceModel, cfg: Config, link: JobLink, max_round_bytes: int = MAX_SCRATCH_BYTES
+    ) -> None:
+        self._model = model
+        self._link = link
+        world: World = current_world()
+        dtypes = gather_dtypes(weight_tensors(model), world)
+        self._sends = []
+        if world.is_rank0:
+            self._sends = [link.send_object(dtypes, rank, DTYPES_TAG) for rank in link.split.training_ranks]
+        self._parts = _TransferParts(cfg, dtypes, link, max_round_bytes)
+        self._boxes = self._parts.target.boxes(link.rank - link.split.num_training)
+        check_boxes(weight_tensors(model), self._boxes)
+        self._rounds = [
+            own for parts in self._parts.rounds() if (own := [part for part in parts if part.target == link.rank])
+        ]
+
+    @torch.no_grad()
+    def receive(self) -> ReceivedWeights:
+        """Wait for the next version of the weights, and write it to the model; collective over the sampling ranks."""
+        with self._model.writing_weights():
+            return self._receive()
+
+    def _receive(self) -> ReceivedWeights:
+        started_s = time.perf_counter()
+        weights = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._model).items()}
+        received_bytes = scratch_bytes = 0
+        for parts in self._rounds:
+            buffers = [torch.empty(part.num_bytes, dtype=torch.uint8) for part in parts]
+            pending: list[PendingReceive] = [
+                self._link.receive_later(buffer, part.source, WEIGHTS_TAG)
+                for part, buffer in zip(parts, buffers, strict=True)
+            ]
+            for part, buffer, receive in zip(parts, buffers, pending, strict=True):
+                receive.wait()
+                for transfer, view in self._parts.views(part, buffer):
+                    weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])].copy_(view)
+            round_bytes = sum(part.num_bytes for part in parts)
+            received_bytes += round_bytes
+            scratch_bytes = max(scratch_bytes, round_bytes)
+        return ReceivedWeights(received_bytes, scratch_bytes, time.perf_counter() - started_s)

@@ -1,0 +1,252 @@
+"""Table of the rollouts that are sampled and not trained on yet, with its form in a checkpoint. Pure and torch-free.
+
+A row is one rollout, with the key (round, prompt, sample); its columns are tokens, log-probabilities, score and reward.
+A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order in which they are added.
+The table follows that of AsyncFlow (arXiv:2507.01663).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import Config
+from moefold.data.prompts import Prompt
+from moefold.errors import ConfigError
+from moefold.rl.reward import FailedReward
+from moefold.rl.rollout import Group, Rollout, SampledRouting
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import StepRows
+
+Arrays = dict[str, NDArray[Any]]
+FINISH_REASONS = ("eos", "length", "stop")
+"""Codes of the column of finish reasons."""
+ROW_COLUMNS = ("round", "prompt_number", "sample_number", "tokens", "finish_reason")
+"""Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, one after another."""
+TABLE_KEY = "rollouts"
+"""Key of the headers in the state of reinforcement learning of a checkpoint."""
+TABLE_PREFIX = "rollouts."
+"""Prefix of the columns in a checkpoint."""
+COUNTS = ("num_groups", "num_mixed", "num_tokens", "num_dropped")
+"""Fields of `RoundStatistics` that belong to a round under every mapping; seconds do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The rollouts of a round, all sampled by one version of the weights."""
+
+    version: int
+    """Optimizer steps of the run after which the weights were taken that sampled."""
+    prompts: tuple[int, ...]
+    """Numbers of the prompts that were sampled, those of replaced groups included; ascending."""
+    num_groups: int
+    num_rollouts: int
+    num_tokens: int
+    """Sampled tokens of the rollouts that are trained on."""
+    statistics: RoundStatistics
+    failures: tuple[FailedReward, ...] = ()
+    groups: tuple[Group, ...] | None = None
+    """None on a rank that got only its rows from the ranks that sample."""
+    steps: tuple[StepRows, ...] | None = None
+    """The rows of this rank and their metrics, by step; None if they are made from the groups."""
+    metrics: tuple[dict[str, Any], ...] = ()
+    """Metrics of the rollouts of each step, where there are `steps`."""
+    routing: SampledRouting | None = None
+    """For routing replay; not in checkpoints, as rounds with it are trained on at once."""
+
+    def header(self) -> dict[str, Any]:
+        """Return the JSON values of a checkpoint, equal on every rank."""
+        counts = {f"sampled_{name}": getattr(self.statistics, name) for name in COUNTS}
+        return {
+            "version": self.version,
+            "prompts": list(self.prompts),
+            "rollouts": self.num_rollouts,
+            "groups": self.num_groups,
+            "tokens": self.num_tokens,
+            **counts,
+        }
+
+
+def make_round(
+    groups: Sequence[Group],
+    *,
+    version: int,
+    prompts: Sequence[int],
+    statistics: RoundStatistics,
+    failures: Sequence[FailedReward] = (),
+    routing: SampledRouting | None = None,
+) -> Round:
+    """Make a round of the groups of all its steps."""
+    rollouts = [one for group in groups for one in group.rollouts]
+    return Round(
+        version=version,
+        prompts=tuple(prompts),
+        num_groups=len(groups),
+        num_rollouts=len(rollouts),
+        num_tokens=sum(len(one.tokens) for one in rollouts),
+        statistics=statistics,
+        failures=tuple(failures),
+        groups=tuple(groups),
+        routing=routing,
+    )
+
+
+class RolloutTable:
+    """Rounds of rollouts that wait for training, oldest first; at most `rl.staleness / rl.updates` + 1 of them."""
+
+    def __init__(self, rounds: Iterable[Round] = ()) -> None:
+        self._rounds = deque(rounds)
+
+    def __len__(self) -> int:
+        """Return the number of rounds."""
+        return len(self._rounds)
+
+    @property
+    def next_prompt(self) -> int | None:
+        """Number of the prompt after those of the last round; None without a round."""
+        return self._rounds[-1].prompts[-1] + 1 if self._rounds else None
+
+    def add(self, one: Round) -> None:
+        """Add the next round."""
+        self._rounds.append(one)
+
+    def pop(self) -> Round:
+        """Remove the oldest round and return it, for training."""
+        return self._rounds.popleft()
+
+    def drop(self, skipped: Sequence[range]) -> int:
+        """Remove the rounds that have prompts to skip; return how many."""
+        kept = [one for one in self._rounds if not any(prompt in part for part in skipped for prompt in one.prompts)]
+        num_dropped = len(self._rounds) - len(kept)
+        self._rounds = deque(kept)
+        return num_dropped
+
+    def headers(self) -> list[dict[str, Any]]:
+        """Return the JSON values of all rounds, for a checkpoint."""
+        return [one.header() for one in self._rounds]
+
+    def arrays(self) -> Arrays:
+        """Return the columns of all rows, for a checkpoint; empty without a row.
+
+        All rounds must have their groups.
+        """
+        rows = []
+        scores: list[NDArray[np.float64]] = []
+        rewards: list[NDArray[np.float64]] = []
+        rollouts: list[Rollout] = []
+        for number, one in enumerate(self._rounds):
+            assert one.groups is not None
+            for group in one.groups:
+                scores.append(group.scores)
+                rewards.append(group.rewards)
+                for rollout in group.rollouts:
+                    rollouts.append(rollout)
+                    reason = FINISH_REASONS.index(rollout.finish_reason)
+                    key = (number, rollout.prompt_number, rollout.sample_number)
+                    rows.append((*key, len(rollout.tokens), reason))
+        if not rows:
+            return {}
+        return {
+            "rows": np.array(rows, dtype=np.int64),
+            "tokens": np.concatenate([one.tokens for one in rollouts]),
+            "log_probs": np.concatenate([one.log_probs for one in rollouts]),
+            "scores": np.concatenate(scores),
+            "rewards": np.concatenate(rewards),
+        }
+
+
+def empty_arrays(headers: Sequence[Mapping[str, Any]]) -> Arrays:
+    """Return arrays of the sizes that `RolloutTable.arrays` has for these headers, to be read into."""
+    num_rows = sum(header["rollouts"] for header in headers)
+    num_tokens = sum(header["tokens"] for header in headers)
+    if not num_rows:
+        return {}
+    return {
+        "rows": np.zeros((num_rows, len(ROW_COLUMNS)), dtype=np.int64),
+        "tokens": np.zeros(num_tokens, dtype=np.int64),
+        "log_probs": np.zeros(num_tokens),
+        "scores": np.zeros(num_rows),
+        "rewards": np.zeros(num_rows),
+    }
+
+
+def restore_table(
+    headers: Sequence[Mapping[str, Any]], arrays: Arrays, open_prompt: Callable[[int], Prompt], group_size: int
+) -> RolloutTable:
+    """Return the table of a checkpoint.
+
+    Args:
+        headers: of its rounds.
+        arrays: of its rows.
+        open_prompt: returns a prompt by its number.
+        group_size: rollouts of a prompt.
+    """
+    table = RolloutTable()
+    row = token = 0
+    for header in headers:
+        groups = []
+        last = row + header["rollouts"]
+        while row < last:
+            rollouts = []
+            for i in range(row, row + group_size):
+                _, prompt_number, sample_number, num_tokens, reason = arrays["rows"][i].tolist()
+                prompt = open_prompt(prompt_number)
+                part = slice(token, token + num_tokens)
+                token = part.stop
+                rollouts.append(
+                    Rollout(
+                        prompt_number=prompt_number,
+                        sample_number=sample_number,
+                        prompt_ids=np.array(prompt.ids, dtype=np.int64),
+                        tokens=arrays["tokens"][part],
+                        log_probs=arrays["log_probs"][part],
+                        finish_reason=FINISH_REASONS[reason],
+                    )
+                )
+            of_group = slice(row, row + group_size)
+            groups.append(Group(prompt, tuple(rollouts), arrays["scores"][of_group], arrays["rewards"][of_group]))
+            row = of_group.stop
+        statistics = RoundStatistics(**{name: header[f"sampled_{name}"] for name in COUNTS})
+        table.add(make_round(groups, version=header["version"], prompts=header["prompts"], statistics=statistics))
+    return table
+
+
+def table_headers(state: object) -> list[dict[str, Any]]:
+    """Return the headers in the state of reinforcement learning of a checkpoint; none for None.
+
+    Raises:
+        TypeError: they are none.
+    """
+    headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
+    names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
+    for header in headers if isinstance(headers, list) else [headers]:
+        if not isinstance(header, dict) or header.keys() != names:
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+        numbers = [value for name, value in header.items() if name != "prompts"]
+        prompts = header["prompts"]
+        if not isinstance(prompts, list) or not prompts or header["groups"] == 0:
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+        if any(type(number) is not int or number < 0 for number in (*numbers, *prompts)):
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
+    return list(headers)
+
+
+def check_headers(headers: Sequence[Mapping[str, Any]], cfg: Config) -> None:
+    """Check that the rounds of a checkpoint are rounds of a recipe.
+
+    Raises:
+        ConfigError: they have another number of rollouts or of groups.
+    """
+    needed = cfg.rl.updates * cfg.train.global_batch_size
+    for header in headers:
+        size = header["rollouts"] // header["groups"]
+        if header["rollouts"] != needed or size != cfg.rl.group_size:
+            raise ConfigError(
+                f"the checkpoint has rollouts that are not trained on yet (rl.staleness), {header['rollouts']} a round "
+                f"in groups of {size}, and the recipe needs {needed} in groups of {cfg.rl.group_size}: set "
+                "train.global_batch_size, rl.group_size and rl.updates as they were, or start a new run with its "
+                "weights by checkpoint.init_from"
+            )

@@ -1,0 +1,171 @@
+"""Sampling of rounds of rollouts, by the ranks that train or by ranks that only sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.data.prompts import PromptSource
+from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
+from moefold.data.tokenizer import Tokenizer
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings
+from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, RolloutKey, stop_rule
+from moefold.inference.sampling import SamplingParams
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.rl.reward import FailedReward, Reward
+from moefold.rl.rollout import Group, Rollout, SampledRouting, adjust_rewards
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.table import Round, make_round
+
+GREEDY = SamplingParams(temperature=0.0)
+"""Sampling on held-out prompts."""
+
+
+class PromptSampler(Sampler):
+    """Numbers of the prompts of a run; the trainer counts prompts as samples."""
+
+    has_annotations = True
+
+    def __init__(self, prompts: PromptSource | None, seq_len: int) -> None:
+        self.prompts = prompts
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        """Return the number of different prompts."""
+        return 0 if self.prompts is None else len(self.prompts)
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Raise NotImplementedError: samples are packed rollouts, which a prompt alone does not determine."""
+        raise NotImplementedError("prompts are no samples")
+
+    def origin(self, index: int) -> str:
+        """Return the location of a prompt."""
+        return "" if self.prompts is None else self.prompts.prompt(index).location
+
+
+@dataclass(frozen=True)
+class PromptPosition:
+    """The next prompt of a run, and the prompts to skip."""
+
+    first: int
+    skipped_ranges: tuple[range, ...] = ()
+
+
+class RoundSampler:
+    """Samples and scores rounds of rollouts by a model; collective over the ranks of its mapping.
+
+    Args:
+        cfg: the recipe.
+        model: the model that samples.
+        groups: the process groups of its mapping.
+        reward: scores the completions.
+        tokenizer: makes text of them.
+        records_routing: whether rounds have the experts that were chosen, for routing replay.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        model: InferenceModel | ParallelModel,
+        groups: ParallelGroups,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        *,
+        records_routing: bool = False,
+    ) -> None:
+        self._cfg = cfg
+        self._records_routing = records_routing
+        self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
+        self._collector = RolloutCollector(
+            RolloutEngine(model, engine_settings(cfg), self._sampling, records_routing=records_routing),
+            reward,
+            tokenizer,
+            groups,
+            stop=stop_rule(cfg.data, tokenizer),
+            max_tokens=cfg.rollout.max_tokens,
+        )
+
+    def sample(
+        self, sampler: PromptSampler, position: PromptPosition, version: int, statistics: RoundStatistics
+    ) -> Round:
+        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace equal ones.
+
+        Args:
+            sampler: the prompts.
+            position: where the round begins.
+            version: optimizer steps of the weights that sample.
+            statistics: to which those of the round are added.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        rl = self._cfg.rl
+        count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
+        assert sampler.prompts is not None
+        kept: list[Group] = []
+        equal: list[Group] = []
+        prompts: list[int] = []
+        failures: list[FailedReward] = []
+        shard_of_prompt: dict[int, int] = {}
+        expert_ids: dict[RolloutKey, NDArray[np.integer]] = {}
+        for _ in range(rl.most_rounds if rl.mixed_only else 1):
+            indices = sampler.next_sample_indices(position.first, count - len(kept), position.skipped_ranges)
+            position = replace(position, first=indices[-1] + 1)
+            prompts += indices
+            found = self._collect(sampler.prompts, indices, rl.group_size, self._sampling)
+            failures += found.failures
+            shard_of_prompt |= dict(zip(indices, found.shards, strict=True))
+            expert_ids |= found.expert_ids
+            statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
+            for group in found.groups:
+                (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
+            if len(kept) == count:
+                break
+        groups = kept + equal[: count - len(kept)]
+        routing = SampledRouting(shard_of_prompt, expert_ids) if self._records_routing else None
+        return make_round(
+            groups, version=version, prompts=prompts, statistics=statistics, failures=failures, routing=routing
+        )
+
+    def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
+        """Return the mean reward of greedy completions of held-out prompts, None if none has one, and failures.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        indices = range(min(self._cfg.train.eval_samples, len(prompts)))
+        found = self._collect(prompts, indices, 1, GREEDY)
+        scores = np.concatenate([group.scores for group in found.groups])
+        return (float(np.nanmean(scores)) if not np.isnan(scores).all() else None), found.failures
+
+    def completion_text(self, rollout: Rollout) -> str:
+        """Return the text of a rollout, without what ended it."""
+        return self._collector.completion_text(rollout)
+
+    def _collect(
+        self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
+    ) -> CollectedRollouts:
+        """Sample and score completions of some prompts; collective."""
+        rl = self._cfg.rl
+        max_tokens = self._cfg.rollout.max_tokens
+        return self._collector.collect(
+            indices,
+            prompts.prompt,
+            group_size,
+            sampling,
+            lambda scores, rollouts: adjust_rewards(scores, rollouts, rl, max_tokens),
+        )
+
+
+def engine_settings(cfg: Config) -> EngineSettings:
+    """Return the settings of the rollout engine."""
+    rollout = cfg.rollout
+    return EngineSettings(
+        slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
+    )

@@ -1,0 +1,134 @@
+"""Work of a rank that only samples: receive weights, sample and score rounds, send rows to the ranks that train."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.job_link import JobLink, PendingObject
+from moefold.config.schema import Config
+from moefold.data.fingerprint import file_sizes, size_differences_by_file
+from moefold.data.prompts import open_prompts
+from moefold.data.tokenizer import load_tokenizer
+from moefold.errors import ConfigError, format_list
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.remote_reshard import WeightReceiver
+from moefold.rl.reward import Reward
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import pack_step, split_steps
+from moefold.rl.table import Round
+from moefold.topology.layout import Layout
+from moefold.topology.rollout_mapping import rollout_config
+from moefold.train.remote_rollouts import (
+    ORDERS_TAG,
+    ROUNDS_TAG,
+    RoundOrder,
+    SamplingStart,
+    sampling_rank_of,
+)
+from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
+from moefold.validate.config import check_config
+
+
+class SamplingWorker:
+    """Samples the rounds that training rank 0 orders; collective over the sampling ranks.
+
+    Args:
+        cfg: the recipe.
+        layout: the folding of the training ranks.
+        groups: the process groups of the sampling ranks, see `sampling_groups`.
+        link: to the training ranks, which have `RemoteRollouts`.
+    """
+
+    def __init__(self, cfg: Config, layout: Layout, groups: ParallelGroups, link: JobLink) -> None:
+        self._cfg = cfg
+        self._layout = layout
+        self._link = link
+        self._recorder = groups.recorder
+        self._recorder.set_phase("joining the ranks that train")
+        self._check_data()
+        tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+        assert tokenizer.separator_id is not None, "checked before the run"
+        self._pad_id = tokenizer.separator_id
+        self._prompts = PromptSampler(open_prompts(cfg.data, tokenizer, seed=cfg.run.seed).train, cfg.train.seq_len)
+        model = InferenceModel(rollout_config(cfg), groups)
+        self._receiver = WeightReceiver(model, cfg, link)
+        self._reward = Reward(cfg)
+        self._sampler = RoundSampler(cfg, model, groups, self._reward, tokenizer)
+        self._position = PromptPosition(0)
+        self._served = [rank for rank in link.split.training_ranks if sampling_rank_of(link.split, rank) == link.rank]
+        self._sends: deque[list[PendingObject]] = deque()
+        self._max_pending = cfg.rl.staleness // cfg.rl.updates + 1
+
+    def run(self) -> None:
+        """Sample until training has ended.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        with self._reward:
+            started_s = time.perf_counter()
+            while (order := self._next_order()) is not None:
+                self._work(order, time.perf_counter() - started_s)
+                started_s = time.perf_counter()
+            self._wait_sends(0)
+
+    def _check_data(self) -> None:
+        """Check that this rank sees the data files of the training ranks.
+
+        Raises:
+            ConfigError: it sees others.
+        """
+        start = self._link.receive_object(0, ORDERS_TAG)
+        assert isinstance(start, SamplingStart)
+        differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
+        for rank, found in enumerate(current_world().all_gather_object(differences)):
+            if found:
+                raise ConfigError(
+                    f"rank {self._link.split.sampling_ranks[rank]}, which samples, sees other data than rank 0: "
+                    f"{format_list(list(found.values()))}; give all machines the same files"
+                )
+
+    def _next_order(self) -> RoundOrder | None:
+        self._recorder.set_phase("waiting for weights of the training ranks")
+        order = self._link.receive_object(0, ORDERS_TAG)
+        assert order is None or isinstance(order, RoundOrder)
+        return order
+
+    def _work(self, order: RoundOrder, waited_s: float) -> None:
+        """Receive the weights of an order, sample its rounds and send them."""
+        self._recorder.begin_step(order.version + 1, "receiving weights of the training ranks")
+        self._position = order.restart or self._position
+        statistics = RoundStatistics(wait_s=waited_s, reshard_s=self._receiver.receive().seconds)
+        for _ in range(order.count):
+            one = self._sampler.sample(self._prompts, self._position, order.version, statistics)
+            self._position = replace(self._position, first=one.prompts[-1] + 1)
+            self._recorder.set_phase("sending rollouts to the training ranks")
+            self._wait_sends(self._max_pending - 1)
+            self._sends.append([self._link.send_object(sent, rank, ROUNDS_TAG) for rank, sent in self._for_ranks(one)])
+            statistics = RoundStatistics()
+
+    def _for_ranks(self, one: Round) -> Iterator[tuple[int, Round]]:
+        """Yield what each training rank gets: the rows that it trains on; the first rank also the groups, for files."""
+        assert one.groups is not None
+        steps = split_steps(one.groups, self._cfg.rl.updates)
+        metrics = tuple(one.statistics.metrics(groups) for groups in steps)
+        for rank in self._served:
+            dp_rank = self._layout.attention.coordinate(rank, "dp")
+            rows = tuple(pack_step(groups, self._cfg, self._pad_id, dp_rank) for groups in steps)
+            yield rank, replace(one, groups=one.groups if rank == 0 else None, steps=rows, metrics=metrics)
+
+    def _wait_sends(self, max_pending: int) -> None:
+        """Wait until at most that many rounds are in flight to a training rank."""
+        while len(self._sends) > max_pending:
+            for send in self._sends.popleft():
+                send.wait()
+
+
+def sampling_groups(cfg: Config, device: torch.device, recorder: FlightRecorder) -> ParallelGroups:
+    """Create the process groups of the sampling ranks, of their mapping; collective over them."""
+    return ParallelGroups.create(check_config(rollout_config(cfg), is_training=False), device, recorder)
