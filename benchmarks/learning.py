@@ -55,8 +55,8 @@ class Experiment:
     def evaluate(self, model: str, task: str, cpu_s: float, stage: str = "") -> None:
         """Record rewards of held-out problems: greedy, and pass@k of eight samples at temperature 1."""
         name, size, max_tokens = TASKS[task]
-        options = ("--task", name, "--task-size", size, "--max-tokens", max_tokens, "--held-out")
-        options = (*options, "--count", str(HELD_OUT))
+        problems = ("--task", name, "--task-size", size, "--held-out", "--count", str(HELD_OUT))
+        options = (*problems, "--max-tokens", max_tokens)
         greedy = self.rollout(model, "greedy.jsonl", *options, "--samples", "1", "--temperature", "0")
         sampled = self.rollout(model, "sampled.jsonl", *options, "--samples", "8")
         pass_at = sampled["pass_at"]
@@ -155,7 +155,7 @@ def _write_pairs(source: Path, target: Path) -> Path:
 
 
 def prolong(experiment: Experiment) -> None:
-    """Compare plain GRPO with recipes/prorl.toml, from one start and for four times the steps of recipes/countdown.toml."""
+    """Compare GRPO with recipes/prorl.toml from one start, for four times the steps of recipes/countdown.toml."""
     experiment.evaluate("sft", "countdown", experiment.train("countdown-sft.toml", "sft"))
     common = (f"checkpoint.init_from={experiment.folder / 'sft'}", "run.steps=1200", *experiment.overrides)
     for recipe in ("countdown", "prorl"):
