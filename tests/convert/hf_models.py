@@ -88,7 +88,176 @@ MODELS |= {
         {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False},
     ),
 }
+GLM = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+GRANITE = {
+    "intermediate_size": 12,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.3,
+}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **GLM,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+            "num_mtp_layers": 0,
+        },
+    ),
+    "glm4-moe-plain": ("Glm4Moe", {**GLM, "head_dim": 16, "norm_topk_prob": False, "num_mtp_layers": 0}),
+    "dots1": (
+        "Dots1",
+        {**GLM, "head_dim": 8, "attention_bias": True, "layer_types": WINDOWS, "sliding_window": 5},
+    ),
+    "solar-open": (
+        "SolarOpen",
+        {**GLM, "head_dim": 8, "attention_bias": True, "rope_parameters": ROPE, "first_k_dense_replace": 0},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "intermediate_size": 12,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "head_dim": 8,
+            "pad_token_id": None,
+        },
+    ),
+    "ernie4-5-moe-interval": (
+        "Ernie4_5_Moe",
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+    ),
+    "granite-moe": ("GraniteMoe", {**GRANITE, "attention_bias": True}),
+    "granite-moe-shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 10}),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {
+            "intermediate_size": 12,
+            "num_experts": 7,
+            "moe_topk": 3,
+            "head_dim": 8,
+            "attention_bias": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 9.0, "factor": 1.0},
+        },
+    ),
+    "flex-olmo": (
+        "FlexOlmo",
+        {"intermediate_size": 12, "num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "layer_types": WINDOWS,
+            "sliding_window": 5,
+            "pad_token_id": None,
+        },
+    ),
+    "afmoe": (
+        "Afmoe",
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "head_dim": 8,
+            "layer_types": WINDOWS,
+            "sliding_window": 5,
+            "mup_enabled": True,
+            "route_scale": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **QWEN_EXPERTS,
+            # The recurrence is computed in float32 even in a float64 model, and wider weights amplify its rounding.
+            "initializer_range": 0.1,
+            "shared_expert_intermediate_size": 10,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3-next-equal-heads": (
+        "Qwen3Next",
+        {
+            **QWEN_EXPERTS,
+            "initializer_range": 0.1,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 10,
+            "head_dim": 16,
+            "norm_topk_prob": False,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 MODEL_NAMES = tuple(MODELS)
+MODELS |= NEWER_MODELS
+ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
+ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
+"""For tests of code that does not depend on the family."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:
@@ -103,10 +272,10 @@ def make_model(name: str, **sizes: Any) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter += 0.1 * torch.randn(parameter.shape)
-            elif "mlp.experts" in parameter_name or parameter_name.endswith("mlp.gate.weight"):
+            elif any(part in parameter_name for part in (".experts.", "gate.weight", "router.", "wg.weight")):
                 parameter.normal_(0.0, 0.3)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+        for buffer_name, buffer in (*model.named_buffers(), *model.named_parameters()):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
     return model
 

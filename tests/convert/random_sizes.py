@@ -21,7 +21,7 @@ def random_sizes(family: str, seed: int, *, is_cut: bool) -> Sizes:
         is_cut: whether tp=2, ep=2, pp=2 and etp=2 must divide the model.
     """
     rng = random.Random(f"{family} {seed}")
-    sizes = _backbone(rng, is_cut) | FAMILIES[family](rng, is_cut)
+    sizes = _backbone(rng, is_cut) | (FAMILIES | NEWER_FAMILIES)[family](rng, is_cut)
     # transformers gives the row of a padding token no gradient; ids of released models are beyond these vocabularies.
     return sizes | {"pad_token_id": None, "eos_token_id": None}
 
@@ -145,6 +145,143 @@ def _deepseek_v3(rng: random.Random, is_cut: bool) -> Sizes:
     return sizes | (rng.choice([{}, {"n_group": 1, "topk_group": 1}]))
 
 
+def _windows(rng: random.Random, layers: int) -> Sizes:
+    kinds = ["sliding_attention", "full_attention"]
+    # With one key the weight is 1, and the queries have no gradient but rounding errors.
+    return {"layer_types": [rng.choice(kinds) for _ in range(layers)], "sliding_window": rng.choice([2, 3, 7, 50])}
+
+
+def _partial(rng: random.Random, head_dim: int) -> Sizes:
+    rotated = rng.choice(range(2, head_dim + 1, 2))
+    theta = rng.uniform(50.0, 9000.0)
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated / head_dim}
+    return {"rope_parameters": rope}
+
+
+def _sigmoid(rng: random.Random, is_cut: bool, count_key: str) -> Sizes:
+    """Experts of the families with DeepSeek-V3's router."""
+    groups = rng.choice([1, 2])
+    return {
+        count_key: 4 * rng.choice([1, 2]),
+        "n_group": groups,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _width(rng, is_cut),
+        "intermediate_size": _width(rng, is_cut),
+        "norm_topk_prob": rng.random() < 0.5,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+
+
+def _dense_layers(rng: random.Random, is_cut: bool) -> Sizes:
+    layers = 2 if is_cut else rng.choice([2, 3])
+    return {"num_hidden_layers": layers, "first_k_dense_replace": rng.randint(0, layers - 1)}
+
+
+def _glm4_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    head_dim = rng.choice([4, 6, 10])
+    own = {"use_qk_norm": rng.random() < 0.5, "attention_bias": rng.random() < 0.5, "head_dim": head_dim}
+    own |= {"n_shared_experts": rng.choice([1, 2]), "num_mtp_layers": 0, **_partial(rng, head_dim)}
+    return _sigmoid(rng, is_cut, "n_routed_experts") | _dense_layers(rng, is_cut) | own
+
+
+def _dots1(rng: random.Random, is_cut: bool) -> Sizes:
+    layers = _dense_layers(rng, is_cut)
+    own = {"n_shared_experts": rng.choice([1, 2]), "attention_bias": rng.random() < 0.5}
+    return _sigmoid(rng, is_cut, "n_routed_experts") | layers | own | _windows(rng, layers["num_hidden_layers"])
+
+
+def _solar_open(rng: random.Random, is_cut: bool) -> Sizes:
+    own = {"n_shared_experts": rng.choice([1, 2]), "attention_bias": rng.random() < 0.5}
+    return _sigmoid(rng, is_cut, "n_routed_experts") | own
+
+
+def _minimax_m2(rng: random.Random, is_cut: bool) -> Sizes:
+    head_dim = rng.choice([4, 6, 10])
+    return _mixtral(rng, is_cut) | {"head_dim": head_dim, **_partial(rng, head_dim)}
+
+
+def _ernie4_5_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3])
+    return {
+        "num_hidden_layers": layers,
+        "moe_num_experts": count,
+        "moe_k": top_k,
+        "moe_intermediate_size": width,
+        "intermediate_size": _width(rng, is_cut),
+        "moe_num_shared_experts": rng.choice([0, 1, 2]),
+        "moe_layer_start_index": rng.randint(0, layers - 1),
+        "moe_layer_interval": 1 if is_cut else rng.choice([1, 2]),
+    }
+
+
+def _granite(rng: random.Random, is_cut: bool) -> Sizes:
+    keys = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+    own = {key: rng.uniform(0.2, 3.0) if rng.random() < 0.7 else 1.0 for key in keys}
+    return _mixtral(rng, is_cut) | own | {"attention_bias": rng.random() < 0.5}
+
+
+def _granite_shared(rng: random.Random, is_cut: bool) -> Sizes:
+    return _granite(rng, is_cut) | {"shared_intermediate_size": rng.choice([0, _width(rng, is_cut)])}
+
+
+def _hunyuan(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": rng.uniform(50.0, 900.0),
+        "alpha": rng.uniform(2.0, 99.0),
+        "factor": 1.0,
+    }
+    stretches = {"rope_parameters": rope} if rng.random() < 0.7 else {}
+    own = {"num_experts": count, "moe_topk": top_k, "intermediate_size": width, "attention_bias": rng.random() < 0.5}
+    return own | stretches
+
+
+def _flex_olmo(rng: random.Random, is_cut: bool) -> Sizes:
+    # The norm of the output hides the weight of a single expert.
+    return _olmoe(rng, is_cut) | {"attention_bias": rng.random() < 0.5, "num_experts_per_tok": 2}
+
+
+def _exaone_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    layers = _dense_layers(rng, is_cut)
+    own = {"num_shared_experts": rng.choice([1, 2]), **_windows(rng, layers["num_hidden_layers"])}
+    return _sigmoid(rng, is_cut, "num_experts") | layers | own
+
+
+def _afmoe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3])
+    return {
+        "num_hidden_layers": layers,
+        "num_dense_layers": rng.randint(0, layers - 1),
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width,
+        "intermediate_size": _width(rng, is_cut),
+        "num_shared_experts": rng.choice([1, 2]),
+        "route_scale": rng.choice([1.0, 2.5]),
+        "mup_enabled": rng.random() < 0.5,
+        "attention_bias": rng.random() < 0.5,
+        **_windows(rng, layers),
+    }
+
+
+NEWER_FAMILIES = {
+    "glm4-moe": _glm4_moe,
+    "dots1": _dots1,
+    "solar-open": _solar_open,
+    "minimax-m2": _minimax_m2,
+    "ernie4-5-moe": _ernie4_5_moe,
+    "granite-moe": _granite,
+    "granite-moe-shared": _granite_shared,
+    "hunyuan-moe": _hunyuan,
+    "flex-olmo": _flex_olmo,
+    "exaone-moe": _exaone_moe,
+    "afmoe": _afmoe,
+}
+"""Likewise; their blocks are those of the families below, so that most of their tests are slow."""
 FAMILIES = {
     "llama": _dense,
     "qwen2": _dense,

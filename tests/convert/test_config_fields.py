@@ -9,13 +9,24 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import RopeParameters, SparseLayers, shorten_pattern
+from moefold.convert.config_fields import Constant, HunyuanSharedExpert, SharedExperts
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
 from moefold.convert.hf_config import parse_model_config as read_keys
+from moefold.convert.layer_fields import (
+    ExpertLayerRange,
+    FirstKDense,
+    MlpLayerTypes,
+    SlidingWindowLayers,
+    SparseLayers,
+    shorten_pattern,
+)
+from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 
 FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
+FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
+FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
@@ -36,7 +47,7 @@ def test_presets_have_the_family_of_their_name(preset):
     # The layers of multi-token prediction of DeepSeek-V3 have no place in a folder.
     model = model_of(preset=preset)
     expected = next(family for start, family in FAMILY_OF.items() if preset.startswith(start))
-    assert [family.name for family in families_for(model)] == [expected]
+    assert families_for(model)[0].name == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,6 +77,8 @@ def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
     whole.pop("mlp_only_layers", None)
     if "layer_types" in whole:
         whole["layer_types"] = ["full_attention"] * 5
+    if "mlp_layer_types" in whole:
+        whole["mlp_layer_types"] = ["dense", *["sparse"] * 4]
     assert isinstance(_outcome(whole), ModelConfig), _outcome(whole)
     understood = set()
     for key in whole.keys() - {"model_type", "architectures"}:
@@ -108,13 +121,24 @@ def _model_for(family: str) -> ModelConfig:
     if family in ("llama", "qwen2", "qwen3"):
         sizes["layer_pattern"] = "D"
     if family == "gpt_oss":
-        sizes |= {"attention_pattern": "WF", "sliding_window": 5, "rope_scaling": "yarn", "rope_scaling_factor": 2.0}
+        sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
     if family == "qwen2_moe":
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
-    if family.startswith("deepseek"):
-        sizes |= {"attention": "mla", "shared_expert_ffn_hidden_size": 1024, "layer_pattern": "DM2"}
+    fields = FAMILIES[family].config_fields
+    sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
+    if any(isinstance(entry, SharedExperts) for entry in fields):
+        sizes["shared_expert_ffn_hidden_size"] = 1024
+    if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
+        sizes["shared_expert_ffn_hidden_size"] = 512
+    if any(isinstance(entry, FirstKDense | MlpLayerTypes | ExpertLayerRange) for entry in fields):
+        sizes["layer_pattern"] = "DM2"
+    windows = [entry.full_layers for entry in fields if isinstance(entry, SlidingWindowLayers)]
+    if windows:
+        sizes |= {"attention_pattern": "WF", "sliding_window": 5}
+    if windows not in ([], ["rope"]):
+        sizes["rope_pattern"] = "RN"
     return ModelConfig(**sizes)
 
 

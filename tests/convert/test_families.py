@@ -10,7 +10,7 @@ import torch
 from moefold.convert.weights import load_hf_weights
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import make_model, save_model
-from tests.convert.random_sizes import FAMILIES, random_sizes
+from tests.convert.random_sizes import FAMILIES, NEWER_FAMILIES, random_sizes
 from tests.convert.side_by_side import (
     LOGITS,
     Reference,
@@ -27,7 +27,7 @@ from tests.slow import slow
 
 
 @pytest.mark.parametrize("seed", [0, *slow([(1,), (2,), (3,)])])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *slow((family,) for family in NEWER_FAMILIES)])
 def test_logits_and_gradients_equal_those_of_transformers(tmp_path, family, seed):
     theirs = make_model(family, **random_sizes(family, seed, is_cut=False))
     folder = save_model(theirs, tmp_path / "hf")
@@ -67,12 +67,13 @@ SEEDS = {"qwen2-moe": 1, "qwen3-moe": 4, "gpt-oss": 2, "deepseek-v2": 2, "deepse
 
 def _cases() -> list[object]:
     cases = []
-    for i, family in enumerate(FAMILIES):
+    for i, family in enumerate((*FAMILIES, *NEWER_FAMILIES)):
         for degrees in (*TWO_RANKS, FOLDED):
             mapping = {axis: n for axis, n in degrees.items() if family not in DENSE or axis not in ("ep", "etp")}
             mapping = {"world_size": 8 if degrees is FOLDED else 2} | mapping
-            # One mapping of two ranks for each family is fast.
-            marks = () if degrees == TWO_RANKS[i % len(TWO_RANKS)] else (pytest.mark.slow,)
+            # One mapping of two ranks for each family with blocks of its own is fast.
+            is_fast = degrees == TWO_RANKS[i % len(TWO_RANKS)] and family in FAMILIES
+            marks = () if is_fast else (pytest.mark.slow,)
             name = "-".join(f"{axis}{n}" for axis, n in mapping.items())
             cases.append(pytest.param(family, mapping, marks=marks, id=f"{family}-{name}"))
     return cases

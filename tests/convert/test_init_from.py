@@ -7,12 +7,36 @@ import pytest
 import torch
 
 from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.side_by_side import recipe, train_ours
 from tests.convert.test_round_trip import add_tokenizer
 
 pytestmark = pytest.mark.parity
+
+
+MTP = """
+[run]
+steps = 1
+device = "cpu"
+[model]
+num_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+num_query_groups = 2
+vocab_size = 256
+num_experts = 4
+top_k = 2
+moe_ffn_hidden_size = 8
+mtp_layers = 1
+[train]
+seq_len = 16
+micro_batch_size = 1
+global_batch_size = 4
+weight_decay = 0.0
+eval_every = 0
+"""
 
 
 def test_the_command_line_imports_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
@@ -54,6 +78,24 @@ def test_a_run_can_start_with_another_runs_weights(pool, tmp_path):
     first = pool.run(1, train_ours, recipe(folder, folder))[0]
     second = pool.run(2, train_ours, recipe(tmp_path / "ckpt", folder, world_size=2, ep=2))[0]
     assert second.losses == pytest.approx(first.losses, rel=1e-5)
+
+
+def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkeypatch, capsys):
+    """The way out of reinforcement learning, which refuses these layers: the other weights are loaded unchanged."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mtp.toml").write_text(MTP)
+    task = ["data.kind=task", "data.task=sort", "data.task_size=3"]
+    assert main(["train", "mtp.toml", *task, "run.dir=mtp"]) == 0
+    rl = [*task, "rl.group_size=2", "rollout.max_tokens=4", "run.dir=rl", "train.lr=1e-30"]
+    assert main(["train", "mtp.toml", *rl]) == 2
+    assert "set 0, with which checkpoint.init_from leaves these layers out" in capsys.readouterr().err
+    assert main(["train", "mtp.toml", *rl, "model.mtp_layers=0", "checkpoint.init_from=mtp"]) == 0
+    assert "without the layers of multi-token prediction, of which the weights have 1" in capsys.readouterr().out
+    before, after = (CheckpointSource(Path(name, "checkpoints/step-000001")) for name in ("mtp", "rl"))
+    assert set(after.shapes) < set(before.shapes)
+    for name, shape in after.shapes.items():
+        whole = tuple(slice(0, size) for size in shape)
+        torch.testing.assert_close(after.read(name, whole), before.read(name, whole), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

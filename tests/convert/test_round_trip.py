@@ -17,7 +17,15 @@ from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
 from moefold.convert.export_folder import max_positions
 from moefold.convert.hf_shards import MANIFEST_FILE
-from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.hf_models import (
+    ALL_MODELS,
+    ALL_MODELS_SOME_SLOW,
+    logits_of,
+    make_model,
+    save_model,
+    tokens_of,
+    transformers,
+)
 
 
 def add_tokenizer(folder: Path) -> Path:
@@ -40,7 +48,7 @@ def assert_same_folder(first: Path, second: Path, *, but: tuple[str, ...] = ("mo
         assert (second / name).read_bytes() == (first / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_import_then_export_gives_the_same_files(tmp_path, capsys, name):
     folder = folder_of(tmp_path, name, dtype=torch.bfloat16 if "moe" in name else torch.float32)
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
@@ -158,18 +166,23 @@ def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / "model.safetensors").unlink()
 
 
+REPORTED_ANYWAY = ("Unrecognized keys in `rope_parameters` for 'rope_type'='dynamic': {'alpha'}",)
+"""transformers reports this of the folders of Hunyuan that it writes itself."""
+
+
 def loaded_in_silence(folder: Path, monkeypatch, caplog, **how: object) -> Any:
     """The model of transformers, which reports no missing and no unexpected key, nor anything else."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     caplog.clear()
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
     assert not any(info.values()), info
-    assert [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING] == []
+    messages = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert [message for message in messages if message not in REPORTED_ANYWAY] == []
     return loaded
 
 
 @pytest.mark.parametrize("came_along", [True, False])
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", ALL_MODELS_SOME_SLOW)
 def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, caplog, name, came_along):
     """With the config.json that came, and with one that was made from [model] alone, as for a run without import."""
     model = make_model(name)

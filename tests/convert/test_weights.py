@@ -18,7 +18,7 @@ from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
-from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of
+from tests.convert.hf_models import ALL_MODELS, logits_of, make_model, save_model, tokens_of
 
 SEQ_LEN = 16
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
@@ -44,7 +44,7 @@ def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return model.eval()(tokens).transpose(0, 1)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_logits_equal_those_of_transformers(tmp_path, name):
     theirs = make_model(name)
     folder = save_model(theirs, tmp_path / name)

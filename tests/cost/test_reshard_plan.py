@@ -196,3 +196,24 @@ def test_layers_of_multi_token_prediction_may_stay_behind():
     assert names == set(target.shapes)
     assert not any(name.startswith("layers.2.") for name in names)
     assert BoxTransfer("head.norm.weight", whole_box((16,)), 0, 0) not in plan.local
+
+
+def test_a_transfer_takes_the_first_round_with_room():
+    """A search over all rounds finds the same ones."""
+    source = _sharding({"world_size": 4, "tp": 2, "zero": 3})
+    target = _sharding({"world_size": 4, "pp": 2, "ep": 2}, for_training=False)
+    most = 384
+    plan = plan_reshard(source, target, dict.fromkeys(target.shapes, 4), most)
+    sent: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+    for number, transfers in enumerate(plan.rounds):
+        for transfer in transfers:
+            size = transfer.box.numel * 4
+            for earlier in range(number):
+                is_full = sent.get((transfer.source, earlier), 0) + size > most
+                assert is_full or received.get((transfer.target, earlier), 0) + size > most
+        for transfer in transfers:
+            size = transfer.box.numel * 4
+            sent[transfer.source, number] = sent.get((transfer.source, number), 0) + size
+            received[transfer.target, number] = received.get((transfer.target, number), 0) + size
+    assert len(plan.rounds) > 10

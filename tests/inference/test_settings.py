@@ -1,7 +1,8 @@
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.inference.settings import InferenceRequest, inference_config
+from moefold.host.rank_env import RankEnv
+from moefold.inference.settings import InferenceRequest, inference_config, launched_config
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run
 
@@ -40,6 +41,30 @@ def test_as_many_ranks_as_the_degrees_need_and_a_length_that_they_cut(source, ov
 
 def test_launcher_sets_the_number_of_ranks(source):
     assert inference_config(source, wish("parallel.tp=2", world_size=4), "evaluate").parallel.dp == 2
+
+
+def test_the_mapping_has_the_ranks_of_the_launcher(source):
+    env = RankEnv(rank=1, local_rank=1, world_size=4, master_address="localhost", master_port=1)
+    assert launched_config(source, wish("parallel.tp=2"), "generate", env).parallel.dp == 2
+    assert launched_config(source, wish("parallel.tp=2"), "generate", None).parallel.dp == 1
+    with pytest.raises(ConfigError, match="parallel.world_size=2 must equal the 4 processes"):
+        launched_config(source, wish("parallel.world_size=2"), "generate", env)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "--experts fetch has no effect with ep=1: each rank holds all experts; set parallel.ep above 1, or leave"),
+        (
+            ["parallel.tp=2", "parallel.ep=2"],
+            "--experts fetch reads whole experts .* set parallel.tp=1, or leave it",
+        ),
+    ],
+)
+def test_a_mapping_whose_ranks_cannot_fetch_experts(source, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        inference_config(source, wish(*overrides, experts="fetch"), "generate")
+    assert inference_config(source, wish("parallel.ep=2", experts="fetch"), "generate").rollout.experts == "fetch"
 
 
 REFUSED = {

@@ -1,5 +1,9 @@
 """Objectives against TRL's own loss functions, which run unbound on a stub of their trainer: value and gradient."""
 
+import inspect
+import math
+import re
+import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +76,13 @@ def _grpo(case: Example, max_tokens: int = 12, **settings: Any) -> Tensor:
         "ref_per_token_logps": rows["reference_log_probs"],
         "num_items_in_batch": mask.sum(),
     }
+    correction = settings.pop("vllm_importance_sampling_mode", "")
+    if correction:
+        inputs["importance_sampling_ratio"] = _sampling_ratio(
+            correction, rows["trainer_log_probs"], rows["old_log_probs"], mask
+        )
+        # The ratio of the policy is taken against the trainer's log-probabilities.
+        inputs["old_per_token_logps"] = rows["trainer_log_probs"]
     per_token = _padded(law, IDS, SEQUENCES)
     stub = _stub(
         **{
@@ -86,14 +97,45 @@ def _grpo(case: Example, max_tokens: int = 12, **settings: Any) -> Tensor:
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
+        use_vllm=bool(correction),
+        vllm_importance_sampling_correction=bool(correction),
         current_gradient_accumulation_steps=1,
         max_completion_length=max_tokens,
         _entropy_bonus_enabled=False,
         use_adaptive_entropy=False,
     )
     return GRPOTrainer._compute_loss(stub, None, inputs)
+
+
+BOUNDS = (0.7, 1.5)
+
+
+def _sampling_ratio(mode: str, trained: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
+    """Return the importance weights by the statements of TRL's method, which computes much else."""
+    from trl import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    found = re.search(
+        r"( +)mask = completion_mask if tool_mask.*?(?=\n +# Compute the per-token log prob)", source, re.S
+    )
+    assert found is not None, "TRL computes the ratio in other statements"
+    stub = SimpleNamespace(
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=BOUNDS[0],
+        vllm_importance_sampling_clip_max=BOUNDS[1],
+    )
+    names = {
+        "self": stub,
+        "torch": torch,
+        "math": math,
+        "completion_mask": mask,
+        "tool_mask": None,
+        "old_per_token_logps": trained,
+        "sampling_per_token_logps": sampled,
+    }
+    exec(textwrap.dedent(found[0]), names)
+    ratio: Tensor = names["vllm_importance_sampling_ratio"]
+    return ratio
 
 
 def _rollouts(mean: str) -> Example:
@@ -128,8 +170,18 @@ def _rollouts(mean: str) -> Example:
             {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.3},
             PolicyGradientLoss(objective="sequence", kl=0.3),
         ),
+        (
+            "token",
+            {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_truncate"},
+            PolicyGradientLoss(objective="clip", correction="clamp", correction_low=0.7, correction_high=1.5),
+        ),
+        (
+            "rollout",
+            {"beta": 0.3, "vllm_importance_sampling_mode": "token_mask"},
+            PolicyGradientLoss(objective="clip", kl=0.3, correction="mask", correction_low=0.7, correction_high=1.5),
+        ),
     ],
-    ids=["grpo", "grpo-kl", "dapo", "dr_grpo", "cispo-kl", "gspo", "gspo-token-mean-kl"],
+    ids=["grpo", "grpo-kl", "dapo", "dr_grpo", "cispo-kl", "gspo", "gspo-token-mean-kl", "tis", "icepop-kl"],
 )
 def test_grpo(mean, settings, loss):
     case = _rollouts(mean)

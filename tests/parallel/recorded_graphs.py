@@ -1,48 +1,121 @@
-"""Graphs of a CPU: a replay runs the function again, and writes to the memory of the capture, as a CUDA graph does."""
+"""Graphs of a CPU: a tape of operators, which a replay runs again on the same memory, as a CUDA graph does.
 
-from collections.abc import Sequence
+Python runs only when the tape is recorded. So a number of the host stays what it was, a tensor stays where it was, and
+a result that is read before a replay or after the next one is wrong.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from moefold.parallel.cuda_graphs import TensorFunction
+from moefold.comm.torch_compat import TorchDispatchMode, around_backward, storage_key, tree_leaves, tree_map_only
+from moefold.parallel.cuda_graphs import Replay, T
+from moefold.testing.cuda_trace import WAITING_METHODS
 
-
-class RecordedPasses:
-    """`CapturedPasses` that overwrite their output, their gradients and what they save with each run."""
-
-    def __init__(self, function: TensorFunction, inputs: Sequence[Tensor]) -> None:
-        self._function = function
-        self._inputs = inputs
-        self._output = self._run().detach().clone()
-        self._gradients = [torch.empty_like(tensor) for tensor in inputs]
-
-    def forward(self) -> Tensor:
-        """See `CapturedPasses`."""
-        # Autograd sees no change, as with a replay: an output that is read too late is wrong, without an error.
-        self._output.data.copy_(self._run().detach())
-        return self._output
-
-    def backward(self, grad: Tensor) -> Sequence[Tensor]:
-        """See `CapturedPasses`."""
-        for static, gradient in zip(self._gradients, torch.autograd.grad(self._last, self._inputs, grad), strict=True):
-            static.data.copy_(gradient)
-        return self._gradients
-
-    def _run(self) -> Tensor:
-        """Run the forward pass; what it saves replaces what the last run saved."""
-        with torch.enable_grad():
-            self._last = self._function(*self._inputs)
-        return self._last
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class RecordingCapture:
-    """`Capture` on a CPU; counts its captures."""
+class _Tape(TorchDispatchMode):
+    """Dispatch mode that records the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._created: dict[int, Tensor] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        self._save_written(func, args, kwargs)
+        out = func(*args, **kwargs)
+        inputs = {storage_key(x.untyped_storage()) for x in _tensors((args, kwargs))}
+        written = [x for x in _tensors(out) if storage_key(x.untyped_storage()) not in inputs]
+        self._created |= {storage_key(x.untyped_storage()): x for x in written}
+        if name not in ALLOCATIONS and not func.is_view and torch.Tag.inplace_view not in func.tags:
+            # Aliases: an operator may change the shape of a tensor later.
+            args, kwargs, written = tree_map_only(Tensor, _alias, (args, kwargs, written))
+            self._calls.append((func, args, kwargs, written))
+        return out
+
+    def _save_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Save the values of memory from outside of the tape that an operator writes."""
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors(given):
+                key = storage_key(tensor.untyped_storage())
+                if key not in self._created and key not in self._before:
+                    whole = _whole(tensor)
+                    self._before[key] = whole, whole.clone()
+
+    def undo(self) -> None:
+        """Undo what the recording wrote, as a capture executes nothing: its results are undefined."""
+        for whole, values in self._before.values():
+            whole.copy_(values)
+        for tensor in self._created.values():
+            if tensor.is_floating_point():
+                _whole(tensor).fill_(torch.nan)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the operators again, on the same memory."""
+        for func, args, kwargs, written in self._calls:
+            results = _tensors(func(*args, **kwargs))
+            for static, value in zip(written, results if written else [], strict=True):
+                static.copy_(value)
+
+
+class _NoHostReads(TorchFunctionMode):
+    """Function mode that refuses to copy to the host, which is an error while a CUDA graph is captured."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in WAITING_METHODS, f"the host reads by {func.__name__} while a graph is recorded"
+        return func(*args, **(kwargs or {}))
+
+
+class TapeRecorder:
+    """`GraphRecorder` on a CPU."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Run a function."""
+        function()
+
+    def record(self, function: Callable[[], T]) -> tuple[T, Replay]:
+        """Record the operators of a function."""
+        with _NoHostReads() as mode, around_backward(mode), _Tape() as tape:
+            result = function()
+        with torch.no_grad():
+            tape.undo()
+        return result, tape.replay
+
+
+class CountedRecorders:
+    """Makes tape recorders, and counts them."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, function: TensorFunction, inputs: Sequence[Tensor]) -> RecordedPasses:
-        """Capture a function."""
+    def __call__(self) -> TapeRecorder:
+        """Make a recorder."""
         self.count += 1
-        return RecordedPasses(function, inputs)
+        return TapeRecorder()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor, as a tensor of which autograd does not know."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return the same values at the same address, as a tensor of which autograd does not know."""
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -175,6 +175,66 @@ def _with(model: Settings, mappings: tuple[Settings, ...], moe: Settings | None 
 
 TP4 = _with(OLMOE, ({"world_size": 4, "tp": 4, "ep": 2},))
 
+# What single families have: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
+
+GATED = {
+    "attention_gate": True,
+    "norm_placement": "both",
+    "rope_pattern": "RN",
+    "attention_pattern": "WF",
+    "sliding_window": 5,
+    "qk_norm": True,
+    "embedding_multiplier": 1.7,
+    "layer_pattern": "DM",
+    "shared_expert_ffn_hidden_size": 16,
+    "router_score": "sigmoid",
+    "expert_bias": True,
+}
+SCALED = {
+    "attention_scale": 0.3,
+    "residual_multiplier": 0.6,
+    "embedding_multiplier": 2.5,
+    "logits_divisor": 3.0,
+    "norm_placement": "post",
+    "qk_norm": True,
+    "qk_norm_after_rope": True,
+    "rope_scaling": "ntk",
+    "rope_scaling_factor": 9.0,
+    "mtp_layers": 1,
+}
+FAMILY_OPTIONS = [
+    *_with(GATED, ({"world_size": 2, "tp": 2}, {"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "zero": 3})),
+    *_with(SCALED, ({"world_size": 4, "tp": 2, "cp": 2, "etp": 2},)),
+]
+FAMILY_OPTIONS_WIDE = [
+    *_with(GATED, LATENT_AXES[1:] + LATENT_FOLDED),
+    *_with(SCALED, LATENT_AXES + LATENT_FOLDED),
+    *_with(SCALED | {"tie_embeddings": True}, LATENT_FOLDED),
+    *_with(LATENT | {"rope_pattern": "RN", "norm_placement": "both"}, LATENT_AXES),
+]
+
+# Latent experts.
+
+LATENT_EXPERTS = {"moe_hidden_size": 6, "shared_expert_ffn_hidden_size": 16, "expert_bias": True}
+LATENT_EXPERTS_AXES = (
+    {"world_size": 2, "tp": 2},
+    {"world_size": 4, "ep": 4, "zero": 3},
+    {"world_size": 4, "pp": 2, "cp": 2, "etp": 2},
+)
+LATENT_EXPERTS_WIDE = (
+    {"world_size": 1},
+    {"world_size": 2, "etp": 2},
+    {"world_size": 2, "cp": 2},
+    {"world_size": 2, "pp": 2, "zero": 3},
+    {"world_size": 2, "ep": 2, "dispatcher": "allgather"},
+    {"world_size": 4, "ep": 2, "etp": 2, "dispatcher": "allgather"},
+    {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
+    {"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
+    {"world_size": 8, "tp": 4, "pp": 2, "ep": 2, "etp": 2, "zero": 3},
+)
+LATENT_EXPERTS_BIAS = LATENT_EXPERTS | {"moe_bias": True, "mtp_layers": 1}
+
 # Multi-token prediction.
 
 MTP_ONE = {"mtp_layers": 1}
@@ -398,6 +458,12 @@ CASES = [
     *cases("deepseek-v3", _with(V3, LATENT_AXES[:3]), _with(V3, (*LATENT_AXES[3:], *LATENT_FOLDED))),
     *cases("deepseek-v2", _with(V2, LATENT_AXES[:1]), _with(V2, (*LATENT_AXES[1:], *LATENT_FOLDED))),
     *cases("norm over all heads", TP4, _with(OLMOE, (*LATENT_AXES, *LATENT_FOLDED))),
+    *cases("options of families", FAMILY_OPTIONS, FAMILY_OPTIONS_WIDE),
+    *cases(
+        "latent experts",
+        _with(LATENT_EXPERTS, LATENT_EXPERTS_AXES),
+        [*_with(LATENT_EXPERTS, LATENT_EXPERTS_WIDE), *_with(LATENT_EXPERTS_BIAS, LATENT_EXPERTS_WIDE)],
+    ),
     *cases("multi-token prediction", MTP, MTP_WIDE),
     *cases("loss in chunks", LOSS_CHUNK[:2], LOSS_CHUNK[2:]),
     *cases("muon", MUON_MAPPED[:3], MUON_MAPPED[3:], steps=3),

@@ -178,7 +178,7 @@ class StepBreakdown:
             count = train_flops_per_token(model, self._cfg.train.seq_len)
             yield StepPart(
                 "shared experts",
-                _forward_backward(moe._run_shared_expert, self._x, moe.shared),
+                _forward_backward(moe.run_shared_expert, self._x, moe.shared),
                 layers,
                 TRAIN_TO_FORWARD * self._tokens * count.shared_experts / layers,
                 4 * tokens_bytes + self._weight_bytes(moe.shared),

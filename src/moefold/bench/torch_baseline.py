@@ -27,7 +27,11 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
         return "it supports only grouped-query attention"
-    return "its RoPE has no scaling" if model.rope_scaling != "none" else ""
+    if model.qk_norm_after_rope or model.attention_gate or model.attention_scale or model.norm_placement != "pre":
+        return "it supports only the layer of Llama and Qwen3"
+    if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
+        return "it has no multipliers"
+    return "" if model.rope_scaling == "none" and all(model.rope_layers) else "its RoPE has no scaling and no pattern"
 
 
 class TorchBaseline:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, layer_windows
+from moefold.config.model import ModelConfig, attention_letters, layer_windows, layers_with_rope
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
@@ -37,6 +37,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "layer_pattern",
         "attention_pattern",
         "sliding_window",
+        "rope_pattern",
         "upcycle_from",
         "upcycle_router",
         "upcycle_scaling",
@@ -45,6 +46,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 )
 """Keys of [model] that do not change the meaning of the stored tensors, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
+_LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
 
 
@@ -132,12 +134,18 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
     return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
 
 
+WANT_KEY = "align.want"
+"""Key of the reward that generation asks for; in the metadata of runs with align.method="condition" only."""
+
+
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
     order |= {f"align.{key}": value for key, value in asdict(align).items()}
+    if cfg.align.method != "condition":
+        del order[WANT_KEY]
     # The list of dropped files is compared instead.
     del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
@@ -156,7 +164,10 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
         fingerprints: current fingerprints of the data files; None: do not compare them.
     """
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+    theirs = sample_order(Config()) | meta.order
+    # What generation asks for changes no sample.
+    theirs.pop(WANT_KEY, None)
+    wrong = _differences(theirs, sample_order(cfg))
     if wrong or fingerprints is None or not meta.data_files:
         return wrong
     lost, others = _classify_differences(meta, fingerprints)
@@ -315,6 +326,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
+    layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -453,6 +465,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     unused = _IGNORED_MODEL_KEYS
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
+    unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = model_sizes(ModelConfig()) | stored
     ours = model_sizes(model)
@@ -460,6 +473,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
         sizes["layer_windows"] = list(windows)
+        letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
+        sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 
 
@@ -518,6 +534,7 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     if "num_layers" in wrong:
         wrong.pop("layer_kinds", None)
         wrong.pop("layer_windows", None)
+        wrong.pop("linear_layers", None)
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat-template", default="", metavar="FILE", help="template for --chat instead of the model's"
     )
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="with --chat: reward to ask for, not align.want; none: for none"
+    )
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
@@ -118,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="G",
         help="GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
     )
+    add_experts_option(parser)
     add_inference_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"

@@ -18,6 +18,17 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
 
 
+def add_experts_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that generate under data parallelism."""
+    parser.add_argument(
+        "--experts",
+        choices=("exchange", "fetch"),
+        default="exchange",
+        help="how data-parallel ranks reach experts of other ranks: exchange tokens in step, or fetch: read the "
+        "weights of their peers from shared memory (exchange)",
+    )
+
+
 def report_skipped(skipped: Sequence[str], rank_env: RankEnv | None = None) -> None:
     """Report skipped checkpoints on stderr, on rank 0 only."""
     if rank_env is None or rank_env.rank == 0:

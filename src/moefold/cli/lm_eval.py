@@ -22,6 +22,7 @@ folder. All options are those of lm_eval's own command line except --model, whic
   max_gen_toks      most new tokens where a task sets no limit (256)
   tokenizer         bytes or a tokenizer.json, not the model's
   chat_template     a file, not the model's template, for --apply_chat_template
+  want              with --apply_chat_template: reward to ask for, not align.want of the run; none: for none
 
 In your own program, `import moefold.lm_eval` registers model="moefold" with lm_eval.simple_evaluate.
 

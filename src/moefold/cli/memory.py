@@ -26,10 +26,11 @@ from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
+from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device
 from moefold.validate.memory_need import BytesByPart, further_weights, min_sampling_memory, sampling_rank_memory
 from moefold.validate.moe import check_dispatch_device
-from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
+from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.cost.unit_memory import StateBytes
@@ -210,6 +211,7 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
         row
         | memory.activations.by_part
         | {"pipeline buffers": memory.pipeline, "moments to update": memory.optimizer_in_transit}
+        | {"CUDA graphs": memory.graphs}
     )
 
 

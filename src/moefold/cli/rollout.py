@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -54,8 +54,10 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         dtype=arguments.dtype,
         device=arguments.device,
         slots=arguments.slots,
+        experts=arguments.experts,
         cache_gib=arguments.cache_gib,
         force=arguments.force,
+        want=arguments.want,
     )
     job = prepare_rollouts(request, rank_env, partial(report_skipped, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
@@ -100,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache-gib", type=float, default=0.0, metavar="GIB", help="cache of a rank; 0: as much as the slots need (0)"
     )
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="reward that prompts ask for, not align.want; none: for none"
+    )
+    add_experts_option(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
     add_inference_options(parser)

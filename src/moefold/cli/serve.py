@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -75,7 +75,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max-concurrent", type=int, default=256, metavar="N", help="most samples that run or wait (256)"
     )
     parser.add_argument("--max-body-kib", type=int, default=1024, metavar="N", help="largest request, in KiB (1024)")
+    add_experts_option(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    parser.add_argument(
+        "--want", default="", metavar="REWARD", help="reward that chats ask for, not align.want; none: for none"
+    )
     parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
     add_inference_options(parser)
     return parser

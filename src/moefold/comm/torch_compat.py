@@ -18,15 +18,26 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = ["FakeStore", "StorageInfo", "TorchDispatchMode", "tree_iter", "tree_leaves"]
+__all__ = [
+    "FakeStore",
+    "StorageInfo",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "tree_flatten",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
 
 CHECKED_TORCH_VERSIONS = ("2.11", "2.12", "2.13")
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
+foreach_zero_ = torch._foreach_zero_
 CAST_OP = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to(dtype)`."""
 
@@ -174,6 +185,11 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
 
 
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a hook runs before or after the forward pass of a module."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def remove_fsdp_forward_hooks(module: FSDPModule) -> None:

@@ -32,6 +32,9 @@ class AlignConfig:
     """Maximum factor of a row's loss, whose mean over the data set is 1 before the cap (weight); 0: none."""
     template: str = "{prompt} <reward>{reward:.2f}</reward>"
     """Text that replaces the last message before the answer (condition)."""
+    want: float = 1.0
+    """Reward that prompts ask for after training (condition): generate --chat, serve, rollout and lm_eval write it into
+    the prompt by the template; their option --want takes another one."""
     gamma: float = 0.5
     """Target margin between the implicit rewards of a pair (simpo)."""
     desirable_weight: float = 1.0

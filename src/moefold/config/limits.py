@@ -35,6 +35,7 @@ MAX_BY_KEY: dict[str, int] = {
     **dict.fromkeys(
         (
             "model.hidden_size",
+            "model.moe_hidden_size",
             "model.num_attention_heads",
             "model.num_query_groups",
             "model.head_dim",

@@ -43,6 +43,10 @@ class RLConfig:
     """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
     correction_high: float = 2.0
     """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
+    replay: Literal["auto", "on", "off"] = "auto"
+    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
+    weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
+    the log says which."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"
@@ -83,6 +87,11 @@ class RolloutConfig:
     """Expert-parallel degree of sampling; 0: that of training."""
     etp: int = 0
     """Expert-tensor-parallel degree of sampling; 0: that of training."""
+    experts: Literal["exchange", "fetch", "whole"] = "exchange"
+    """How ranks that sample reach the experts. exchange: tokens are sent to the ranks of their experts, so
+    data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each
+    rank holds its part and reads the others from the memory of its peers, on one machine, so no rank waits for another
+    (DWDP, arXiv:2604.01621); CPU only, without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
     max_tokens: int = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: float = 1.0

@@ -55,9 +55,10 @@ class RunConfig:
     compile: Literal["none", "blocks"] = "none"
     """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of
     dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace those of run.kernels."""
-    cuda_graphs: Literal["none", "attention"] = "none"
-    """attention: replay the forward and backward pass of each attention from a CUDA graph, without the host's launches
-    ([kernels.md](kernels.md#cuda-graphs)). For CUDA, without tensor and context parallelism in the graph."""
+    cuda_graphs: Literal["none", "attention", "attention_router", "full"] = "none"
+    """Replay passes from CUDA graphs, without the host's launches ([kernels.md](kernels.md#cuda-graphs)). attention: of
+    each attention. attention_router: of each attention and each router. full: of a whole micro-batch, on one GPU. For
+    CUDA, without tensor and context parallelism in a graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

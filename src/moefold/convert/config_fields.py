@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, MAX_LAYERS, ModelConfig, expand_layer_pattern
+from moefold.config.model import MAX_LAYERS, ModelConfig
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]
@@ -125,131 +125,124 @@ class HeadSize:
 
 
 @dataclass(frozen=True)
-class RopeParameters:
-    """RoPE parameters: `rope_parameters`, or, in older folders, `rope_theta` and `rope_scaling`."""
-
-    theta: float
-    is_required: bool = False
-    """Reject an absent key, for families whose default is not "no scaling"."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read theta and the RoPE scaling."""
-        # As in transformers, the older key wins if both are given.
-        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-        if not given and self.is_required:
-            raise ConfigError("config.json lacks rope_parameters")
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
-        found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
-        found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
-        found |= {"rope_type": given["type"]} if "type" in given else {}
-        found |= given
-        kind = found["rope_type"]
-        if found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-            raise ConfigError("config.json has a partial_rotary_factor, which moefold does not read for this family")
-        keys = Renamed("rope_theta", "rope_theta").read(found)
-        if kind == "default":
-            return keys
-        if not isinstance(kind, str) or kind not in _ROPE_SCALINGS:
-            legal = ", ".join(map(repr, ("default", *_ROPE_SCALINGS)))
-            raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
-        # As in transformers, the context length of the model stands in for an absent original one.
-        found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
-        read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
-        return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write `rope_parameters` as transformers 5 does."""
-        if model.rope_scaling == "none":
-            return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"}}
-        values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta}
-        for entry in _ROPE_SCALINGS[model.rope_scaling]:
-            if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
-                values |= entry.write(model)
-        return {"rope_parameters": values}
-
-
-_FACTOR = Renamed("factor", "rope_scaling_factor")
-_ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")
-_ROPE_SCALINGS: dict[str, tuple[Renamed, ...]] = {
-    "linear": (_FACTOR,),
-    "llama3": (
-        _FACTOR,
-        _ORIGINAL_SEQ_LEN,
-        Renamed("low_freq_factor", "rope_low_freq_factor"),
-        Renamed("high_freq_factor", "rope_high_freq_factor"),
-    ),
-    "yarn": (
-        _FACTOR,
-        _ORIGINAL_SEQ_LEN,
-        Renamed("beta_fast", "rope_beta_fast", 32.0),
-        Renamed("beta_slow", "rope_beta_slow", 1.0),
-        Renamed("truncate", "rope_truncate", True),
-        Renamed("attention_factor", "rope_attention_factor", 0.0),
-        Renamed("mscale", "rope_mscale", 0.0),
-        Renamed("mscale_all_dim", "rope_mscale_all_dim", 0.0),
-    ),
-}
-"""Parameters of each RoPE scaling in `rope_parameters`, besides theta."""
-
-
-@dataclass(frozen=True)
-class SparseLayers:
-    """Layers with experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the other layers."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
-        count = _num_layers(hf_config)
-        step = hf_config.get("decoder_sparse_step")
-        dense = hf_config.get("mlp_only_layers")
-        step = 1 if step is None else step
-        dense = [] if dense is None else dense
-        if not _is_int(step) or step < 1:
-            raise ConfigError(f"config.json has decoder_sparse_step={step!r}, which should be a whole number from 1 on")
-        if not isinstance(dense, list) or not all(map(_is_int, dense)):
-            raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
-        kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
-        return {"layer_pattern": shorten_pattern("".join(kinds))}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the list of dense layers."""
-        dense = [i for i, kind in enumerate(model.layer_kinds) if kind == "D"]
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-@dataclass(frozen=True)
-class FirstKDense:
-    """`first_k_dense_replace`: number of leading dense layers; all other layers have experts."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
-        dense = hf_config.get("first_k_dense_replace") or 0
-        count = _num_layers(hf_config)
-        if not _is_int(dense) or not 0 <= dense < count:
-            raise ConfigError(f"config.json has first_k_dense_replace={dense!r} of num_hidden_layers={count!r}")
-        return {"layer_pattern": shorten_pattern("D" * dense + "M" * (count - dense))}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number of leading dense layers."""
-        kinds = "".join(model.layer_kinds)
-        return {"first_k_dense_replace": len(kinds) - len(kinds.lstrip("D")), "moe_layer_freq": 1}
-
-
-@dataclass(frozen=True)
 class SharedExperts:
     """`n_shared_experts` of the width of a routed expert, merged into one wide shared expert."""
 
+    hf_key: str = "n_shared_experts"
+    allows_none: bool = False
+    """0 means no shared expert; else transformers creates tensors of width 0, which moefold does not read."""
+    default: int | None = None
+
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the total width."""
-        count = hf_config.get("n_shared_experts")
+        count = hf_config.get(self.hf_key, self.default)
         width = hf_config.get("moe_intermediate_size")
-        if not _is_int(count) or not _is_int(width) or count < 1:
-            raise ConfigError(f"config.json has n_shared_experts={count!r} of moe_intermediate_size={width!r}")
+        if not is_int(count) or not is_int(width) or count < (0 if self.allows_none else 1):
+            raise ConfigError(f"config.json has {self.hf_key}={count!r} of moe_intermediate_size={width!r}")
         return {"shared_expert_ffn_hidden_size": count * width}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of experts; a width that does not divide reads back as another width."""
-        return {"n_shared_experts": model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
+        return {self.hf_key: model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
+
+
+@dataclass(frozen=True)
+class AttentionBias:
+    """`attention_bias`: biases on the query, key and value projections, and on that of the output if `has_output`."""
+
+    has_output: bool
+    hf_key: str = "attention_bias"
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the switch."""
+        found = Renamed(self.hf_key, "qkv_bias", False).read(hf_config)
+        return found | ({"attention_output_bias": found["qkv_bias"]} if self.has_output else {})
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the switch; a bias on some of the projections reads back as another model."""
+        return {self.hf_key: model.qkv_bias}
+
+
+@dataclass(frozen=True)
+class AttentionMultiplier:
+    """`attention_multiplier` of Granite: the factor of the attention scores."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
+        found = Renamed("attention_multiplier", "attention_scale", 1.0).read(hf_config)
+        if found["attention_scale"] <= 0:
+            raise ConfigError(
+                f"config.json has attention_multiplier={found['attention_scale']}, which should be above 0"
+            )
+        hidden = hf_config.get("hidden_size")
+        heads = hf_config.get("num_attention_heads")
+        if is_int(hidden) and is_int(heads) and heads > 0:
+            head_size = hf_config.get("head_dim") or hidden // heads
+            return {} if found["attention_scale"] == head_size**-0.5 else found
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the factor."""
+        return {"attention_multiplier": model.attention_scale or model.head_size**-0.5}
+
+
+@dataclass(frozen=True)
+class InputScaling:
+    """`mup_enabled`: token embeddings are multiplied by the square root of the hidden size."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the multiplier."""
+        is_enabled = hf_config.get("mup_enabled") or False
+        hidden = hf_config.get("hidden_size")
+        if not isinstance(is_enabled, bool) or not is_int(hidden) or hidden < 1:
+            raise ConfigError(f"config.json has mup_enabled={is_enabled!r} of hidden_size={hidden!r}")
+        return {"embedding_multiplier": hidden**0.5} if is_enabled else {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the switch; another multiplier reads back as another model."""
+        return {"mup_enabled": model.embedding_multiplier != 1.0}
+
+
+@dataclass(frozen=True)
+class SameForAllLayers:
+    """A number, or a list with the same number for every layer (Hunyuan)."""
+
+    hf_key: str
+    key: str
+    default: Any = REQUIRED
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the number; reject a list of different ones."""
+        value = hf_config.get(self.hf_key)
+        if isinstance(value, list):
+            if not value or any(other != value[0] for other in value):
+                raise ConfigError(f"config.json has {self.hf_key}={value!r}; moefold computes equal layers only")
+            value = value[0]
+        return Renamed(self.hf_key, self.key, self.default).read({self.hf_key: value})
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the number."""
+        return Renamed(self.hf_key, self.key).write(model)
+
+
+@dataclass(frozen=True)
+class HunyuanSharedExpert:
+    """The shared expert of Hunyuan: `intermediate_size` wide, like the routed ones."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the width; reject folders whose experts have other widths or whose shared experts are several."""
+        found = Renamed("intermediate_size", "shared_expert_ffn_hidden_size").read(hf_config)
+        width = found["shared_expert_ffn_hidden_size"]
+        for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
+            value = hf_config.get(key, legal)
+            values = value if isinstance(value, list) else [value]
+            if any(other != legal for other in values):
+                raise ConfigError(f"config.json has {key}={value!r}, which moefold does not compute; only {legal}")
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys; another width reads back as that of a routed expert."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -331,30 +324,6 @@ class RouterGroups:
 
 
 @dataclass(frozen=True)
-class SlidingWindowLayers:
-    """`layer_types` and `sliding_window`; without types, alternating window and full attention, as in gpt-oss."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the attention pattern and the window."""
-        count = _num_layers(hf_config)
-        window = hf_config.get("sliding_window", 128)
-        letters = {"sliding_attention": "W", "full_attention": "F"}
-        kinds = hf_config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
-        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(letters) for kind in kinds):
-            raise ConfigError(f"config.json has layer_types={kinds!r}, which moefold does not compute")
-        pattern = shorten_pattern("".join(letters[kind] for kind in kinds), ATTENTION_KINDS)
-        if "W" not in pattern:
-            return {"attention_pattern": pattern, "sliding_window": 0}
-        size = Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
-        return {"attention_pattern": pattern, **size}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the type of every layer."""
-        kinds = ["sliding_attention" if window else "full_attention" for window in model.layer_windows]
-        return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
-
-
-@dataclass(frozen=True)
 class MultiHeadKeyValue:
     """num_key_value_heads of multi-head attention, equal to the number of query heads."""
 
@@ -365,39 +334,6 @@ class MultiHeadKeyValue:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of query heads."""
         return {"num_key_value_heads": model.num_attention_heads}
-
-
-@dataclass(frozen=True)
-class UniformLayers:
-    """Constant layer kind of all layers."""
-
-    kind: str
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return the layer pattern."""
-        return {"layer_pattern": self.kind}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys."""
-        return {}
-
-
-@dataclass(frozen=True)
-class NoSlidingWindow:
-    """`layer_types` without sliding windows, if the key is present."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject sliding windows."""
-        kinds = hf_config.get("layer_types") or ["full_attention"]
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise ConfigError(
-                f"config.json has layer_types={kinds!r}, which moefold does not compute; only 'full_attention'"
-            )
-        return {}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -418,30 +354,20 @@ class NormTopKProb:
         return {"norm_topk_prob": model.router_softmax == "post"}
 
 
-def shorten_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
-    """Return the shortest layer pattern for the kinds of all layers: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
-    for size in range(1, len(kinds)):
-        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
-            kinds = kinds[:size]
-            break
-    spelled = ""
-    i = 0
-    while i < len(kinds):
-        count = len(kinds[i:]) - len(kinds[i:].lstrip(kinds[i]))
-        spelled += kinds[i] + (str(count) if count > 1 else "")
-        i += count
-    assert expand_layer_pattern(spelled, alphabet) == kinds
-    return spelled
+def num_layers_of(hf_config: Json) -> int:
+    """Return num_hidden_layers.
 
-
-def _num_layers(hf_config: Json) -> int:
+    Raises:
+        ConfigError: it is no count.
+    """
     count = hf_config.get("num_hidden_layers")
-    if not isinstance(count, int) or not _is_int(count) or not 1 <= count <= MAX_LAYERS:
+    if not isinstance(count, int) or not is_int(count) or not 1 <= count <= MAX_LAYERS:
         raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MAX_LAYERS}")
     return count
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
+    """Return whether a value of a JSON file is a whole number, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

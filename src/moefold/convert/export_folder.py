@@ -22,8 +22,15 @@ from moefold.checkpoint.streaming_io import CheckpointSource, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.families import FAMILIES, Family
-from moefold.convert.hf_config import families_for, family_unsupported_reason, parse_model_config, read_hf_config
+from moefold.convert.families import FAMILIES
+from moefold.convert.family import Family
+from moefold.convert.hf_config import (
+    QUANTIZATION_KEY,
+    families_for,
+    family_unsupported_reason,
+    parse_model_config,
+    read_hf_config,
+)
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
@@ -114,9 +121,9 @@ def write_config(
     before = _parse_model(original, origin.sidecar_dir) if original.get("model_type") == family.name else None
     # Adding or dropping MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
-        keys = dict(original)
+        keys = {key: value for key, value in original.items() if key != QUANTIZATION_KEY}
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.lacks_mtp_layers(model)):
-            keys = {key: value for key, value in original.items() if key not in MTP_KEYS}
+            keys = {key: value for key, value in keys.items() if key not in MTP_KEYS}
             keys[MTP_KEYS[0]] = model.mtp_layers
         keys |= token_ids
         if keys == original and (
@@ -205,7 +212,7 @@ def export_folder(
     mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
     _check_tensors(mapping, source, checkpoint, left_out)
     dtypes = _hf_dtypes(mapping, source, options)
-    files = _plan_shards(mapping, dtypes, model, origin.manifest, options)
+    files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
     metadata = {} if origin.manifest is None else origin.manifest.metadata
     with atomic_directory(out, world) as tmp_dir:
         layouts = {
@@ -305,7 +312,7 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
 def _plan_shards(
     mapping: StateDictMapping,
     dtypes: Mapping[str, str],
-    model: ModelConfig,
+    exported: tuple[ModelConfig, Family],
     imported: Manifest | None,
     options: ExportOptions,
 ) -> dict[str, TensorSpecs]:
@@ -315,8 +322,8 @@ def _plan_shards(
         options.mtp_inside and any(is_mtp_file(entry.file) for entry in entries.values())
     )
     shard_bytes = MAX_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-    separates_mtp = needs_mtp_file(model) and not options.mtp_inside
-    return assign_shards(mapping, dtypes, model, None if is_other else imported, shard_bytes, separates_mtp)
+    separates_mtp = needs_mtp_file(*exported) and not options.mtp_inside
+    return assign_shards(mapping, dtypes, exported[0], None if is_other else imported, shard_bytes, separates_mtp)
 
 
 def _messages(files: Collection[str]) -> tuple[str, ...]:
@@ -326,7 +333,7 @@ def _messages(files: Collection[str]) -> tuple[str, ...]:
     return (
         f"the layers of multi-token prediction are in {format_list(mtp_files)}, which no index lists: transformers "
         "would report them as unexpected. moefold import reads them; --mtp-inside writes them among the others, as "
-        "DeepSeek does",
+        "released folders do",
     )
 
 

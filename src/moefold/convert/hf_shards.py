@@ -16,9 +16,9 @@ from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.convert.families import FAMILIES
+from moefold.convert.family import Family
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.mtp import (
-    IGNORED_BY_TRANSFORMERS,
     INDEX_FILE,
     MTP_FILES,
     SINGLE_FILE,
@@ -193,9 +193,9 @@ def assign_shards(
     return files | _split_shards((name for name in names if name in mtp_names), tensors, shard_bytes, MTP_STEM)
 
 
-def needs_mtp_file(model: ModelConfig) -> bool:
+def needs_mtp_file(model: ModelConfig, family: Family) -> bool:
     """Return whether transformers would report MTP layers in the indexed files as unexpected."""
-    return any(number not in IGNORED_BY_TRANSFORMERS for number in mtp_layer_numbers(model))
+    return any(number not in family.mtp_unreported for number in mtp_layer_numbers(model))
 
 
 def is_mtp_file(file: str) -> bool:

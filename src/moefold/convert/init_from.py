@@ -30,6 +30,7 @@ from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint
 from moefold.convert.preflight import (
     export_message,
     granularity,
+    read_model,
     resolve_weights_folder,
     upcycle_scale,
     without_upcycling,
@@ -87,6 +88,12 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
+    if (
+        is_first_rank
+        and not cfg.model.upcycle_from
+        and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
+    ):
+        notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
     return "; note: ".join([summary, *filter(None, notes)])
 

@@ -15,9 +15,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FILES = "moefold-mtp*.safetensors"
 """Files with MTP layers next to the files above; no index lists them."""
-IGNORED_BY_TRANSFORMERS = (61,)
-"""The only MTP layer that transformers 5 does not report as unexpected: that of DeepSeek-V3 itself
-(`_keys_to_ignore_on_load_unexpected` of DeepseekV3PreTrainedModel)."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 

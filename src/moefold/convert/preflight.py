@@ -186,6 +186,14 @@ def read_model(path: Path) -> ModelConfig:
     return model
 
 
+def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model of some weights without its layers of multi-token prediction, if a recipe has none of them.
+
+    They read the model's last hidden states and change nothing in it, so the other weights are those of the recipe.
+    """
+    return weights if model.mtp_layers else replace(weights, mtp_layers=0)
+
+
 def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     """Return why a recipe cannot start with the weights of a folder; empty if it can.
 
@@ -198,7 +206,7 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
-    different = model_differences(model_sizes(weights_model), cfg.model)
+    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), cfg.model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 

@@ -27,7 +27,8 @@ class SliceMapping:
         hf_name: name of the HF tensor.
         hf_start: first index of the slice, for each HF dim.
         hf_step: step of the slice, for each HF dim.
-        dims: for each of our dims the matching HF dim; None for a dim of size 1 that the HF tensor lacks.
+        dims: for each of our dims the matching HF dim; None for a dim of size 1 that the HF tensor lacks. HF dims that
+            are not listed have size 1.
     """
 
     name: str
@@ -53,6 +54,8 @@ class SliceMapping:
 
     def intersect_hf_rows(self, start: int, stop: int) -> "SliceMapping | None":
         """Return the part of the slice in some rows (first dim) of the HF tensor; None if there is none."""
+        if 0 not in self.dims:
+            return self if start <= 0 < stop else None
         first = self.hf_start[0]
         step = self.hf_step[0]
         dim = self.dims.index(0)
@@ -69,13 +72,14 @@ class SliceMapping:
         """Return the slice of the HF tensor, with steps."""
         sizes = dict(zip(self.dims, self.size, strict=True))
         return tuple(
-            slice(start, start + (sizes[dim] - 1) * step + 1, step)
+            slice(start, start + (sizes.get(dim, 1) - 1) * step + 1, step)
             for dim, (start, step) in enumerate(zip(self.hf_start, self.hf_step, strict=True))
         )
 
     def permutation(self) -> tuple[int, ...]:
-        """Return the HF dims in the order of our dims."""
-        return tuple(dim for dim in self.dims if dim is not None)
+        """Return the HF dims in the order of our dims, after those that ours lack."""
+        own = tuple(dim for dim in self.dims if dim is not None)
+        return (*(dim for dim in range(len(self.hf_start)) if dim not in own), *own)
 
     def inverse_permutation(self) -> tuple[int, ...]:
         """Return the inverse of `permutation`."""
@@ -85,7 +89,12 @@ class SliceMapping:
     def hf_size(self) -> Shape:
         """Return the size of the slice in the order of the HF dims."""
         sizes = dict(zip(self.dims, self.size, strict=True))
-        return tuple(sizes[dim] for dim in range(len(self.hf_start)))
+        return tuple(sizes.get(dim, 1) for dim in range(len(self.hf_start)))
+
+    def permuted_size(self) -> Shape:
+        """Return the size of the slice in the order of `permutation`."""
+        sizes = self.hf_size()
+        return tuple(sizes[dim] for dim in self.permutation())
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,37 @@ class RenamedTensor:
         zeros = (0,) * len(shape)
         ones = (1,) * len(shape)
         yield SliceMapping(
-            param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
+            param_name, zeros, shape, fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
         )
+
+
+@dataclass(frozen=True)
+class RowVector:
+    """HF matrix of one row that equals our vector."""
+
+    hf_name: str
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield one slice mapping of the whole tensor."""
+        yield SliceMapping(param_name, (0,), shape, fill_in_layer(self.hf_name, layer), (0, 0), (1, 1), (1,))
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Block of rows of an HF matrix that fuses several of our matrices of one shape (Granite: gate and up).
+
+    Attributes:
+        hf_name: its name.
+        part: our block.
+    """
+
+    hf_name: str
+    part: int
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield one slice mapping of the whole parameter."""
+        start = (self.part * shape[0], 0)
+        yield SliceMapping(param_name, (0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1), (0, 1))
 
 
 @dataclass(frozen=True)
@@ -173,7 +211,7 @@ class PerExpertTensors:
         """Yield one slice mapping per expert."""
         experts, first, second = shape
         for e in range(experts):
-            name = _fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
+            name = fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
             yield SliceMapping(param_name, (e, 0, 0), (1, first, second), name, (0, 0), (1, 1), (None, 1, 0))
 
 
@@ -193,7 +231,7 @@ class StackedExperts:
         """Yield one slice mapping of all experts."""
         start = (0, self.part * shape[2], 0)
         yield SliceMapping(
-            param_name, (0, 0, 0), shape, _fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
+            param_name, (0, 0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
         )
 
 
@@ -216,8 +254,9 @@ class InterleavedTensor:
         dims = tuple(range(len(shape)))
         start = (*zeros[:-1], self.part)
         step = (*ones, 2)
-        yield SliceMapping(param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), start, step, dims)
+        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, step, dims)
 
 
-def _fill_in_layer(template: str, layer: str) -> str:
+def fill_in_layer(template: str, layer: str) -> str:
+    """Return an HF name for a layer."""
     return template.replace("{l}", layer)

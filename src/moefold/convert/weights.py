@@ -12,7 +12,7 @@ from moefold.checkpoint.streaming_io import CheckpointSource, TensorChunk, split
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import raise_on_all_ranks
-from moefold.convert.families import Family, TensorRules
+from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.mtp import is_mtp_tensor
@@ -238,10 +238,9 @@ def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorC
         if piece is None:
             continue
         ours = source.read(piece.name, piece.region())
-        sizes = [size for size, dim in zip(piece.size, piece.dims, strict=True) if dim is not None]
         first, *others = piece.hf_region()
         box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *others)
-        values[box] = ours.reshape(sizes).permute(piece.inverse_permutation())
+        values[box] = ours.reshape(piece.permuted_size()).permute(piece.inverse_permutation())
     return values
 
 

@@ -13,6 +13,9 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+LINEAR_CHUNK_SIZE = 64
+"""Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
+
 
 class BlockSizes:
     """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
@@ -65,10 +68,16 @@ class BlockSizes:
         )
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
-        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp."""
+        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
+
+        A norm of the block's output saves its input, which nothing else saves.
+        """
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
-        if "norms" not in self.recompute:
+        placement = self.cfg.model.norm_placement
+        if placement != "pre":
+            saved["norms"] += self.norm(self.tokens, hidden) + self.hidden_bytes
+        if "norms" not in self.recompute and placement != "post":
             saved["norms"] += self.norm(self.tokens, hidden)
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:
@@ -114,12 +123,16 @@ def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
         width = query + key_value // 2
         over_heads = model.qk_norm_width == "all_heads"
         saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
+    if model.attention_gate:
+        # The sigmoid and the product.
+        saved["attention"] += sizes.gathered_bytes(2 * query)
     return saved + saved_by_core_attention(sizes, model.head_size)
 
 
 def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
     query, key_value = _gqa_widths(sizes)
-    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + 2 * query + key_value))
+    projected = (3 if sizes.cfg.model.attention_gate else 2) * query + key_value
+    return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
 
 
 def _gqa_widths(sizes: BlockSizes) -> tuple[int, int]:
@@ -203,6 +216,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     if has_shared and "shared_experts" not in sizes.recompute:
         saved["shared experts"] += sizes.swiglu(model.shared_expert_ffn_hidden_size)
         saved["shared experts"] += sizes.gathered_bytes(model.hidden_size) if p.tp > 1 else 0
+    if model.moe_hidden_size:
+        # The input of the projection back.
+        saved["shared experts"] += sizes.tokens * model.moe_hidden_size * sizes.item_bytes
     routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
         sizes.high_precision_bytes + INT_BYTES
     )
@@ -217,10 +233,13 @@ def _moe_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
     delayed = BytesByPart()
     if not dispatcher_of(sizes.cfg).moves_experts:
-        width = 2 * model.hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
+        width = 2 * model.expert_hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
         delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
     if model.shared_expert_ffn_hidden_size:
         delayed["shared experts"] = sizes.swiglu_wgrad(model.shared_expert_ffn_hidden_size)
+    if model.moe_hidden_size:
+        widths = 2 * (model.hidden_size + model.moe_hidden_size)
+        delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
     return delayed
 
 
@@ -234,7 +253,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
-    width = inner + model.hidden_size * sizes.experts.applies_probs
+    width = inner + model.expert_hidden_size * sizes.experts.applies_probs
     return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
 
@@ -252,11 +271,66 @@ def _transient_moe(sizes: BlockSizes) -> BytesByPart:
     return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
 
+def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+    key, value, heads = _linear_widths(sizes)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+    saved["core attention"] += sizes.gathered_bytes(value)
+    return saved
+
+
+def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
+
+    Numbers for each token in float32, fitted to measurements of ten shapes (docs/log.md): products within a chunk, keys
+    of the key heads and of the value heads, values, and states between chunks.
+    """
+    model = sizes.cfg.model
+    key, value, heads = _linear_widths(sizes)
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (3.75, 4.0, 1.3, 3.05, 3.65) if is_low_precision else (3.5, 5.8, 1.7, 4.2, 3.55)
+    widths = (
+        heads * LINEAR_CHUNK_SIZE,
+        key,
+        heads * model.linear_key_head_dim,
+        value,
+        value * model.linear_key_head_dim / LINEAR_CHUNK_SIZE,
+    )
+    numbers = sum(factor * width for factor, width in zip(factors, widths, strict=True))
+    transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
+    if "layer" in sizes.recompute:
+        # The recomputed layer saves the projections twice: for its graph and for the recomputation inside it.
+        transient["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+    return transient
+
+
+def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
+    key, value, heads = _linear_widths(sizes)
+    width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
+    """Return the widths of this rank's keys and values, and its value heads."""
+    model = sizes.cfg.model
+    tp = sizes.cfg.parallel.tp
+    heads = model.linear_num_value_heads // tp
+    return (
+        model.linear_num_key_heads // tp * model.linear_key_head_dim,
+        heads * model.linear_value_head_dim,
+        heads,
+    )
+
+
 ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+    "gated_deltanet": BlockMemory(
+        saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
+    ),
 }
-"""Memory of each attention, by its name in `model.attention`."""
+"""Memory of each attention, by its name in `cost/layer_spec.py`."""
 
 FEED_FORWARD_MEMORY = {
     "D": BlockMemory(saved=_saved_by_dense, delayed_wgrad=_dense_wgrad),

@@ -116,7 +116,7 @@ class ExpertMemory:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
-        return self._cfg.model.hidden_size * self._item_bytes
+        return self._cfg.model.expert_hidden_size * self._item_bytes
 
     @property
     def _saved_ffn_widths(self) -> int:
@@ -152,7 +152,7 @@ class ExpertMemory:
 
     def combine_buffer(self) -> BytesByPart:
         """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better."""
-        hidden = self._cfg.model.hidden_size * self._high_precision_bytes
+        hidden = self._cfg.model.expert_hidden_size * self._high_precision_bytes
         num_tokens = self.expert_tokens if self.combines_locally else self.routed_tokens
         high_precision_copy = num_tokens * hidden if self._item_bytes < self._high_precision_bytes else 0
         return BytesByPart({"dispatch buffers": high_precision_copy + self._tokens * hidden})
@@ -164,7 +164,7 @@ class ExpertMemory:
         if not self._gathers_tokens:
             return BytesByPart()
         token = (
-            model.hidden_size * (self._high_precision_bytes + self._item_bytes)
+            model.expert_hidden_size * (self._high_precision_bytes + self._item_bytes)
             + INDICES_PER_ROUTED_TOKEN * model.top_k * INT_BYTES
         )
         return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * token})

@@ -30,4 +30,6 @@ def missing_reason(part: str, model: ModelConfig) -> str:
         return "no layer of model.layer_pattern is M"
     if part == "shared_experts" and model.shared_expert_ffn_hidden_size == 0:
         return "model.shared_expert_ffn_hidden_size=0 means none"
+    if part == "norms" and model.norm_placement == "post":
+        return "model.norm_placement='post' has no norms of inputs"
     return ""

@@ -5,7 +5,7 @@ from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:
@@ -29,13 +29,37 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     sampled = WeightSharding.from_config(rollout_config(cfg), for_training=False)
     itemsize = sampled_itemsize(rollout_config(cfg))
     wide = master_dtype_bytes(cfg)
+    # Experts that other ranks read lie in memory of their own.
+    peer_read = {name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg)}
     found = []
     for rank in ranks:
         held = {} if cfg.rollout.ranks else trained.boxes(rank)
         own = {
-            name: box for name, box in sampled.boxes(rank).items() if itemsize[name] != wide or held.get(name) != box
+            name: box
+            for name, box in sampled.boxes(rank).items()
+            if itemsize[name] != wide or held.get(name) != box or name in peer_read
         }
         found.append(held_bytes(own, itemsize))
+    return tuple(found)
+
+
+def gathered_weight_bytes(cfg: Config) -> tuple[int, ...]:
+    """Return the bytes of the weights that a model in training gathers to sample, on the first rank of each stage.
+
+    FSDP gathers all weights in the compute type. One rank gathers none, and which of its weights have copies in the
+    compute type depends on the kernels; they are not counted.
+    """
+    p = cfg.parallel
+    if has_rollout_mapping(cfg) or p.world_size == 1:
+        return (0,) * p.pp
+    whole = WeightSharding.from_config(cfg, for_training=False)
+    itemsize = sampled_itemsize(cfg)
+    names = model_weights(cfg.model).keys()
+    found = [0] * p.pp
+    for rank in range(p.world_size):
+        stage = whole.layout.attention.coordinate(rank, "pp")
+        if not found[stage]:
+            found[stage] = held_bytes({n: b for n, b in whole.boxes(rank).items() if n in names}, itemsize)
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ from moefold.config.schema import DataConfig
 from moefold.config.suggestions import closest_match
 from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogates, unknown_column_message
 from moefold.data.input_paths import existing_path
+from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
 from moefold.errors import ConfigError
 
@@ -82,6 +83,8 @@ class ChatTemplate:
         self.source = source
         date = [CHAT_DATE.isoformat()] if "strftime_now" in source else []
         self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
+        self.reward_prompt: RewardPrompt | None = None
+        """Reward that `render_prompt` writes into the turn before the answer."""
         self._location = location
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
         has_marks = bool(_GENERATION.search(source))
@@ -133,6 +136,8 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
         """
+        if self.reward_prompt is not None:
+            messages = self.reward_prompt.fill_message(messages, len(messages) - (1 if add_generation_prompt else 2))
         request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
         (answer,) = self._process.process_requests([request])
         text = self._to_rendered_chat(answer, location).text

@@ -9,6 +9,7 @@ from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.tasks import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer
@@ -50,8 +51,9 @@ class PromptSource(Protocol):
 class TaskPrompts:
     """The problems of a task as prompts; the reward function gets their columns."""
 
-    def __init__(self, problems: Problems, tokenizer: Tokenizer) -> None:
+    def __init__(self, problems: Problems, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> None:
         self._problems = problems
+        self._want = want
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -61,8 +63,9 @@ class TaskPrompts:
     def prompt(self, index: int) -> Prompt:
         """Return prompt `index`."""
         problem = self._problems.problem(index)
-        ids = tuple(self._tokenizer.encode(problem.prompt).tolist())
-        return Prompt(problem.prompt, problem.prompt, ids, problem.columns, f"problem {index}")
+        text = problem.prompt if self._want is None else self._want.fill(problem.prompt)
+        ids = tuple(self._tokenizer.encode(text).tolist())
+        return Prompt(problem.prompt, text, ids, problem.columns, f"problem {index}")
 
 
 class FilePrompts:
@@ -140,8 +143,13 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Prompt
     )
 
 
-def read_prompts(data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def read_prompts(data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> list[Prompt]:
     """Read and tokenise all prompts of the files that data.path names.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: the tokenizer.
+        want: reward to ask for in the text of each prompt; None: for none.
 
     Raises:
         ConfigError: see `open_prompts`.
@@ -154,10 +162,12 @@ def read_prompts(data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
             source = record.fields.get(PROMPT_COLUMN)
             if isinstance(source, list):
                 template = template or load_chat_template(data)
+                template.reward_prompt = want
                 _check_messages(source, record.location)
                 text = template.render_prompt(source, record.location, add_generation_prompt=True)
             else:
                 text = column_text(record.fields, PROMPT_COLUMN, record.location)
+                text = text if want is None else want.fill(text)
             prompts.append(_make_prompt(record, source, text, tokenizer))
     if not prompts:
         raise ConfigError(

@@ -8,25 +8,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import cache_bytes
+from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
-from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
     EVAL_OOM_HINT,
+    EXPERTS_OPTION,
     GENERATE_OOM_HINT,
     InferenceRequest,
     batch_bytes,
-    inference_config,
+    launched_config,
 )
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (
@@ -43,6 +46,7 @@ from moefold.inference.text import (
     stop_token_ids,
 )
 from moefold.launch.fitting import check_inference, choose_checked_device
+from moefold.validate.rollout_experts import check_fetching_ranks
 
 ENGINE_OPTIONS = (
     (r"cache_gib=", "--cache-gib "),
@@ -84,6 +88,8 @@ class GenerateOptions:
     """Prompts are messages, which the model's chat template encloses."""
     chat_template: str = ""
     """File of a template instead of the model's; with `chat` only."""
+    want: str = ""
+    """Reward to ask for instead of align.want, or "none"; with `chat` only."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
     tokenizer: str = ""
@@ -94,6 +100,8 @@ class GenerateOptions:
     """"cpu", "cuda" or "auto"."""
     cache_gib: float = 0.0
     """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
+    experts: Literal["exchange", "fetch"] = "exchange"
+    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +199,10 @@ def prepare_evaluation(
         overrides=request.overrides,
         dtype=options.dtype,
         device=options.device,
-        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=seq_len,
         batch_size=options.batch_size,
     )
-    cfg = inference_config(source, inference, "evaluate")
-    if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
+    cfg = launched_config(source, inference, "evaluate", rank_env)
     _check_logits(request)
     given, name = _token_ids(request, source)
     ids = open_ids(given) if isinstance(given, Path) else given
@@ -207,7 +212,7 @@ def prepare_evaluation(
     if cfg.moe.eval_capacity_factor <= 0:
         # Without a capacity, padding sequences cost time but do not change the result: shrink the batch.
         batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
-        cfg = inference_config(source, replace(inference, batch_size=batch_size), "evaluate")
+        cfg = launched_config(source, replace(inference, batch_size=batch_size), "evaluate", rank_env)
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
     device_type = choose_inference_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
     return EvalJob(
@@ -245,17 +250,18 @@ def prepare_generation(
         overrides=request.overrides,
         dtype=options.dtype,
         device=options.device,
-        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=2,
         batch_size=1,
+        experts=options.experts,
     )
-    cfg = inference_config(source, inference, "generate")
-    if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
+    cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         tokenizer = open_tokenizer(source, options.tokenizer)
     if options.chat_template and not options.chat:
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
+    if options.want and not options.chat:
+        raise ConfigError(f"--want {options.want} has no effect without --chat; add it, or leave --want out")
+    source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
     ends = frozenset[int]()
@@ -264,7 +270,7 @@ def prepare_generation(
     else:
         ids = encode_prompts(source, tokenizer, prompts)
     longest = max(map(len, ids)) + request.max_tokens
-    cfg = inference_config(source, replace(inference, seq_len=longest), "generate")
+    cfg = launched_config(source, replace(inference, seq_len=longest), "generate", rank_env)
     eos_ids = frozenset() if options.ignore_eos else ends | stop_token_ids(source, tokenizer)
     requests = tuple(
         Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=eos_ids)
@@ -302,7 +308,7 @@ def _cache_bytes(cfg: Config, requests: Sequence[Request], settings: EngineSetti
     if max_pages is not None:
         check_requests(requests, max_pages)
         num_pages = min(num_pages, max_pages)
-    return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)
+    return cache_bytes(cfg, num_pages, min(settings.slots, -(-len(requests) // dp)), settings.cache)
 
 
 def choose_inference_device(
@@ -323,6 +329,9 @@ def choose_inference_device(
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     with reworded_errors(*DEVICE_OPTION):
         device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    with reworded_errors(*EXPERTS_OPTION):
+        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
+        check_fetching_ranks(cfg, device_type, ranks_per_machine)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
     return device_type

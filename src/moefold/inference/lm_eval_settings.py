@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moefold.config.schema import Config
 from moefold.data.chat import ChatTemplate
+from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.settings import InferenceRequest, inference_config
@@ -38,6 +39,8 @@ class LmSettings:
     tokenizer: str = ""
     chat_template: str = ""
     """Template file for --apply_chat_template; "" uses the model's template."""
+    want: str = ""
+    """Reward that --apply_chat_template asks for instead of align.want, or "none"."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
@@ -80,6 +83,7 @@ class LmSettings:
             ConfigError: there is no such model, or the mapping does not fit it.
         """
         source = find_source(self.path)
+        source = replace(source, want=override_want(source.want, self.want, "--model_args want="))
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]
         request = InferenceRequest(
             overrides=tuple(overrides),

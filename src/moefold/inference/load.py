@@ -9,6 +9,8 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.convert.weights import load_hf_weights
 from moefold.data.tokenizer import Tokenizer
+from moefold.errors import reworded_errors
+from moefold.inference.settings import EXPERTS_OPTION
 from moefold.inference.source import ModelSource
 from moefold.parallel.inference_model import InferenceModel
 from moefold.validate.config import check_config
@@ -38,9 +40,12 @@ def load_model(
 
     Raises:
         ConfigError: the weights are corrupt or incomplete; raised on every rank.
+        RunError: ranks that read each other's experts share no memory; raised on every rank.
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
-    model = InferenceModel(cfg, groups)
+    with reworded_errors(*EXPERTS_OPTION):
+        model = InferenceModel(cfg, groups)
     load = load_hf_weights if source.kind == "huggingface" else load_weights
-    load(source.path, model.named_parameters, model.named_buffers)
+    with model.writing_weights():
+        load(source.path, model.named_parameters, model.named_buffers)
     return LoadedModel(model, tokenizer, cfg, groups)

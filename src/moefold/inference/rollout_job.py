@@ -7,17 +7,18 @@ from typing import Literal
 
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config, DataConfig
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
+from moefold.data.reward_prompt import override_want
 from moefold.data.tasks import Problems
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
-from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config
+from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.rl.reward import check_reward
@@ -56,8 +57,11 @@ class RolloutRequest:
     dtype: str = "auto"
     device: str = "auto"
     slots: int = 256
+    experts: Literal["exchange", "fetch"] = "exchange"
     cache_gib: float = 0.0
     force: bool = False
+    want: str = ""
+    """Reward to ask for instead of align.want, or "none"."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,16 @@ def prepare_rollouts(
     _check_options(request)
     source = find_source(request.model)
     report_skipped(source.skipped)
+    source = replace(source, want=override_want(source.want, request.want))
     inference = InferenceRequest(
         overrides=request.overrides,
         dtype=request.dtype,
         device=request.device,
-        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=2,
         batch_size=1,
+        experts=request.experts,
     )
-    cfg = inference_config(source, inference, "generate")
-    if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
+    cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)
     prompts = open_rollout_prompts(task_cfg, source, request)
     num_prompts = request.count or (DEFAULT_PROBLEMS if request.task else len(prompts))
@@ -114,7 +117,7 @@ def prepare_rollouts(
     with reworded_errors(*ROLLOUT_WORDS):
         check_reward(task_cfg, [prompts.prompt(0)])
     longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
-    cfg = inference_config(source, replace(inference, seq_len=longest), "generate")
+    cfg = launched_config(source, replace(inference, seq_len=longest), "generate", rank_env)
     settings = EngineSettings(
         slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
     )
@@ -126,7 +129,8 @@ def prepare_rollouts(
         if max_pages is not None:
             check_requests([one], max_pages)
             num_pages = min(num_pages, max_pages)
-    cache = {f"the cache of {request.slots} rollouts": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    num_samples = min(request.slots, num_prompts * request.samples)
+    cache = {f"the cache of {request.slots} rollouts": cache_bytes(cfg, num_pages, num_samples)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, GENERATE_OOM_HINT)
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
@@ -141,9 +145,9 @@ def open_rollout_prompts(task_cfg: Config, source: ModelSource, request: Rollout
         tokenizer = open_tokenizer(source, request.tokenizer)
     if request.task:
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
-        return TaskPrompts(problems, tokenizer)
+        return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer)
+        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want)
     return FilePrompts(found, None)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ from moefold.rl.rollout import Group, Rollout
 
 Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
 """Returns the rewards of a group from its scores."""
+
+
+RolloutKey = tuple[int, int]
+"""Numbers of the prompt and of the sample."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class CollectedRollouts:
     rollout_s: float
     """Seconds of sampling on this rank, and of scoring with the wait for the other ranks."""
     reward_s: float
+    shards: list[int] = field(default_factory=list)
+    """Data-parallel rank that sampled each group."""
+    expert_ids: dict[RolloutKey, NDArray[np.integer]] = field(default_factory=dict)
+    """Experts chosen for the rollouts that this rank sampled, as in `Completion`, if the engine records them."""
 
 
 class RolloutCollector:
@@ -103,7 +111,9 @@ class RolloutCollector:
         # Every rank samples whole groups, so that the samples of a prompt share its cache.
         mine = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
         prompts = [open_prompt(index) for index in mine]
-        rollouts = self._sample(mine, prompts, group_size, sampling)
+        requests = self._requests(mine, prompts, group_size, sampling)
+        completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
+        rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
         sampled_s = time.perf_counter()
         recorder.set_phase("computing rewards")
         own = None
@@ -116,10 +126,19 @@ class RolloutCollector:
         }
         found_groups: list[Group] = []
         failures: list[FailedReward] = []
+        shards: list[int] = []
         for shard in sorted(by_shard):
             found_groups += by_shard[shard][0]
+            shards += [shard] * len(by_shard[shard][0])
             failures += by_shard[shard][1]
-        return CollectedRollouts(found_groups, failures, sampled_s - started_s, time.perf_counter() - sampled_s)
+        expert_ids = {
+            (request.prompt_number, request.sample_number): completion.expert_ids
+            for request, completion in zip(requests, completions, strict=True)
+            if completion.expert_ids is not None
+        }
+        return CollectedRollouts(
+            found_groups, failures, sampled_s - started_s, time.perf_counter() - sampled_s, shards, expert_ids
+        )
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without the token or the text that ended it."""
@@ -129,10 +148,10 @@ class RolloutCollector:
         text = self._tokenizer.decode(tokens)
         return text.partition(self._stop.string)[0] if rollout.finish_reason == "stop" else text
 
-    def _sample(
+    def _requests(
         self, indices: Sequence[int], prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams
-    ) -> list[Rollout]:
-        requests = [
+    ) -> list[Request]:
+        return [
             Request(
                 prompt=prompt.ids,
                 prompt_number=index,
@@ -144,8 +163,6 @@ class RolloutCollector:
             for index, prompt in zip(indices, prompts, strict=True)
             for number in range(group_size)
         ]
-        completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
-        return [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
 
     def _is_complete(self, number: int, tokens: Sequence[int]) -> bool:
         return has_stop_string(self._tokenizer, [self._stop.string], tokens)

@@ -8,14 +8,18 @@ from math import lcm
 from typing import Any, Literal, get_args
 
 from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.config.suggestions import describe_type, nearest_numbers
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, raise_all, reworded_errors
+from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
 from moefold.topology.dispatchers import dispatcher_of, inference_dispatchers
 from moefold.topology.layout import divisors
+from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config
+from moefold.validate.rollout_experts import fetch_violations
 
 Purpose = Literal["evaluate", "generate"]
 
@@ -31,6 +35,8 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
     r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
 )
 """Suggestions of `validate/parallel.py` that change the model."""
+EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 'exchange'", "or leave it out"))
+"""Rewords errors about rollout.experts for the command line."""
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
@@ -49,6 +55,8 @@ class InferenceRequest:
     """Maximum sequence length in tokens."""
     batch_size: int
     """Samples per micro-batch of a data-parallel rank."""
+    experts: Literal["exchange", "fetch"] = "exchange"
+    """See rollout.experts."""
 
 
 def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:
@@ -90,6 +98,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
             global_batch_size=request.batch_size * max(1, parallel.dp),
         ),
         data=source.data,
+        rollout=RolloutConfig(experts=request.experts),
     )
     _check_keys_have_effect(cfg, drops, purpose)
     try:
@@ -98,6 +107,27 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
         raise ConfigError(_remove_model_size_hints(str(error))) from error
     if purpose == "generate":
         _check_generation(cfg)
+    return cfg
+
+
+def launched_config(
+    source: ModelSource, request: InferenceRequest, purpose: Purpose, rank_env: RankEnv | None
+) -> Config:
+    """Build the config of an inference command for the ranks that a launcher started, if one did.
+
+    Args:
+        source: the model.
+        request: the settings.
+        purpose: of the command.
+        rank_env: environment of this process, if a launcher started it.
+
+    Raises:
+        ConfigError: as `inference_config`, or the mapping has another number of ranks.
+    """
+    if rank_env is None:
+        return inference_config(source, request, purpose)
+    cfg = inference_config(source, replace(request, world_size=rank_env.world_size), purpose)
+    check_world_size(rank_env, cfg.parallel.world_size)
     return cfg
 
 
@@ -148,6 +178,10 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
 
 def _check_generation(cfg: Config) -> None:
     p = cfg.parallel
+    if fetches_experts(cfg):
+        degrees = {axis: getattr(p, axis) for axis in ROLLOUT_DEGREES}
+        with reworded_errors(*EXPERTS_OPTION):
+            raise_all(fetch_violations(degrees, "parallel"))
     if p.cp > 1:
         raise ConfigError(
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "

@@ -20,6 +20,7 @@ from moefold.config.schema import Config, DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
 from moefold.data.input_paths import existing_path
+from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.errors import ConfigError
 from moefold.validate.config import check_model
 
@@ -50,6 +51,8 @@ class ModelSource:
     uses_hf_text_start: bool = False
     """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
+    want: RewardPrompt | None = None
+    """What prompts ask for: the model was trained with align.method="condition"."""
     skipped: tuple[str, ...] = ()
     """Later checkpoints of the run with missing metadata, each with the reason."""
 
@@ -108,7 +111,8 @@ def _checkpoint_source(path: Path) -> ModelSource:
     dtype: Literal["float64", "float32"] = "float64" if is_float64 else "float32"
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
-    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len)
+    want = stored_reward_prompt(meta.order, str(path))
+    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want)
     return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
 
 

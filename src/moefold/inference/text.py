@@ -142,6 +142,8 @@ _ANSWER = "answer"
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the chat template of a model: of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
 
+    Its prompts ask for the reward of `source.want`.
+
     Args:
         source: the model.
         tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "" uses the model's.
@@ -152,7 +154,9 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
     """
     tokenizer = tokenizer_override or source.data.tokenizer
     template = template_override or source.data.chat_template
-    return load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
+    found = load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
+    found.reward_prompt = source.want
+    return found
 
 
 def encode_messages(

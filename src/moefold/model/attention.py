@@ -30,8 +30,9 @@ from moefold.ops.block_attention import (
     sink_gradient,
 )
 from moefold.ops.documents import PackedDocuments
+from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
-from moefold.ops.rope import Rope
+from moefold.ops.rope import NoRope, Rope
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,37 @@ class AttentionMaskSpec:
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
-class SelfAttention(nn.Module, ABC):
-    """Base class of the attention of a layer; head counts follow the local weights.
+class TokenMixer(nn.Module, ABC):
+    """Base class of the attention of a layer, softmax or linear; head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` and `attends_in_blocks` (context
-    parallelism), `wgrad_store` (backward pass split in two) and `kernels`.
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `wgrad_store` (backward pass split in two) and
+    `kernels`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.kernels: Kernels = TORCH_KERNELS
+
+    @abstractmethod
+    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
+        """Compute attention over the whole sequence.
+
+        Args:
+            x: [S/(cp*tp), B, H].
+            rope: of the positions of this rank's context shard, S/cp tokens; `NO_ROPE`: none.
+            documents: see `CoreAttention`.
+
+        Returns:
+            [S/(cp*tp), B, H].
+        """
+
+
+class SelfAttention(TokenMixer):
+    """Base class of softmax attention.
+
+    `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -137,25 +164,9 @@ class SelfAttention(nn.Module, ABC):
 
     def __init__(self, window: int) -> None:
         super().__init__()
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.kernels: Kernels = TORCH_KERNELS
         self.window = window
         self.core_attention: CoreAttention = CausalAttention(window)
         self.attends_in_blocks = False
-
-    @abstractmethod
-    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute self-attention over the whole sequence.
-
-        Args:
-            x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens.
-            documents: see `CoreAttention`.
-
-        Returns:
-            [S/(cp*tp), B, H].
-        """
 
 
 class Attention(SelfAttention):
@@ -185,47 +196,65 @@ class Attention(SelfAttention):
         self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
         self.bo = nn.Parameter(torch.empty(hidden)) if cfg.attention_output_bias else None
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
+        self.wg = nn.Parameter(torch.empty(query, hidden)) if cfg.attention_gate else None
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
+        self.scale = cfg.attention_scale or None
+        self.norm_after_rope = cfg.qk_norm_after_rope
 
-    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute grouped-query attention, as `SelfAttention.forward`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
             self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
             self._shard_of(self.wv, self.bv, self.kv_rows, x.dtype),
         ]
+        if self.wg is not None:
+            columns.append((local_param(self.wg, x.dtype), None))
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
-        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
+        query, key, value, *gate = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
         query, key = self._normalize_and_rotate(query, key, rope)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
-        attended = self.core_attention(query, key, value, documents, sinks)
+        attended = self.core_attention(query, key, value, documents, sinks, self.scale)
+        if gate:
+            attended = attended * sigmoid(gate[0])
         wo = local_param(self.wo, x.dtype)
         out = self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
 
-    def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
         """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
-        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
-            query = self.query_norm(query, slice(None))
-            key = self.key_norm(key, self.kv_rows)
-        elif isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
-            if self.kernels.qk_norm_rope is not None:
-                weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
-                return self.kernels.qk_norm_rope(
-                    query,
-                    key,
-                    weights,
-                    self.query_norm.eps,
-                    (rope.cos, rope.sin),
-                    is_interleaved=rope.is_interleaved,
-                )
-            query = self.query_norm(query)
-            key = self.key_norm(key)
+        if self.norm_after_rope:
+            return self._normalize(rope(query), rope(key))
+        fused = self.kernels.qk_norm_rope
+        if (
+            fused is not None
+            and isinstance(rope, Rope)
+            and isinstance(self.query_norm, RMSNorm)
+            and isinstance(self.key_norm, RMSNorm)
+        ):
+            weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
+            return fused(
+                query,
+                key,
+                weights,
+                self.query_norm.eps,
+                (rope.cos, rope.sin),
+                is_interleaved=rope.is_interleaved,
+            )
+        query, key = self._normalize(query, key)
         return rope(query), rope(key)
+
+    def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply QK norm, if there is one, to [S, B, heads, D] each."""
+        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
+            return self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
+        if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
+            return self.query_norm(query), self.key_norm(key)
+        return query, key
 
     @staticmethod
     def _shard_of(
@@ -245,7 +274,7 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
         return None
     if cfg.qk_norm_width == "all_heads":
         return FullWidthQKNorm(width, cfg.norm_eps)
-    return RMSNorm(cfg.head_size, cfg.norm_eps)
+    return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256

@@ -37,8 +37,9 @@ class Head(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
+        self.input_factor = 1.0 / cfg.logits_divisor
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.vocab_parallel: VocabParallel = NoVocabParallel()
@@ -53,7 +54,7 @@ class Head(nn.Module):
     def logits_fp32(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute `logits` in float32 at least, as the chunked loss does, with the same bits."""
         return linear(
-            self.sequence_parallel.gather(x),
+            self._gathered_input(x),
             self._weight_shard(x, tied_weight),
             wgrad_store=self.wgrad_store,
             linear_backend=Fp32OutputLinear(self.gemm),
@@ -61,9 +62,7 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
-        return linear(
-            self.sequence_parallel.gather(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store
-        )
+        return linear(self._gathered_input(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store)
 
     def losses(
         self,
@@ -88,7 +87,7 @@ class Head(nn.Module):
             logits = self.logits(x, tied_weight)
             return token_losses(logits, labels, self.vocab_parallel.vocab_range, self.cross_entropy_ops, softmax)
         chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
-        x_all = self.sequence_parallel.gather(x)
+        x_all = self._gathered_input(x)
         weight_shard = self._weight_shard(x, tied_weight)
         options = ChunkOptions(
             chunk,
@@ -99,6 +98,11 @@ class Head(nn.Module):
             softmax=softmax,
         )
         return chunked_token_losses(x_all, weight_shard, labels, options)
+
+    def _gathered_input(self, x: Tensor) -> Tensor:
+        """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
+        x = self.sequence_parallel.gather(x)
+        return x if self.input_factor == 1.0 else x * self.input_factor
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
+from moefold.ops.decode import DecodeKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
@@ -76,6 +77,8 @@ class Kernels:
     """Causal attention of layers without context parallelism."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
+    decode: DecodeKernel | None = None
+    """Whole layers of decoding, with the bits of the other kernels; None: the modules, one after another."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM

@@ -42,6 +42,25 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def parameter_over(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return a parameter without a gradient that is sharded as another one, with the storage of `values`.
+
+    Args:
+        parameter: plain, or a DTensor.
+        values: of the local shard, of the same shape.
+    """
+    if isinstance(parameter, DTensor):
+        values = DTensor.from_local(
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(values, requires_grad=False)
+
+
 def is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor shares the storage of a parameter, or of a cast that `local_param` made."""
     return weight_identity(tensor) is not None

@@ -14,7 +14,7 @@ from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.rope import Rope
+from moefold.ops.rope import NoRope, Rope
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, independent of `norm_eps`, as in DeepSeek's code and transformers."""
@@ -80,7 +80,7 @@ class LatentAttention(SelfAttention):
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute latent attention, as `SelfAttention.forward`."""
         source, latent, shared_key = self._all_gather_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
@@ -104,7 +104,7 @@ class LatentAttention(SelfAttention):
         self,
         latents: tuple[Tensor, Tensor, Tensor],
         query_weight: Tensor,
-        rope: Rope,
+        rope: Rope | NoRope,
         documents: PackedDocuments | None,
     ) -> Tensor:
         """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
@@ -140,7 +140,7 @@ class LatentAttention(SelfAttention):
         return not takes_narrow_values(device) or self.attends_in_blocks or has_limits or self._has_wide_values
 
     def _expand_heads(
-        self, query: Tensor, key_value: Tensor, shared_key: Tensor, rope: Rope
+        self, query: Tensor, key_value: Tensor, shared_key: Tensor, rope: Rope | NoRope
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, each [S/cp, B, heads of this rank, its head dim]."""
         query_nope, query_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)

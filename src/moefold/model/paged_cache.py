@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import attention_block, fold_in_sinks
+from moefold.ops.decode import DecodeRows
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
+from moefold.ops.rope import Rope
 
 MAX_GATHERED_ELEMENTS = 1 << 24
 """Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
@@ -35,6 +37,8 @@ class PassRows:
     """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
     counts: Sequence[int]
     """Rows of each segment, [segments]."""
+    state_slots_N: Tensor | None = None
+    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
 
     @cached_property
     def single_rows(self) -> list[int]:
@@ -77,14 +81,25 @@ class PassRows:
 class CurrentPass:
     """The rows of the pass that runs; shared by all layers."""
 
+    single_sample = torch.zeros(1, dtype=torch.int64)
+    """The sample ids of a pass, whose rows count as one sample."""
+
     def __init__(self) -> None:
         self.rows: PassRows | None = None
+        self._decode_rows: tuple[PassRows, DecodeRows] | None = None
 
     @property
     def current(self) -> PassRows:
         """The rows."""
         assert self.rows is not None, "no pass runs"
         return self.rows
+
+    def decode_rows(self, rope: Rope) -> DecodeRows:
+        """Return the rows for a `DecodeKernel`; the layers of a pass share one RoPE, and get one object."""
+        rows = self.current
+        if self._decode_rows is None or self._decode_rows[0] is not rows:
+            self._decode_rows = rows, DecodeRows(rows.slots_R, rows.row_tables, rows.lengths, rope.cos, rope.sin)
+        return self._decode_rows[1]
 
 
 class _Pages:
@@ -109,18 +124,28 @@ class _Pages:
 
     def write_transposed(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
         """Write rows of keys; return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions]."""
-        num_pages, positions = self._shape
+        pages = self.allocate_transposed(new_RGD, *new_RGD.shape[1:])
+        positions = self._shape[1]
+        pages[slots_R // positions, :, :, slots_R % positions] = new_RGD
+        return pages
+
+    def allocate_transposed(self, like: Tensor, num_groups: int, head_dim: int) -> Tensor:
+        """Return the pages of `write_transposed`; the first call allocates them."""
         if self.tensor is None:
-            self.tensor = new_RGD.new_zeros(num_pages, *new_RGD.shape[1:], positions)
-        self.tensor[slots_R // positions, :, :, slots_R % positions] = new_RGD
+            self.tensor = like.new_zeros(self._shape[0], num_groups, head_dim, self._shape[1])
         return self.tensor
 
     def write_heads_first(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
         """Write rows of values; return the pages as a `PagedAttentionKernel` reads them, [P, G, positions, D]."""
-        num_pages, positions = self._shape
+        pages = self.allocate_heads_first(new_RGD, *new_RGD.shape[1:])
+        positions = self._shape[1]
+        pages[slots_R // positions, :, slots_R % positions] = new_RGD
+        return pages
+
+    def allocate_heads_first(self, like: Tensor, num_groups: int, head_dim: int) -> Tensor:
+        """Return the pages of `write_heads_first`; the first call allocates them."""
         if self.tensor is None:
-            self.tensor = new_RGD.new_zeros(num_pages, new_RGD.shape[1], positions, new_RGD.shape[2])
-        self.tensor[slots_R // positions, :, slots_R % positions] = new_RGD
+            self.tensor = like.new_zeros(self._shape[0], num_groups, self._shape[1], head_dim)
         return self.tensor
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -163,6 +188,19 @@ class PagedAttention:
         """Copy pages, int64 [n] each."""
         self._keys.copy(source, target)
         self._values.copy(source, target)
+
+    def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
+
+        They are allocated if this is the first pass, for all later calls too.
+
+        Args:
+            num_groups: G of this rank.
+            head_dim: D.
+            like: a tensor of their dtype and device.
+        """
+        shape = num_groups, head_dim
+        return self._keys.allocate_transposed(like, *shape), self._values.allocate_heads_first(like, *shape)
 
     def __call__(
         self,

@@ -38,8 +38,11 @@ def build_rope(
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
     """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
     rotated = cfg.rotary_dim
-    unscaled = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    if cfg.rope_scaling == "none":
+    theta = cfg.rope_theta
+    if cfg.rope_scaling == "ntk":
+        theta *= cfg.rope_scaling_factor ** (rotated / (rotated - 2))
+    unscaled = theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    if cfg.rope_scaling in ("none", "ntk"):
         return unscaled
     if cfg.rope_scaling == "linear":
         return unscaled / cfg.rope_scaling_factor

@@ -1,13 +1,15 @@
 """Decoder-only transformer, or one pipeline stage of it."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
@@ -22,25 +24,36 @@ from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
-from moefold.ops.rope import Rope
+from moefold.ops.rope import NO_ROPE, Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Block(nn.Module):
-    """Pre-norm transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
+    """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward.
+    `model.norm_placement` says where the norms are; norms that it leaves out are None.
+
+    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
+    `fused`, which computes the whole layer for the rows of its passes.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = ATTENTION_BUILDERS[model.attention](model, model.all_layer_windows[number])
-        self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        has_input_norms = model.norm_placement != "post"
+        has_output_norms = model.norm_placement != "pre"
+        self.attention_norm = _norm(model, has_input_norms)
+        name = attention_name(model, model.all_block_kinds[number])
+        self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
+        self.attention_output_norm = _norm(model, has_output_norms)
+        self.ffn_norm = _norm(model, has_input_norms)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
+        self.ffn_output_norm = _norm(model, has_output_norms)
+        self.has_rope = model.rope_layers[number]
+        self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
+        self.fused: Callable[[Tensor, Rope], Tensor] | None = None
 
     def forward(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
@@ -49,30 +62,46 @@ class Block(nn.Module):
 
         An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
         """
+        if self.fused is not None:
+            return self.fused(x, rope)
         x = self._attend(x, rope, documents)
-        with self._normalized_ffn_input(x) as (normed,):
-            return x + (self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
+        with self._normalized(self.ffn_norm, x) as (normed,):
+            y = self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
+            return self._add(x, y, self.ffn_output_norm)
 
     def forward_resumable(
         self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
         x = self._attend(x, rope, documents)
-        with self._normalized_ffn_input(x) as (normed,):
+        with self._normalized(self.ffn_norm, x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
-                return x + self.ffn(normed)
+                return self._add(x, self.ffn(normed), self.ffn_output_norm)
             moe = ResumableTask(self.ffn.forward_resumable(normed, sample_ids))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
-        return x + (yield from moe.remaining())
+        return self._add(x, (yield from moe.remaining()), self.ffn_output_norm)
 
     def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None) -> Tensor:
         """Add attention to the residual stream."""
-        with self.norm_checkpoint(self.attention_norm.normalize, x, self.attention_norm.local_weight(x)) as (normed,):
-            return x + self.attention(normed, rope, documents)
+        with self._normalized(self.attention_norm, x) as (normed,):
+            y = self.attention(normed, rope if self.has_rope else NO_ROPE, documents)
+            return self._add(x, y, self.attention_output_norm)
 
-    def _normalized_ffn_input(self, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
-        return self.norm_checkpoint(self.ffn_norm.normalize, x, self.ffn_norm.local_weight(x))
+    def _normalized(self, norm: RMSNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
+        """Return a context with the input of attention or of the feed-forward network."""
+        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, norm.local_weight(x))
+
+    def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Add an output to the residual stream."""
+        y = y if norm is None else norm(y)
+        return x + (y if self.residual_multiplier == 1.0 else y * self.residual_multiplier)
+
+
+def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
+    if not is_present:
+        return None
+    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 class MTPBlock(Block):
@@ -86,12 +115,13 @@ class MTPBlock(Block):
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
         eps = cfg.model.norm_eps
-        self.embedding_norm = RMSNorm(hidden, eps)
-        self.hidden_norm = RMSNorm(hidden, eps)
+        zero_centered = cfg.model.zero_centered_norms
+        self.embedding_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.hidden_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = RMSNorm(hidden, eps)
+        self.output_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
 
     def forward(
         self,
@@ -135,9 +165,10 @@ class MTPBlock(Block):
 class Embedding(nn.Module):
     """Token embedding, weight [V, H]; also the output head where embeddings are tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size))
+        self.multiplier = model.embedding_multiplier
         self.dtype = dtype
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.vocab_parallel: VocabParallel = NoVocabParallel()
@@ -145,7 +176,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens, int64 [B, S/cp] -> [S/(cp*tp), B, H] in the compute dtype."""
         vectors = self.vocab_parallel.embed(tokens.t(), local_param(self.weight))
-        return self.sequence_parallel.scatter(vectors.to(self.dtype))
+        vectors = self.sequence_parallel.scatter(vectors.to(self.dtype))
+        return vectors if self.multiplier == 1.0 else vectors * self.multiplier
 
 
 class Transformer(nn.Module):
@@ -165,7 +197,7 @@ class Transformer(nn.Module):
         self.loss: LossFunction = NextTokenLoss()
         self.loss_metrics = LossMetricRecorder()
         if is_first or (is_last and model.last_stage_needs_embedding):
-            self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
+            self.embedding = Embedding(model, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
         if is_last:
             self.head = Head(model)

@@ -89,3 +89,15 @@ class Rope:
         if x.device.type == "cpu" and not self.is_interleaved:
             return rotate_halves(x, self.cos, self.sin)
         return rotate_pairs(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
+
+
+@dataclass(frozen=True)
+class NoRope:
+    """No position embedding (NoPE): leaves queries and keys as they are."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [S, B, heads, D]."""
+        return x
+
+
+NO_ROPE = NoRope()

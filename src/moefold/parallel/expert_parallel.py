@@ -24,7 +24,7 @@ def build_dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatch
     rebalance_rule = RebalanceRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
     spec = dispatcher_spec(name)
     is_spread = groups.moe.experts.size > 1
-    buffer = open_buffer(groups.moe.ep, cfg.model.hidden_size) if spec.needs_buffer and is_spread else None
+    buffer = open_buffer(groups.moe.ep, cfg.model.expert_hidden_size) if spec.needs_buffer and is_spread else None
     exchange = _open_exchange(cfg, groups) if spec.has_receive_buffer and is_spread else None
     is_fp8 = cfg.moe.dispatch_precision != "dtype"
     return make_dispatcher(
@@ -41,7 +41,7 @@ def row_exchange_sizes(cfg: Config) -> tuple[int, int, int, int]:
     """Return the sizes of a `RowExchange`: experts, rows that a rank sends and receives at most, bytes of a row."""
     p = cfg.parallel
     max_rows = cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k
-    row_bytes = cfg.model.hidden_size * TORCH_DTYPES[cfg.run.dtype].itemsize
+    row_bytes = cfg.model.expert_hidden_size * TORCH_DTYPES[cfg.run.dtype].itemsize
     return cfg.model.num_experts, max_rows, ceil(max_rows * p.receive_factor), row_bytes
 
 
@@ -57,7 +57,7 @@ def apply_expert_parallel(
     """Give the MoE layers their dispatcher, and the ranks with which they share a micro-batch."""
     attn = groups.attn
     micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, local_positions(positions, attn.tp))
-    width = stage.cfg.model.hidden_size // groups.moe.etp.size
+    width = stage.cfg.model.expert_hidden_size // groups.moe.etp.size
     bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():

@@ -39,13 +39,12 @@ from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.router import RoutingDecision
 from moefold.model.transformer import TORCH_DTYPES, MTPBlock, Transformer
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
-# gradients of its inputs are computed, so it must find tensors in what the router returns and what the experts take.
-# torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts would stay gathered.
-register_dataclass(RoutingDecision)
+# gradients of its inputs are computed, so it must find tensors in what the router returns (registered there) and what
+# the experts take. torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts would
+# stay gathered.
 register_dataclass(ExpertInput)
 
 

@@ -1,5 +1,8 @@
 """Inference model: forward passes through the stages of all pipeline ranks, for evaluation and generation."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 
 from moefold.comm.collectives import gather_to_first
@@ -7,10 +10,12 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.parallelize import build_sharded_stages
+from moefold.parallel.peer_experts import PeerExperts
+from moefold.topology.rollout_mapping import fetches_experts
 
 
 class InferenceModel:
-    """This rank's stage of a model without gradients; a checkpoint reader must load its weights.
+    """This rank's stage of a model without gradients; a checkpoint reader must load its weights, in `writing_weights`.
 
     Args:
         cfg: a recipe that `check_config` passed, without virtual stages.
@@ -26,6 +31,7 @@ class InferenceModel:
         self.chain = ForwardChain(sharded.stages, sharded.stage_plan, cfg, groups)
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
+        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg) else None
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -36,6 +42,23 @@ class InferenceModel:
     def named_buffers(self) -> dict[str, Tensor]:
         """All buffers of this rank by their names in the full model."""
         return dict(self.stage.named_buffers())
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Names of the parameters whose values other ranks read."""
+        return frozenset() if self._peer_experts is None else self._peer_experts.names
+
+    @contextmanager
+    def writing_weights(self) -> Iterator[None]:
+        """Allow changes of the weights inside this context; collective where ranks read each other's experts.
+
+        No rank enters while another one generates, and all weights are complete at its end.
+        """
+        if self._peer_experts is None:
+            yield
+            return
+        with self._peer_experts.writing():
+            yield
 
     def forward(self, tokens: Tensor, num_local_tokens: int | None = None) -> Tensor | None:
         """Run this rank's stage on one batch; pipeline ranks send activations on, and work on several batches at once.

@@ -5,26 +5,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moefold.comm.groups import ParallelGroups
+from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
+from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
+from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
+from moefold.model.recurrent_cache import RecurrentStates
 from moefold.model.tp_interface import SequenceParallel
+from moefold.model.transformer import Block, Transformer
+from moefold.ops.decode import DecodeKernel, DecodePass
+from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import sync_tied_embedding
+from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+from moefold.topology.rollout_mapping import fetches_experts
 
 
 @contextmanager
@@ -100,30 +110,37 @@ class PagedDecoder:
     | attribute | becomes |
     | --- | --- |
     | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
+    | `state_cache` of linear attention | the states of each row's sample |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
     | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
     | `eval_capacity_policy` | None: no token is dropped |
+    | `override` of the routers, if choices are recorded | `RoutingCache` |
+    | `fused` of a layer that a kernel computes whole | `FusedBlock` |
 
     Args:
         chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
         size: of the cache.
+        records_routing: whether the chosen experts are recorded for `recorded_choices`.
     """
 
-    def __init__(self, chain: ForwardChain, size: CacheSize) -> None:
+    def __init__(self, chain: ForwardChain, size: CacheSize, *, records_routing: bool = False) -> None:
         self._chain = chain
         self._size = size
         self._pass = CurrentPass()
         self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
         self._picked_rows: PickedRows | None = None
         self._caches: list[PagedAttention | PagedLatents] = []
+        self._state_caches: list[RecurrentStates] = []
+        self._records_routing = records_routing
+        self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank; a layer's pages are allocated by its first pass."""
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(cache.nbytes for cache in (*self._caches, *self._state_caches))
 
     def __enter__(self) -> "PagedDecoder":
         dispatcher = _replacement_dispatcher(self._chain)
@@ -133,6 +150,9 @@ class PagedDecoder:
                 self._replace_attributes(module)
                 if dispatcher is not None and isinstance(module, MoELayer):
                     self._replace(module, "dispatcher", dispatcher)
+            if self._records_routing:
+                self._record_routing(stage)
+        self._fuse_layers()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -143,9 +163,15 @@ class PagedDecoder:
                 stage.set_positions(positions)
         self._replaced.clear()
         self._caches.clear()
+        self._state_caches.clear()
+        self._routing.clear()
 
     def _replace_attributes(self, module: nn.Module) -> None:
         has_tp = self._chain.groups.attn.tp.size > 1
+        if isinstance(module, LinearAttention):
+            states = RecurrentStates(self._pass)
+            self._state_caches.append(states)
+            self._replace(module, "state_cache", states)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
@@ -163,6 +189,23 @@ class PagedDecoder:
         elif has_tp and hasattr(module, "sequence_parallel"):
             self._replace(module, "sequence_parallel", self._sequence_parallel)
 
+    def _fuse_layers(self) -> None:
+        """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
+        if self._size.page_positions != PAGE_SIZE or self._chain.cfg.model.rope_interleaved:
+            return
+        decode_passes: dict[DecodeKernel, DecodePass] = {}
+        for stage in self._chain.stages:
+            for block in stage.layers.values():
+                if not supports_fused(block):
+                    continue
+                assert isinstance(block, Block)
+                cache = block.attention.core_attention
+                kernel = block.attention.kernels.decode
+                assert isinstance(cache, PagedAttention)
+                assert kernel is not None
+                decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
+                self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
+
     def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
         self._caches.append(cache)
         self._replace(module, attribute, cache)
@@ -171,6 +214,32 @@ class PagedDecoder:
         self._replaced.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, replacement)
 
+    def _record_routing(self, stage: Transformer) -> None:
+        """Set a `RoutingCache` on the router of each MoE layer."""
+        model = self._chain.cfg.model
+        num_slots = self._size.num_pages * self._size.page_positions
+        for layer in stage.moe_layers().values():
+            cache = RoutingCache(
+                self._pass, num_slots, expert_index_dtype(model.num_experts), self._chain.groups.attn.tp
+            )
+            self._routing.append(cache)
+            self._replace(layer.router, "override", cache)
+
+    def recorded_choices(self, slots: NDArray[np.int64]) -> NDArray[np.integer]:
+        """Return the experts chosen for some cached tokens, [MoE layers of this rank, tokens, K].
+
+        With tensor parallelism, 0 for tokens that another rank routed; see `merge_over_tp`.
+
+        Args:
+            slots: index of each token in the cache, page * positions of a page + offset.
+        """
+        if not self._routing:
+            model = self._chain.cfg.model
+            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_experts))
+        slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
+        found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
+        return found
+
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of all layers, (from, to); no page is copied to twice."""
         if not copies:
@@ -178,6 +247,16 @@ class PagedDecoder:
         source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
         for cache in self._caches:
             cache.copy_pages(source, target)
+        for routing in self._routing:
+            routing.copy_pages(source, target, self._size.page_positions)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of linear attention between slots in all layers, (from, to)."""
+        if not copies or not self._state_caches:
+            return
+        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        for states in self._state_caches:
+            states.copy(source, target)
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.
@@ -197,7 +276,11 @@ class PagedDecoder:
         for stage in self._chain.stages:
             stage.set_positions(rows.positions_R)
         num_local = self._sequence_parallel.set_num_tokens(len(tokens_R))
+        for routing in self._routing:
+            routing.num_recorded = 0
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
+        # A path around the routers would leave choices of other tokens in the cache.
+        assert all(routing.num_recorded == num_local for routing in self._routing), "a router did not record its rows"
         if logits is None:
             return None
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))
@@ -216,8 +299,11 @@ def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
     return dispatcher
 
 
-def shares_experts_over_samples(groups: ParallelGroups) -> bool:
-    """Return whether ranks that hold parts of one set of experts run different samples, so that they step together."""
+def shares_experts_over_samples(chain: ForwardChain) -> bool:
+    """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
+    if fetches_experts(chain.cfg):
+        return False
+    groups = chain.groups
     view = groups.layout.attention
     coordinates = {(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in groups.moe.experts.ranks}
     return len(coordinates) > 1

@@ -10,16 +10,17 @@ from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
-from moefold.model.loss_function import LossFunction
+from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
-from moefold.parallel.cuda_graphs import apply_cuda_graphs
+from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.graphed_modules import apply_cuda_graphs
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.phases import record_phases
@@ -27,7 +28,7 @@ from moefold.parallel.recompute import apply_recompute, device_memory, resolve_r
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.validate.train import check_cuda_graphs_device
+from moefold.validate.cuda_graphs import check_cuda_graphs_device, check_graphed_loss
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         loss: the loss of the last stage; None: that of the recipe.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
+    check_cuda_graphs_device(cfg, groups.device.type)
+    loss = recipe_loss(cfg) if loss is None else loss
+    check_graphed_loss(cfg, [metric.name for metric in metrics_of(loss)])
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
-        stage.set_loss(recipe_loss(cfg) if loss is None else loss)
+        stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
@@ -112,6 +116,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
+    recorders = CudaGraphRecorders()
     for stage in stages:
         stage.to(master_weight_dtype(cfg) if for_training else stage.dtype)
         for layer in stage.moe_layers().values():
@@ -124,9 +129,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
         if offload is not None:
             apply_offload(stage, cfg.train.offload, offload)
-        if for_training and cfg.run.cuda_graphs == "attention":
-            check_cuda_graphs_device(cfg, groups.device.type)
-            apply_cuda_graphs(stage, kernels.weight_cache)
+        if for_training and cfg.run.cuda_graphs in ("attention", "attention_router"):
+            has_router = cfg.run.cuda_graphs == "attention_router"
+            apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:

@@ -158,7 +158,11 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self) -> ReceivedWeights:
-        """Wait for the next version of the weights, and write it to the model."""
+        """Wait for the next version of the weights, and write it to the model; collective over the sampling ranks."""
+        with self._model.writing_weights():
+            return self._receive()
+
+    def _receive(self) -> ReceivedWeights:
         started_s = time.perf_counter()
         weights = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._model).items()}
         received_bytes = scratch_bytes = 0

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import World
@@ -20,7 +19,7 @@ from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.cost.stages import plan_stages
 from moefold.model.init import local_slice
-from moefold.model.local_param import local_tensor
+from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
@@ -98,6 +97,11 @@ class WeightTransfer:
         reshard_parameters(self._source.stages)
         if isinstance(self._target, ParallelModel):
             reshard_parameters(self._target.stages)
+            return self._copy(started_s)
+        with self._target.writing_weights():
+            return self._copy(started_s)
+
+    def _copy(self, started_s: float) -> TransferStats:
         source = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._source).items()}
         shared = self._share_parameters(source) if self._shares else frozenset()
         target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
@@ -168,26 +172,14 @@ class WeightTransfer:
             values = source.get(name)
             if name not in coinciding or values is None or values.dtype != parameter.dtype:
                 continue
+            if name in self._target.shared_names:
+                continue
             shared.add(name)
             # FSDP may move its shards when it is first used.
             if local_tensor(parameter).data_ptr() != values.data_ptr():
                 module_name, _, leaf = name.rpartition(".")
-                stage.get_submodule(module_name).register_parameter(leaf, _like(parameter, values))
+                stage.get_submodule(module_name).register_parameter(leaf, parameter_over(parameter, values))
         return frozenset(shared)
-
-
-def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter without a gradient with the sharding of another one, over the storage of `values`."""
-    if isinstance(parameter, DTensor):
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return nn.Parameter(values, requires_grad=False)
 
 
 def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:

@@ -65,7 +65,7 @@ class RouterReplayBuffer:
         for number, choices in self._layer_routing.items():
             choices.recorded_NSK = None
             if self.is_due(step):
-                choices.recorded_NSK = torch.zeros(size, dtype=_torch_dtype(shape.dtype), device=device)
+                choices.recorded_NSK = torch.zeros(size, dtype=torch_dtype(shape.dtype), device=device)
             if replayed is not None:
                 choices_NSK = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
                 choices.replayed_NSK = torch.from_numpy(
@@ -118,5 +118,6 @@ class RouterReplayBuffer:
         return None if samples is None else samples.flatten(0, 1)
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return the torch dtype of a dtype of `expert_index_dtype`."""
     return {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}[dtype.name]

@@ -18,6 +18,7 @@ from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
+from moefold.ops.flash_attention_3 import use_flash_attention_3
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
@@ -59,6 +60,8 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
     kernels = _uncompiled_kernels(cfg, device)
+    message = "; ".join(filter(None, (kernels.message, use_flash_attention_3(device))))
+    kernels = replace(kernels, message=message)
     if cfg.run.compile == "none":
         return kernels
     reason = inductor_unsupported_reason(device.type)
@@ -142,21 +145,27 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
+    from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention")
+        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
+        permute_ops = CPermuteOps()
+        expert_ops = SequentialExpertOps(gemm)
+        linear_backend = UnquantizedLinear(gemm)
+        decode = CDecode([gemm, activation, norm, rope, paged_attention, permute_ops, expert_ops, linear_backend])
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
@@ -171,13 +180,15 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["causal attention"] = uses_attention
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
-        expert_ops=SequentialExpertOps(gemm) if uses_gemm else TORCH_EXPERT_OPS,
-        linear_backend=UnquantizedLinear(gemm) if uses_gemm else None,
+        expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
+        permute_ops=permute_ops,
+        linear_backend=linear_backend if uses_gemm else None,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         paged_attention=paged_attention if uses_attention else None,
+        decode=decode if uses_attention and uses_gemm else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
     )

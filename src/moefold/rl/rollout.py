@@ -3,7 +3,7 @@
 Pure functions of numpy arrays; torch-free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,17 @@ class Rollout:
     def is_truncated(self) -> bool:
         """Return whether the maximum number of tokens ended the rollout."""
         return self.finish_reason == TRUNCATED
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRouting:
+    """Experts that were chosen for the rollouts of a round, where they are recorded for replay."""
+
+    shard_of_prompt: Mapping[int, int]
+    """Data-parallel rank of sampling that sampled each prompt, by its number."""
+    expert_ids: Mapping[tuple[int, int], NDArray[np.integer]]
+    """Choices of the rollouts that this rank sampled, by prompt number and sample number, [MoE layers of this rank,
+    tokens but the last, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +139,38 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
         number of the rollout in its sample, -1 where no rollout is trained on).
     """
-    bins = pack_best_fit([one.rollout.num_tokens for one in rollouts], seq_len + 1)
+    bins = _bins([one.rollout for one in rollouts], seq_len)
     return [_pack_sample([rollouts[i] for i in packed], seq_len, pad_id) for packed in bins]
+
+
+def rollout_positions(
+    rollouts: Sequence[Rollout], *, seq_len: int, num_samples: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the inputs of the samples of `pack_rollouts` come from.
+
+    Args:
+        rollouts: as for `pack_rollouts`.
+        seq_len: S.
+        num_samples: N; those after the packed ones are padding.
+
+    Returns:
+        Index of the rollout of each input, -1 for padding, and its position in the rollout, int64 [N, S] each.
+    """
+    indices = np.full((num_samples, seq_len + 1), -1, dtype=np.int64)
+    offsets = np.zeros((num_samples, seq_len + 1), dtype=np.int64)
+    for sample, packed in enumerate(_bins(rollouts, seq_len)):
+        start = 0
+        for index in packed:
+            stop = start + rollouts[index].num_tokens
+            indices[sample, start:stop] = index
+            offsets[sample, start:stop] = np.arange(stop - start)
+            start = stop
+    return indices[:, :-1], offsets[:, :-1]
+
+
+def _bins(rollouts: Sequence[Rollout], seq_len: int) -> list[list[int]]:
+    """Return the indices of the rollouts of each sample."""
+    return pack_best_fit([rollout.num_tokens for rollout in rollouts], seq_len + 1)
 
 
 def empty_sample(seq_len: int, pad_id: int) -> Sample:

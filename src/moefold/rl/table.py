@@ -17,7 +17,7 @@ from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Group, Rollout, SampledRouting
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import StepRows
 
@@ -54,6 +54,8 @@ class Round:
     """The rows of this rank and their metrics, by step; None if they are made from the groups."""
     metrics: tuple[dict[str, Any], ...] = ()
     """Metrics of the rollouts of each step, where there are `steps`."""
+    routing: SampledRouting | None = None
+    """For routing replay; not in checkpoints, as rounds with it are trained on at once."""
 
     def header(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint, equal on every rank."""
@@ -75,6 +77,7 @@ def make_round(
     prompts: Sequence[int],
     statistics: RoundStatistics,
     failures: Sequence[FailedReward] = (),
+    routing: SampledRouting | None = None,
 ) -> Round:
     """Make a round of the groups of all its steps."""
     rollouts = [one for group in groups for one in group.rollouts]
@@ -87,6 +90,7 @@ def make_round(
         statistics=statistics,
         failures=tuple(failures),
         groups=tuple(groups),
+        routing=routing,
     )
 
 

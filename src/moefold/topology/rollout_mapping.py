@@ -12,14 +12,27 @@ ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 
 
 def rollout_degrees(cfg: Config) -> dict[str, int]:
-    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training."""
-    return {axis: getattr(cfg.rollout, axis) or getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training.
+
+    With rollout.experts="whole", ep and etp are 1 instead.
+    """
+    defaults = {axis: getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
+    if cfg.rollout.experts == "whole":
+        defaults |= {"ep": 1, "etp": 1}
+    return {axis: getattr(cfg.rollout, axis) or default for axis, default in defaults.items()}
 
 
 def has_rollout_mapping(cfg: Config) -> bool:
-    """Return whether rollouts are sampled by other ranks, or under other degrees, than those of training."""
+    """Return whether a second model samples: on other ranks, under other degrees, or with fetched experts."""
+    if not cfg.is_rl:
+        return False
     has_degrees = any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
-    return cfg.is_rl and (cfg.rollout.ranks > 0 or has_degrees)
+    return cfg.rollout.ranks > 0 or fetches_experts(cfg) or has_degrees
+
+
+def fetches_experts(cfg: Config) -> bool:
+    """Return whether ranks that sample read each other's experts from shared memory."""
+    return cfg.rollout.experts == "fetch"
 
 
 def rollout_config(cfg: Config) -> Config:

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
 from moefold.checkpoint.save_load import load_entries
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
 from moefold.config.schema import Config
 from moefold.data.prompts import open_prompts
@@ -26,10 +27,11 @@ from moefold.errors import ConfigError
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Group, Rollout, SampledRouting, rollout_positions
 from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.rl.table import (
     TABLE_KEY,
@@ -50,6 +52,7 @@ from moefold.train.rollout_model import RolloutModel
 from moefold.train.rollout_source import LocalRollouts, RolloutSource
 from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.exactness import inexact_settings
+from moefold.validate.replay import replays_routing
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class RoundStep:
     batch: Batch
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]
+    routing: BatchRouting | None = None
+    """Choices of experts to replay; None: the routers choose."""
 
 
 class RolloutLoader(DataLoader):
@@ -107,7 +112,19 @@ class RolloutLoader(DataLoader):
         self._link = link
         self._rollout_model = RolloutModel(cfg, groups, model)
         sampling = self._rollout_model
-        self._sampler = RoundSampler(cfg, sampling.model, sampling.groups, self._reward, self._tokenizer)
+        inexact = _inexact_settings(cfg, groups.device)
+        # Ranks on other machines may have other kernels.
+        is_exact = not any(current_world().all_gather_object(bool(inexact)))
+        replays, replay_message = replays_routing(cfg, is_exact=is_exact)
+        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message)))
+        self._replay: RolloutReplay | None = None
+        if replays:
+            stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
+            layers = [number for stage in stages for number in stage.moe_layers()]
+            self._replay = RolloutReplay(model, sampling.groups, layers, cfg)
+        self._sampler = RoundSampler(
+            cfg, sampling.model, sampling.groups, self._reward, self._tokenizer, records_routing=replays
+        )
         self._evaluator = self._sampler
         if cfg.rl.staleness and sampling.model is not model:
             # The second model has older weights by then, or is on other ranks.
@@ -134,7 +151,7 @@ class RolloutLoader(DataLoader):
             ConfigError: as `open_prompts`.
         """
         cfg = self._cfg
-        self.message = exactness_message(cfg, self._groups.device)
+        self.message = self._startup_message
         if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
@@ -268,7 +285,7 @@ class RolloutLoader(DataLoader):
         self._step += 1
         self.round = step.groups
         self._metrics = step.metrics
-        return self._begin_step(step.batch), self._samples
+        return self._begin_step(step), self._samples
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
@@ -320,6 +337,26 @@ class RolloutLoader(DataLoader):
         self.events += [FailedRewardEvent(failed) for failed in one.failures]
         return self._round_steps(one, waited_s)
 
+    def _fetch_routing(
+        self, sampled: SampledRouting | None, groups: Sequence[Group], rows: StepRows
+    ) -> BatchRouting | None:
+        """Get the experts that were chosen for the rows of one step; None without replay. Collective."""
+        if self._replay is None:
+            return None
+        assert sampled is not None
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        num_samples = len(rows.samples.tokens) * self._groups.attn.dp.size
+        rollout_NS, offset_NS = rollout_positions(rollouts, seq_len=self._cfg.train.seq_len, num_samples=num_samples)
+        tokens = PackedTokens(
+            rollout_NS=rollout_NS,
+            offset_NS=offset_NS,
+            last_R=np.array([rollout.num_tokens - 1 for rollout in rollouts]),
+            shard_R=np.array([sampled.shard_of_prompt[rollout.prompt_number] for rollout in rollouts]),
+        )
+        keys = [(rollout.prompt_number, rollout.sample_number) for rollout in rollouts]
+        own = {i: sampled.expert_ids[key] for i, key in enumerate(keys) if key in sampled.expert_ids}
+        return self._replay.fetch(tokens, own)
+
     def _round_steps(self, one: Round, waited_s: float) -> list[RoundStep]:
         """Build the batches of a round.
 
@@ -338,23 +375,32 @@ class RolloutLoader(DataLoader):
                 groups[number],
                 rows[number],
                 metrics[number] | {"staleness": self._step + number - one.version, "rollout_wait_s": waited_s},
+                self._fetch_routing(one.routing, groups[number], rows[number]),
             )
             for number in range(updates)
         ]
 
-    def _round_step(self, groups: Sequence[Group], rows: StepRows, metrics: dict[str, Any]) -> RoundStep:
+    def _round_step(
+        self, groups: Sequence[Group], rows: StepRows, metrics: dict[str, Any], routing: BatchRouting | None
+    ) -> RoundStep:
         """Build the batch of one step of a round, before the first of them is trained; collective."""
         weights = rows.samples.weights
         assert weights is not None
         batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first)
         batch = replace(batch, num_micro_batches=rows.num_micro_batches)
         if self._trainer is not None:
+            if self._replay is not None and routing is not None:
+                self._replay.use(routing, in_evaluation=True)
             trained = self._trainer.of_batch(batch)
             batch = replace(batch, columns=batch.columns | {"trainer_log_probs": trained})
-        return RoundStep(groups, batch, metrics)
+        return RoundStep(groups, batch, metrics, routing)
 
-    def _begin_step(self, batch: Batch) -> Batch:
-        """Prepare the model for the batch of the next step; collective."""
+    def _begin_step(self, step: RoundStep) -> Batch:
+        """Prepare the model for the next step; return its batch. Collective."""
+        batch = step.batch
+        if self._replay is not None:
+            assert step.routing is not None
+            self._replay.use(step.routing)
         count = batch.num_micro_batches
         assert count is not None
         for layer in self._model.moe_layers().values():
@@ -365,13 +411,17 @@ class RolloutLoader(DataLoader):
         return batch
 
 
-def exactness_message(cfg: Config, device: torch.device) -> str:
+def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
+    """Return the settings under which sampling differs from training on this machine."""
+    has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
+    return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+
+
+def exactness_message(cfg: Config, inexact: Sequence[str]) -> str:
     """Return a log message that names the settings under which sampling differs from training by rounding."""
     staleness = cfg.rl.staleness
     if staleness:
         return f"rollouts are sampled by the weights of {staleness} optimizer step{'s' * (staleness > 1)} before"
-    has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
-    inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
     if not inexact:
         return "rollouts have the bits of training: the ratio of policy to sampler is 1"
     return f"rollouts differ from training by rounding: {'; '.join(inexact)}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
@@ -13,12 +14,12 @@ from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, stop_rule
+from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, RolloutKey, stop_rule
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward
-from moefold.rl.rollout import Group, Rollout, adjust_rewards
+from moefold.rl.rollout import Group, Rollout, SampledRouting, adjust_rewards
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.table import Round, make_round
 
@@ -65,6 +66,7 @@ class RoundSampler:
         groups: the process groups of its mapping.
         reward: scores the completions.
         tokenizer: makes text of them.
+        records_routing: whether rounds have the experts that were chosen, for routing replay.
     """
 
     def __init__(
@@ -74,11 +76,14 @@ class RoundSampler:
         groups: ParallelGroups,
         reward: Reward,
         tokenizer: Tokenizer,
+        *,
+        records_routing: bool = False,
     ) -> None:
         self._cfg = cfg
+        self._records_routing = records_routing
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
-            RolloutEngine(model, engine_settings(cfg), self._sampling),
+            RolloutEngine(model, engine_settings(cfg), self._sampling, records_routing=records_routing),
             reward,
             tokenizer,
             groups,
@@ -107,19 +112,26 @@ class RoundSampler:
         equal: list[Group] = []
         prompts: list[int] = []
         failures: list[FailedReward] = []
+        shard_of_prompt: dict[int, int] = {}
+        expert_ids: dict[RolloutKey, NDArray[np.integer]] = {}
         for _ in range(rl.most_rounds if rl.mixed_only else 1):
             indices = sampler.next_sample_indices(position.first, count - len(kept), position.skipped_ranges)
             position = replace(position, first=indices[-1] + 1)
             prompts += indices
             found = self._collect(sampler.prompts, indices, rl.group_size, self._sampling)
             failures += found.failures
+            shard_of_prompt |= dict(zip(indices, found.shards, strict=True))
+            expert_ids |= found.expert_ids
             statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
             for group in found.groups:
                 (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
             if len(kept) == count:
                 break
         groups = kept + equal[: count - len(kept)]
-        return make_round(groups, version=version, prompts=prompts, statistics=statistics, failures=failures)
+        routing = SampledRouting(shard_of_prompt, expert_ids) if self._records_routing else None
+        return make_round(
+            groups, version=version, prompts=prompts, statistics=statistics, failures=failures, routing=routing
+        )
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
         """Return the mean reward of greedy completions of held-out prompts, None if none has one, and failures.

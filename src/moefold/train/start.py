@@ -22,10 +22,12 @@ from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
+from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_memory_device, check_offload_device, ssd_offload_keys
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
-from moefold.validate.train import check_cuda_graphs_device, check_kernel_device
+from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.data import ProgramData
@@ -389,4 +391,7 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_cuda_graphs_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
+    if has_rollout_mapping(cfg):
+        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
+        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine)
     check_training(cfg, device_type, rank_env)

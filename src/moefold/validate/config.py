@@ -6,6 +6,7 @@ between keys in `model.py`, `moe.py`, `parallel.py`, `train.py` and `memory.py`,
 and the memory of a step in `memory_need.py`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
+from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
 from moefold.validate.rl import RL_RULES
+from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -52,10 +55,18 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"),
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
-    RangeRule("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
+    RangeRule(
+        "must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size moe_hidden_size"
+    ),
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule(
+        *_at_least(1),
+        "model",
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
+    ),
+    RangeRule(*_at_least(2), "model", "linear_conv_kernel"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
@@ -68,6 +79,8 @@ RANGES = (
     RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
     RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
+    RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
+    RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
     RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(
@@ -106,6 +119,7 @@ RANGES = (
     RangeRule(*POSITIVE, "align", "beta desirable_weight undesirable_weight"),
     RangeRule(*_at_least(0), "align", "gamma"),
     RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
+    RangeRule("must be a finite number", math.isfinite, "align", "want"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -172,6 +186,7 @@ RULES = (
     *DATA_RULES,
     *FAULT_RULES,
     *KERNEL_RULES,
+    *CUDA_GRAPH_RULES,
 )
 
 
@@ -195,7 +210,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES) if is_training else ()
+    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES, validate_rollout_experts) if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

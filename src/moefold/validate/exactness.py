@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_of
+from moefold.topology.rollout_mapping import rollout_degrees
 from moefold.topology.schedules import SCHEDULES
 
 MAX_EXACT_SEQ_LEN = 16384
@@ -61,8 +62,8 @@ def _mapping(cfg: Config) -> Iterator[str]:
         degree = getattr(p, axis)
         if degree > MAX_COMMUTING_RANKS:
             yield f"parallel.{axis}={degree}: sums of more than two ranks depend on the number of tokens; set 2 or 1"
-        sampling = getattr(cfg.rollout, axis)
-        if cfg.is_rl and sampling and sampling != degree:
+        sampling = rollout_degrees(cfg)[axis]
+        if cfg.is_rl and sampling != degree:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
@@ -82,6 +83,11 @@ def _model(cfg: Config) -> Iterator[str]:
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
+        )
+    if model.has_linear_attention:
+        yield (
+            f"model.attention_pattern={model.attention_pattern!r}: linear attention trains in chunks and decodes token "
+            "by token, whose sums differ; choose a pattern without L"
         )
     head_dim = max(model.head_size, model.v_head_dim) if is_latent else model.head_size
     if head_dim > MAX_EXACT_HEAD_DIM:

@@ -14,7 +14,7 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
+from moefold.cost.rollout_memory import gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
@@ -100,10 +100,13 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "weights": states.weights,
                 "optimizer": states.optimizer - moments.offloaded,
                 "buffers": states.buffers,
+                "gathered weights": gathered,
                 CACHE_PART: cache,
             }
         )
-        for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
+        for states, moments, gathered in zip(
+            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), strict=True
+        )
     )
 
 

@@ -4,16 +4,17 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
-    """Check the syntax of both layer patterns, and that they are no longer than the model."""
+    """Check the syntax of all layer patterns, and that they are no longer than the model."""
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
+    yield from _validate_pattern(cfg, "rope_pattern", ROPE_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
@@ -103,6 +104,11 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
         )
     if model.rope_scaling == "yarn":
         yield from _validate_yarn(model)
+    if model.rope_scaling == "ntk" and model.rotary_dim <= 2:
+        yield (
+            f"model.rope_scaling='ntk' needs more than the {model.rotary_dim} dimensions that RoPE rotates; "
+            "choose 'linear', or more dimensions"
+        )
 
 
 def _validate_yarn(model: ModelConfig) -> Iterator[str]:
@@ -110,9 +116,10 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
     fast = model.rope_beta_fast
     slow = model.rope_beta_slow
     seq_len = model.rope_original_seq_len
-    if slow >= fast:
+    if slow > fast:
         yield (
-            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+            f"model.rope_beta_slow={slow} must be at most model.rope_beta_fast={fast}; the published pair is 1.0 and "
+            "32.0"
         )
         return
     minimum = math.floor(2 * math.pi * slow) + 1
@@ -141,7 +148,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_mla(cfg: Config) -> Iterator[str]:
-    """Check that MLA (multi-head latent attention) has no QK norm, biases or sinks."""
+    """Check that MLA (multi-head latent attention) has no QK norm, biases, sinks, gate or scale of the scores."""
     model = cfg.model
     if model.attention != "mla":
         return
@@ -150,9 +157,20 @@ def validate_mla(cfg: Config) -> Iterator[str]:
         ("qkv_bias", "which has no biases"),
         ("attention_output_bias", "which has no biases"),
         ("attention_sinks", "which has no sinks"),
+        ("attention_gate", "which has no gate"),
     ):
-        if getattr(model, key):
+        if getattr(model, key) is True:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
+
+
+def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
+    """Check that norms after RoPE are of dims in the order of their weights."""
+    model = cfg.model
+    if model.qk_norm_after_rope and model.rope_interleaved:
+        yield (
+            "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
+            "dims; choose rope_interleaved=false"
+        )
 
 
 def validate_sliding_window(cfg: Config) -> Iterator[str]:
@@ -165,11 +183,56 @@ def validate_sliding_window(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_linear_attention(cfg: Config) -> Iterator[str]:
+    """Check the heads of layers of kind L, and refuse what they do not have."""
+    model = cfg.model
+    if not model.has_linear_attention:
+        return
+    keys = model.linear_num_key_heads
+    values = model.linear_num_value_heads
+    if values % keys:
+        yield (
+            f"model.linear_num_value_heads={values} must be a multiple of model.linear_num_key_heads={keys}, each of "
+            f"which serves as many; choose {nearest_multiples(values, keys)}"
+        )
+    name = f"model.attention_pattern={model.attention_pattern!r}"
+    if cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} does not go with {name}: linear attention has projections of one "
+            "row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
+        )
+    if cfg.run.cuda_graphs == "attention":
+        yield (
+            f"run.cuda_graphs='attention' does not go with {name}: linear attention is recomputed in the backward "
+            "pass, which a graph cannot capture; choose 'none', or a pattern without L"
+        )
+
+
+def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
+    """Check that norms around zero are those of the residual stream and of single heads."""
+    model = cfg.model
+    if not model.zero_centered_norms:
+        return
+    if model.attention == "mla":
+        yield (
+            "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; "
+            "set zero_centered_norms=false, or attention='gqa'"
+        )
+    if model.qk_norm and model.qk_norm_width == "all_heads":
+        yield (
+            "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; "
+            "set zero_centered_norms=false, or qk_norm_width='head'"
+        )
+
+
 MODEL_RULES = (
+    validate_zero_centered_norms,
+    validate_linear_attention,
     validate_layer_pattern,
     validate_sliding_window,
     validate_heads,
     validate_mla,
+    validate_norm_after_rope,
     validate_rope,
     validate_rope_scaling,
 )

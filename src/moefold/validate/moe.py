@@ -176,6 +176,12 @@ FP8_BLOCK = 128
 """Values per scale in FP8 dispatch."""
 
 
+def expert_width_setting(model: ModelConfig) -> str:
+    """Return the key that sets the width of dispatched tokens, with its value."""
+    key = "moe_hidden_size" if model.moe_hidden_size else "hidden_size"
+    return f"model.{key}={model.expert_hidden_size}"
+
+
 def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
     """Yield the reasons why the settings rule DeepEP out, one phrase each."""
     p = cfg.parallel
@@ -186,15 +192,15 @@ def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
         yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
     if cfg.run.dtype != "bfloat16":
         yield f"deep_ep supports only bfloat16, and run.dtype={cfg.run.dtype!r}"
-    if model.hidden_size * 2 % ALIGNMENT_BYTES:
+    if model.expert_hidden_size * 2 % ALIGNMENT_BYTES:
         yield (
-            f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and model.hidden_size={model.hidden_size} is "
+            f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {expert_width_setting(model)} is "
             f"no multiple of {ALIGNMENT_BYTES // 2}"
         )
-    if cfg.moe.dispatch_precision != "dtype" and model.hidden_size % FP8_BLOCK:
+    if cfg.moe.dispatch_precision != "dtype" and model.expert_hidden_size % FP8_BLOCK:
         yield (
             f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
-            f"{cfg.moe.dispatch_precision!r} model.hidden_size={model.hidden_size} is no multiple of that"
+            f"{cfg.moe.dispatch_precision!r} {expert_width_setting(model)} is no multiple of that"
         )
     if cfg.faults.check_dispatch:
         yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.topology.layout import divisors
+from moefold.validate.replay import counts_replayed_choices
 
 RL_DATA_KINDS = ("task", "prompts")
 """Kinds of data that have prompts."""
@@ -61,6 +62,16 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
             f"rl.objective={rl.objective!r} with rl.correction={rl.correction!r} compares with the weights at the "
             "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
             "'policy', or updates above 1"
+        )
+    if cfg.is_rl and rl.replay == "on" and counts_replayed_choices(cfg):
+        yield (
+            f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "
+            f"(moe.bias_update_rate={cfg.moe.bias_update_rate:g}); set bias_update_rate=0, updates=1, or replay='off'"
+        )
+    if cfg.is_rl and rl.replay == "on" and rl.staleness:
+        yield (
+            f"rl.replay='on' does not go with rl.staleness={rl.staleness}: rollouts that wait for training keep no "
+            "expert choices; set replay='auto' (off here), or staleness=0"
         )
     if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
         yield (
@@ -140,7 +151,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
         f"model.mtp_layers={cfg.model.mtp_layers}": (
             cfg.model.mtp_layers > 0,
             "the loss of rollouts has no targets for multi-token prediction",
-            "set 0",
+            "set 0, with which checkpoint.init_from leaves these layers out",
         ),
     }
     for setting, (is_present, reason, remedy) in obstacles.items():

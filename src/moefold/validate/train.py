@@ -8,7 +8,6 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
-from moefold.topology.schedules import schedule_of
 
 
 def validate_learning_rate(cfg: Config) -> Iterator[str]:
@@ -112,7 +111,7 @@ def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
         lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
     if not has_moe_layers(model):
         lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
-    elif not model.shared_expert_ffn_hidden_size:
+    elif not model.shared_expert_ffn_hidden_size and not model.moe_hidden_size:
         lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
     if not model.mtp_layers:
         lacking["mtp"] = "model.mtp_layers=0"
@@ -259,74 +258,10 @@ def validate_compile(cfg: Config) -> Iterator[str]:
         )
 
 
-RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
-"""Parts that may be recomputed where attention is captured."""
-
-
-def validate_cuda_graphs(cfg: Config) -> Iterator[str]:
-    """Check that a captured attention has fixed shapes, addresses and memory, and no communication or host work."""
-    if cfg.run.cuda_graphs == "none":
-        return
-    p = cfg.parallel
-    obstacles = {
-        f"parallel.tp={p.tp}": (p.tp > 1, "its collectives would be captured"),
-        f"parallel.cp={p.cp}": (p.cp > 1, "its collectives would be captured"),
-        "parallel.zero=3": (p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"),
-        f"parallel.schedule={p.schedule!r}": (
-            p.pp > 1 and schedule_of(cfg).splits_backward,
-            "a delayed weight gradient reads memory that the next replay overwrites",
-        ),
-        "parallel.overlap_experts=true": (p.overlap_experts, "a graph cannot be captured inside a backward pass"),
-        f"train.precision={cfg.train.precision!r}": (
-            cfg.train.precision != "dtype",
-            "a replay would not quantise new weights",
-        ),
-        "documents": (has_documents(cfg), "their attention masks change with each micro-batch"),
-        f"metrics.memory_every={cfg.metrics.memory_every}": (
-            cfg.metrics.memory_every > 0,
-            "memory of a graph is allocated once and belongs to no step",
-        ),
-    }
-    captured = [part for part in cfg.train.recompute if part not in RECOMPUTE_OUTSIDE_ATTENTION]
-    for key, parts in (("recompute", captured), ("offload", cfg.train.offload)):
-        what_is_saved = "what a graph saves for its backward pass stays in its memory"
-        obstacles[f"train.{key}={list(parts)}"] = (bool(parts), what_is_saved)
-    for setting, (is_present, reason) in obstacles.items():
-        if is_present:
-            yield (
-                f"run.cuda_graphs={cfg.run.cuda_graphs!r} does not go with {setting}: {reason}; set "
-                "run.cuda_graphs='none', or change that"
-            )
-    if cfg.run.device == "cpu":
-        yield _needs_cuda(cfg, "cpu")
-
-
-def has_documents(cfg: Config) -> bool:
-    """Return whether the samples of a recipe may hold several documents."""
-    kinds = ("sft", "preference", "program", "task")
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.is_rl or cfg.data.kind in kinds
-
-
-def check_cuda_graphs_device(cfg: Config, device_type: str) -> None:
-    """Check that the ranks' devices have CUDA graphs, if the recipe asks for them.
-
-    Raises:
-        ConfigError: they have not.
-    """
-    if cfg.run.cuda_graphs != "none" and device_type != "cuda":
-        raise ConfigError(_needs_cuda(cfg, device_type))
-
-
-def _needs_cuda(cfg: Config, device_type: str) -> str:
-    return (
-        f"run.cuda_graphs={cfg.run.cuda_graphs!r} needs a CUDA device, and the device is {device_type!r}; set "
-        "run.cuda_graphs='none'"
-    )
-
-
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
     has_head_norms = model.attention == "gqa" and model.qk_norm and model.qk_norm_width == "head"
+    has_head_norms = has_head_norms and not model.qk_norm_after_rope and "R" in model.rope_pattern
     has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 
@@ -360,4 +295,4 @@ def check_kernel_device(cfg: Config, device_type: str) -> None:
         )
 
 
-KERNEL_RULES = (validate_kernels, validate_compile, validate_cuda_graphs)
+KERNEL_RULES = (validate_kernels, validate_compile)

@@ -4,9 +4,6 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from moefold.config.align import REWARD_METHODS
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
@@ -19,21 +16,13 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
-
-
-@dataclass(frozen=True)
-class UnusedKeyRule:
-    """Keys without effect under a condition, with the reason and the remedy."""
-
-    keys: str
-    condition: Callable[[Config], bool]
-    reason: str
-    remedy: str
-
+from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
+from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
+    *LINEAR_ATTENTION_RULES,
     UnusedKeyRule(
-        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
@@ -41,7 +30,7 @@ UNUSED_KEY_RULES = (
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every metrics.per_layer "
+        "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every metrics.per_layer "
         "faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
@@ -120,10 +109,28 @@ UNUSED_KEY_RULES = (
         "set model.qk_norm=true",
     ),
     UnusedKeyRule(
+        "model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "model.attention_scale",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' scales its scores by the width of its heads and model.rope_mscale_all_dim",
+        "choose model.attention='gqa'",
+    ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: "R" not in cfg.model.rope_pattern,
+        "no layer of model.rope_pattern is R",
+        "choose a pattern with R",
+    ),
+    UnusedKeyRule(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' scales nothing",
-        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
+        "choose model.rope_scaling='linear', 'llama3', 'yarn' or 'ntk'",
     ),
     UnusedKeyRule(
         "model.rope_original_seq_len",
@@ -272,10 +279,10 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
-        "rl.correction rl.correction_low rl.correction_high "
+        "rl.correction rl.correction_low rl.correction_high rl.replay "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
-        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rl.staleness "
+        "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
@@ -286,6 +293,18 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
         "training has the same degrees, and its model samples",
         "choose another degree",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: cfg.rollout.experts == "whole" and cfg.parallel.ep * cfg.parallel.etp == 1,
+        "with parallel.ep=1 and etp=1 each rank holds all experts",
+        "set parallel.ep",
+    ),
+    UnusedKeyRule(
+        "rollout.experts",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "the model has no experts",
+        "choose model.layer_pattern='M'",
     ),
     UnusedKeyRule(
         "rollout.cache",
@@ -310,6 +329,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and _samples_exactly(cfg),
         "with run.device='cpu' and run.kernels='c' sampler and trainer compute the same bits",
         "choose a mapping or kernels that differ (docs/exact-sampling.md)",
+    ),
+    UnusedKeyRule(
+        "rl.replay",
+        lambda cfg: cfg.is_rl and cfg.rl.replay == "on" and cfg.rl.updates == 1 and _samples_exactly(cfg),
+        "with rl.updates=1, run.device='cpu' and run.kernels='c' training chooses the experts of sampling anyway",
+        "choose rl.replay='auto'",
     ),
     UnusedKeyRule(
         "rl.correction_low rl.correction_high",
@@ -402,7 +427,7 @@ UNUSED_KEY_RULES = (
         "choose align.method='weight'",
     ),
     UnusedKeyRule(
-        "align.template",
+        "align.template align.want",
         lambda cfg: cfg.align.method != "condition",
         "only align.method='condition' reads it",
         "choose align.method='condition'",

@@ -2,7 +2,7 @@
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_optimizer` the optimizers.
+FP8 rounding, `oracle_linear` linear attention, `oracle_optimizer` the optimizers.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
+from moefold.verify.oracle_linear import gated_deltanet
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -164,7 +165,7 @@ class Oracle:
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
-        x = self.weights["embedding.weight"][tokens]
+        x = self.weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
         return self._norm("head.norm", x)
@@ -173,15 +174,23 @@ class Oracle:
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
-        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
-        normed = self._norm(f"{name}.ffn_norm", x)
+        factor = self.cfg.model.residual_multiplier
+        attended = self._attention(f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, i)
+        x = x + factor * self._output_norm(f"{name}.attention", attended)
+        normed = self._input_norm(f"{name}.ffn", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
-            return x + self._swiglu(f"{name}.ffn", normed)
+            return x + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
         weight = self.weights[f"{name}.ffn.router.weight"]
         bias = self.weights.get(f"{name}.ffn.router.bias")
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
-        return x + self._moe(f"{name}.ffn", normed, batch)
+        return x + factor * self._output_norm(f"{name}.ffn", self._moe(f"{name}.ffn", normed, batch))
+
+    def _input_norm(self, name: str, x: Tensor) -> Tensor:
+        return x if self.cfg.model.norm_placement == "post" else self._norm(f"{name}_norm", x)
+
+    def _output_norm(self, name: str, x: Tensor) -> Tensor:
+        return x if self.cfg.model.norm_placement == "pre" else self._norm(f"{name}_output_norm", x)
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -192,7 +201,7 @@ class Oracle:
     def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        logits = hidden @ self.weights[head].T / temperature
+        logits = hidden @ self.weights[head].T / self.cfg.model.logits_divisor / temperature
         return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def _mtp_loss(
@@ -212,7 +221,8 @@ class Oracle:
             name = f"layers.{model.num_layers + depth - 1}"
             # The input at position i is token i + depth, or token 0 past the end.
             tokens = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
-            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][tokens])
+            vectors = self.weights["embedding.weight"][tokens] * model.embedding_multiplier
+            embedded = self._norm(f"{name}.embedding_norm", vectors)
             joined = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
             projected = joined @ self.weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
@@ -223,7 +233,8 @@ class Oracle:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
-        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * self.weights[f"{name}.weight"]
+        weight = self.weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
+        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
 
     def _swiglu(self, name: str, x: Tensor) -> Tensor:
         gate, up, down = (self.weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
@@ -232,23 +243,34 @@ class Oracle:
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
+        if model.all_block_kinds[layer].endswith("L"):
+            return gated_deltanet(model, self.weights, name, x, documents)
         batch, length, _ = x.shape
 
-        def heads(letter: str, count: int, norm: str = "") -> Tensor:
+        has_rope = model.rope_layers[layer]
+
+        def heads(letter: str, count: int) -> Tensor:
             y = x @ self.weights[f"{name}.w{letter}"].T
             if model.qkv_bias:
                 y = y + self.weights[f"{name}.b{letter}"]
-            if norm and model.qk_norm_width == "all_heads":
-                y = self._norm(f"{name}.{norm}", y)
-            y = y.view(batch, length, count, model.head_size)
-            return self._norm(f"{name}.{norm}", y) if norm and model.qk_norm_width == "head" else y
+            return y.view(batch, length, count, model.head_size)
+
+        def rotate(y: Tensor) -> Tensor:
+            return apply_rope(model, y, model.rotary_dim) if has_rope else y
+
+        def position_heads(letter: str, count: int, norm: str) -> Tensor:
+            y = heads(letter, count)
+            y = rotate(y) if model.qk_norm_after_rope else y
+            if model.qk_norm:
+                whole = model.qk_norm_width == "all_heads"
+                y = self._norm(f"{name}.{norm}", y.flatten(2) if whole else y).view(y.shape)
+            return y if model.qk_norm_after_rope else rotate(y)
 
         if model.attention == "mla":
-            query, key, value = mla_heads(model, self.weights, name, x)
+            query, key, value = mla_heads(model, self.weights, name, x, has_rope=has_rope)
         else:
-            norms = ("query_norm", "key_norm") if model.qk_norm else ("", "")
-            query = apply_rope(model, heads("q", model.num_attention_heads, norms[0]), model.rotary_dim)
-            key = apply_rope(model, heads("k", model.num_query_groups, norms[1]), model.rotary_dim)
+            query = position_heads("q", model.num_attention_heads, "query_norm")
+            key = position_heads("k", model.num_query_groups, "key_norm")
             value = heads("v", model.num_query_groups)
         scale = softmax_scale(model)
         masked = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -265,13 +287,18 @@ class Oracle:
                 outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
             else:
                 outputs.append(scores.softmax(-1) @ value[:, :, group])
-        result = torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
+        attended = torch.cat(outputs, -1)
+        if model.attention_gate:
+            attended = attended / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
+        result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
-        y = torch.zeros_like(x)
-        expert_input = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
+        y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
+        expert_input = x @ self.weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
+        if self.cfg.moe.dispatch_precision != "dtype":
+            expert_input = fp8_round_trip(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             gated = expert_input @ gate
@@ -290,6 +317,8 @@ class Oracle:
                 result = result + self.weights[f"{name}.experts.b_down"][expert]
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
             y = y + weight * result
+        if model.moe_hidden_size:
+            y = y @ self.weights[f"{name}.latent_up.weight"].T
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
             if model.shared_expert_gate:

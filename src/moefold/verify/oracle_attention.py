@@ -12,11 +12,16 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 
 
-def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mla_heads(
+    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, *, has_rope: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return MLA queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of x [B, S, H]."""
     nope_dim = model.qk_nope_head_dim
     rope_dim = model.qk_rope_head_dim
     rank = model.kv_lora_rank
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rope(model, x, rope_dim) if has_rope else x
 
     def norm(latent: Tensor, which: str) -> Tensor:
         # DeepSeek's released code uses epsilon 1e-6 for these norms.
@@ -31,16 +36,14 @@ def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: T
         to_query = weights[f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = norm(joint[..., :rank], "key_value_norm")
-    shared = apply_rope(model, joint[..., None, rank:], rope_dim)[:, :, 0]
+    shared = rotate(joint[..., None, rank:])[:, :, 0]
     queries = []
     keys = []
     values = []
     for head in range(model.num_attention_heads):
         rows = to_query[head * (nope_dim + rope_dim) : (head + 1) * (nope_dim + rope_dim)]
         query = compressed @ rows.T
-        queries.append(
-            torch.cat((query[..., :nope_dim], apply_rope(model, query[..., None, nope_dim:], rope_dim)[:, :, 0]), -1)
-        )
+        queries.append(torch.cat((query[..., :nope_dim], rotate(query[..., None, nope_dim:])[:, :, 0]), -1))
         width = nope_dim + model.v_head_dim
         rows = weights[f"{name}.wkv_up"][head * width : (head + 1) * width]
         keys.append(torch.cat((latent @ rows[:nope_dim].T, shared), -1))
@@ -50,7 +53,7 @@ def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: T
 
 def softmax_scale(model: ModelConfig) -> float:
     """Return the softmax scale of the attention scores."""
-    scale = 1 / math.sqrt(model.head_size)
+    scale = model.attention_scale or 1 / math.sqrt(model.head_size)
     if model.attention == "mla" and model.rope_scaling == "yarn" and model.rope_mscale_all_dim > 0:
         scale *= yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
     return scale
@@ -93,6 +96,8 @@ def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
     frequency = 1.0 / model.rope_theta ** (2 * i / rotary_dim)
     if model.rope_scaling == "none":
         return frequency
+    if model.rope_scaling == "ntk":
+        return float(frequency * model.rope_scaling_factor ** (-2 * i / (rotary_dim - 2)))
     stretched = frequency / model.rope_scaling_factor
     if model.rope_scaling == "linear":
         return stretched

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
@@ -20,6 +21,7 @@ from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.routing_cache import merge_over_tp
 
 TokenCallback = Callable[[int, int], None]
 """Callback for each new token: (request index, token)."""
@@ -36,6 +38,7 @@ class _Open:
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    expert_ids: NDArray[np.integer] | None = None
 
     def next_draw(self) -> Draw:
         is_greedy = self.sampling.temperature == 0
@@ -52,17 +55,24 @@ class RolloutEngine:
         model: an inference model, or a model in training, whose weights are used in place.
         settings: checked limits.
         sampling: checked sampling parameters.
+        records_routing: whether completions have the experts that were chosen for their tokens.
 
     Raises:
         ConfigError: the cache is smaller than one page.
     """
 
     def __init__(
-        self, model: InferenceModel | ParallelModel, settings: EngineSettings, sampling: SamplingParams
+        self,
+        model: InferenceModel | ParallelModel,
+        settings: EngineSettings,
+        sampling: SamplingParams,
+        *,
+        records_routing: bool = False,
     ) -> None:
         self._model = model
         self._settings = settings
         self._sampling = sampling
+        self._records_routing = records_routing
         cfg = model.cfg if isinstance(model, InferenceModel) else model.stages[0].cfg
         self._max_pages = cache_pages(cfg, settings)
 
@@ -78,14 +88,15 @@ class RolloutEngine:
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
             size = CacheSize(num_pages=num_pages, page_positions=PAGE_POSITIONS, kind=self._settings.cache)
-            decoder = stack.enter_context(PagedDecoder(chain, size))
+            decoder = stack.enter_context(PagedDecoder(chain, size, records_routing=self._records_routing))
             limits = PassLimits(
                 slots=self._settings.slots,
                 pass_tokens=self._settings.pass_tokens,
                 num_pages=num_pages,
                 share_prompts=self._settings.share_prompts,
             )
-            yield Generation(chain, decoder, PassScheduler(limits), self._sampling)
+            scheduler = PassScheduler(limits)
+            yield Generation(chain, decoder, scheduler, self._sampling, records_routing=self._records_routing)
 
     def generate(
         self,
@@ -121,21 +132,37 @@ class RolloutEngine:
                         on_token(new.number, new.token)
                     if new.finish_reason is not None:
                         completions[new.number] = generation.pop(new.number, new.finish_reason)
-        return [completion for completion in completions if completion is not None]
+        return self._with_merged_routing([completion for completion in completions if completion is not None])
+
+    def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
+        """Complete the recorded experts by those of the other tensor-parallel ranks; collective over tp."""
+        found = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
+        if not found:
+            return completions
+        groups = self._model.groups
+        merged = merge_over_tp(found, groups.attn.tp, groups.device)
+        return [replace(one, expert_ids=ids) for one, ids in zip(completions, merged, strict=True)]
 
 
 class Generation:
     """Samples that are generated together; see `RolloutEngine.open`."""
 
     def __init__(
-        self, chain: ForwardChain, decoder: PagedDecoder, scheduler: PassScheduler, sampling: SamplingParams
+        self,
+        chain: ForwardChain,
+        decoder: PagedDecoder,
+        scheduler: PassScheduler,
+        sampling: SamplingParams,
+        *,
+        records_routing: bool = False,
     ) -> None:
         self._chain = chain
         self._decoder = decoder
         self._scheduler = scheduler
         self._sampling = sampling
+        self._records_routing = records_routing
         self._open: dict[int, _Open] = {}
-        self._steps_together = shares_experts_over_samples(chain.groups)
+        self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
         """Add a request.
@@ -157,7 +184,12 @@ class Generation:
     def pop(self, number: int, finish_reason: FinishReason) -> Completion:
         """Return a complete sample and forget it."""
         sample = self._open.pop(number)
-        return Completion(tokens=tuple(sample.tokens), log_probs=tuple(sample.log_probs), finish_reason=finish_reason)
+        return Completion(
+            tokens=tuple(sample.tokens),
+            log_probs=tuple(sample.log_probs),
+            finish_reason=finish_reason,
+            expert_ids=sample.expert_ids,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -179,8 +211,9 @@ class Generation:
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
         """Run one forward pass, of no rows if this rank has no work; collective. Return the new tokens."""
-        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [])
+        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
+        self._decoder.copy_states(work.state_copies)
         tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
@@ -229,6 +262,8 @@ class Generation:
             if reason is None:
                 self._scheduler.append(number, token)
             else:
+                if self._records_routing:
+                    sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
             found.append(NewToken(number, token, log_prob, reason))
         return found
@@ -253,7 +288,8 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     tokens_R, slots_R, positions_R, tables_NP = (
         torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
     )
-    rows = PassRows(slots_R, positions_R, tables_NP, counts)
+    state_slots_N = torch.tensor([segment.state_slot for segment in segments], dtype=torch.int64, device=device)
+    rows = PassRows(slots_R, positions_R, tables_NP, counts, state_slots_N)
     return tokens_R, rows, torch.tensor(picked, dtype=torch.int64, device=device)
 
 

@@ -1,7 +1,10 @@
 """Requests and completions of the rollout engine, and its settings. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moefold.cost.kv_cache import CacheKind
 from moefold.errors import ConfigError
@@ -50,6 +53,9 @@ class Completion:
     """
     finish_reason: FinishReason
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
+    expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
+    """Experts of each token of prompt and completion but the last, which was never fed to the model, in each MoE layer
+    of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records them."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """Checked job of a server, made before any rank starts. Torch-free on the CPU."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
+from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
-from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
-from moefold.inference.settings import InferenceRequest, inference_config
+from moefold.inference.settings import InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 
@@ -42,6 +44,10 @@ class ServeOptions:
     """"bytes" or the path of a tokenizer.json, instead of the model's."""
     chat_template: str = ""
     """File of a chat template instead of the model's."""
+    want: str = ""
+    """Reward that chats ask for instead of align.want, or "none"."""
+    experts: Literal["exchange", "fetch"] = "exchange"
+    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
     dtype: str = "auto"
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
@@ -87,17 +93,16 @@ def prepare_server(
     _check_options(options)
     source = find_source(model)
     report_skipped(source.skipped)
+    source = replace(source, want=override_want(source.want, options.want))
     inference = InferenceRequest(
         overrides=tuple(overrides),
         dtype=options.dtype,
         device=options.device,
-        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=max(2, options.max_length or source.context),
         batch_size=1,
+        experts=options.experts,
     )
-    cfg = inference_config(source, inference, "generate")
-    if rank_env is not None:
-        check_world_size(rank_env, cfg.parallel.world_size)
+    cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         open_tokenizer(source, options.tokenizer)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
@@ -112,7 +117,7 @@ def prepare_server(
             f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
             "set a larger --cache-gib, or a smaller --max-length"
         )
-    cache = {f"the cache of --cache-gib {options.cache_gib:g}": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    cache = {f"the cache of --cache-gib {options.cache_gib:g}": cache_bytes(cfg, num_pages, options.slots)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name

@@ -13,6 +13,9 @@ from moefold.ops.interface import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertW
 from moefold.ops.swiglu import SWIGLU, ExpertActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
+NUM_MATRICES = 3
+"""Matrices of an expert, which come before its biases."""
+
 
 class Experts(nn.Module):
     """Routed experts: activation(x w_gate, x w_up) w_down each; this rank holds [E/ep, H, F/etp] of the weights.
@@ -23,8 +26,8 @@ class Experts(nn.Module):
     reduction requires it.
 
     `parallelize` replaces `bias_slice` (the columns of H of the local part of b_down), `wgrad_store` (backward pass
-    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them) and `ops` (forward
-    and backward pass of this machine).
+    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward
+    and backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
 
     Args:
         num_experts: E.
@@ -58,6 +61,14 @@ class Experts(nn.Module):
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.saves_fc1 = True
         self.ops: ExpertOps = TORCH_EXPERT_OPS
+        self.peer_weights: Sequence[Tensor] | None = None
+        """Weights of all E experts in the order of `ExpertWeights`, [E, ...]; the parameters are views of a part."""
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters in the order of `ExpertWeights`: three matrices, and three biases if there are any."""
+        found = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        return [weight for weight in found if weight is not None]
 
     def forward(self, expert_input: ExpertInput) -> Tensor:
         """Apply each expert to its tokens; local unless experts are migrated.
@@ -68,8 +79,9 @@ class Experts(nn.Module):
         dtype = expert_input.x.dtype
         migration = expert_input.migration
         matrix_dtype = self.ops.weight_dtype(expert_input.x) if migration is None else dtype
-        own = [local_param(p, matrix_dtype) for p in (self.w_gate, self.w_up, self.w_down)]
-        own += [local_param(p, dtype) for p in (self.b_gate, self.b_up, self.b_down) if p is not None]
+        weights = self.weights if self.peer_weights is None else self.peer_weights
+        own = [local_param(weight, matrix_dtype) for weight in weights[:NUM_MATRICES]]
+        own += [local_param(bias, dtype) for bias in weights[NUM_MATRICES:]]
         if migration is None:
             return self._compute(expert_input, own, self.wgrad_store)
         # Gradients of migrated weights are returned by a collective of the backward pass: they cannot be delayed.

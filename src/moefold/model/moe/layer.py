@@ -13,6 +13,7 @@ from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
+from moefold.model.moe.latent import LatentProjection
 from moefold.model.moe.losses import (
     GlobalBatchLoad,
     RouterStats,
@@ -63,12 +64,16 @@ class MoELayer(nn.Module):
         self.router = Router(model, moe, jitter_seed=jitter_seed)
         self.experts = Experts(
             model.num_experts,
-            model.hidden_size,
+            model.expert_hidden_size,
             model.moe_ffn_hidden_size,
             activation=expert_activation(model),
             has_bias=model.moe_bias,
             applies_probs=moe.weight_in_expert,
         )
+        self.latent_down = self.latent_up = None
+        if model.moe_hidden_size:
+            self.latent_down = LatentProjection(model.hidden_size, model.moe_hidden_size)
+            self.latent_up = LatentProjection(model.moe_hidden_size, model.hidden_size)
         self.shared = shared
         has_gate = shared is not None and model.shared_expert_gate
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
@@ -139,9 +144,10 @@ class MoELayer(nn.Module):
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
-        shared_expert = None if self.shared is None else lambda: self._run_shared_expert(x)
-        y_TH, y_shared = yield from self.dispatcher.run(x_TH, routing_map, self.experts, shared_expert)
-        y = y_TH.view_as(x)
+        shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
+        expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
+        y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
+        y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
         if y_shared is not None:
             y = y + y_shared
         return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
@@ -161,7 +167,8 @@ class MoELayer(nn.Module):
         )
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
-    def _run_shared_expert(self, x: Tensor) -> Tensor:
+    def run_shared_expert(self, x: Tensor) -> Tensor:
+        """Compute the shared expert with its gate, [S/(cp*tp), B, H] -> same."""
         assert self.shared is not None
         y: Tensor = self.shared(x)
         if self.shared_gate is not None:

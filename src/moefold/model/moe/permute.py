@@ -19,7 +19,7 @@ def as_counts(counts_E: Tensor, values: list[int] | None = None) -> Sequence[int
         values: the same numbers, if the host knows them.
     """
     if counts_E.device.type == "cpu":
-        return counts_E.tolist()
+        return counts_E.tolist() if values is None else values
     return LazyCounts(counts_E, values)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.export import register_dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
@@ -116,6 +117,9 @@ def assign_skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) ->
 class RouterOverride(Protocol):
     """Override of the router's expert choices in training."""
 
+    in_evaluation: bool
+    """Whether it also applies to forward passes in evaluation mode."""
+
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Return the experts to use, int64 [T, K].
 
@@ -140,12 +144,20 @@ class ReplayedRouting:
     """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None: no replay."""
     recorded_NSK: Tensor | None = None
     """Buffer for the choices in use, in the same layout; None: no recording."""
+    is_replayed_NS: Tensor | None = None
+    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for the others."""
+    in_evaluation: bool = False
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Replace the choices, then record them."""
         rows_B = sample_ids_B - self.first_sample
         if self.replayed_NSK is not None:
-            ids_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
+            replayed_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
+            if self.is_replayed_NS is None:
+                ids_TK = replayed_TK
+            else:
+                is_replayed_T1 = self.is_replayed_NS[rows_B].transpose(0, 1).reshape(-1, 1)
+                ids_TK = replayed_TK.where(is_replayed_T1, ids_TK)
         if self.recorded_NSK is not None:
             ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
             self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
@@ -188,6 +200,12 @@ class RoutingDecision:
     """Sums for the auxiliary losses, where the fused kernel computed them."""
 
 
+# FSDP and CUDA graphs look for tensors in what a router returns. torch 2.13 finds them in every dataclass, 2.11 only in
+# registered ones.
+register_dataclass(RouterLossSums)
+register_dataclass(RoutingDecision)
+
+
 class Router(nn.Module):
     """Top-k router (arXiv:1701.06538 without its noise), computed in float32 at least.
 
@@ -208,34 +226,62 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.step = 1
-        """Optimizer step; seeds the jitter noise."""
+        self._step = 1
+        self._step_on_device = torch.ones((), dtype=torch.int64, device="cpu")
         self._model = model
         self._moe = moe
         self._jitter_seed = jitter_seed
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
+    @property
+    def step(self) -> int:
+        """Optimizer step; seeds the jitter noise."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._moe.input_jitter:
+            # In place: a CUDA graph reads it at this address.
+            self._step_on_device.fill_(step)
+
     def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
         """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
 
-        In training `override` may replace the chosen experts. `parallelize` sets `kernels`, with one for the router
-        where it supports this router.
+        `override` may record or replace the chosen experts, and then the fused kernel does not run. `parallelize` sets
+        `kernels`, with one for the router where it supports this router.
         """
-        dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
+        dtype = self.logits_dtype(x_TH.dtype)
         x_TH = self._apply_jitter(x_TH, token_positions)
         logits_TE = upcast_linear(x_TH, local_param(self.weight, dtype), self.kernels.gemm)
         if self.bias is not None:
             logits_TE = logits_TE + local_param(self.bias, dtype)
-        if self.kernels.router is not None and dtype == torch.float32:
+        return self.route(logits_TE, x_TH.dtype, token_positions)
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._model.top_k
+
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the logits of tokens of a dtype are computed."""
+        return torch.promote_types(dtype, self._min_dtype)
+
+    def route(self, logits_TE: Tensor, dtype: torch.dtype, token_positions: TokenPositions) -> RoutingDecision:
+        """Choose the experts from the logits of tokens of a dtype; communicates as `forward` does."""
+        override = self.override
+        if override is not None and not (self.training or override.in_evaluation):
+            override = None
+        if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
             return self._route_fused(self.kernels.router, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:
             thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, token_positions.group)
         ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
-        if self.override is not None and self.training:
-            ids_TK = self.override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+        if override is not None:
+            ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(dtype, torch.float32))
         is_softmax = self._model.router_score == "softmax"
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
@@ -267,9 +313,11 @@ class Router(nn.Module):
         if width == 0 or not self.training:
             return x_TH
         x_TH = x_TH.to(torch.promote_types(x_TH.dtype, self._min_dtype))
+        if self._step_on_device.device != x_TH.device:
+            self._step_on_device = torch.full((), self.step, dtype=torch.int64, device=x_TH.device)
         noise_TH = uniform_noise(
             self._jitter_seed,
-            self.step,
+            self._step_on_device,
             token_positions.sample_ids_B,
             token_positions.positions(),
             x_TH.shape[1],
@@ -408,7 +456,7 @@ GPU_CHUNK_ELEMENTS = 1 << 22
 
 def uniform_noise(
     seed: int,
-    step: int,
+    step: int | Tensor,
     sample_ids_B: Tensor,
     positions_S: Tensor,
     width: int,
@@ -423,7 +471,8 @@ def uniform_noise(
 
     Args:
         seed: 64 bits, different for each layer.
-        step: optimizer step.
+        step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
+            noise.
         sample_ids_B: index of each sample in the global batch.
         positions_S: of the tokens in their sample.
         width: features of a token.
@@ -437,7 +486,9 @@ def uniform_noise(
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
     key = torch.full((), _signed(seed), dtype=torch.int64, device=device)
-    key_B = _mix(_mix(key + _signed(step * _GOLDEN)) + sample_ids_B * _signed(_GOLDEN))
+    # Products of int64 tensors wrap around, as `_signed` does.
+    step_key = step * _signed(_GOLDEN) if isinstance(step, Tensor) else _signed(step * _GOLDEN)
+    key_B = _mix(_mix(key + step_key) + sample_ids_B * _signed(_GOLDEN))
     key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(_GOLDEN)).flatten()
     noise = torch.empty(len(key_T), width, dtype=dtype, device=device)
     rows = max(1, (CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS) // max(1, width))

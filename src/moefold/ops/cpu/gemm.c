@@ -13,6 +13,7 @@
 
 #include "bfloat16.h"
 #include "exponential.h"
+#include "gemm.h"
 #include "transpose.h"
 
 /* Floats of a vector, and rows of a tile, limited by registers for two accumulator vectors a row and the operands. */
@@ -64,21 +65,8 @@
 typedef uint32_t packed_word;
 typedef uint32_t aliased_word __attribute__((may_alias));
 
-/* Dtypes in memory, and packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
-enum { FLOAT32, BFLOAT16 };
+/* Packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
 enum { UNCHANGED, ROUND_TO_BFLOAT16, BFLOAT16_PAIRS };
-
-/* An operand, whose lines are rows of a or columns of b. Strides are in elements. */
-typedef struct {
-  const void *start;
-  int64_t line, step, kind;
-} strided_matrix;
-
-/* One product of the sum. a: [rows, depth], b: [columns, depth]. */
-typedef struct {
-  strided_matrix a, b;
-  int64_t depth;
-} gemm_term;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -163,10 +151,15 @@ static void pack_last_step(packed_word *to, int width, strided_matrix x, int pac
   for (int64_t i = count; i < width; i++) to[i] = 0;
 }
 
-/* Transpose lines [width, steps] to a panel [steps, width], in 4x4 blocks; the last two blocks may overlap. */
+/* Transpose lines [width, steps] to a panel [steps, width], in whole blocks where both sizes allow them, else in 4x4
+   blocks, the last two of which may overlap. Steps are a multiple of 4. */
 ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const void *lines, int64_t stride,
                                    int64_t steps) {
-  for (int64_t k = 0; k < steps; k += 4)
+  const int64_t block_steps = width % BLOCK ? 0 : steps / BLOCK * BLOCK;
+  for (int i = 0; i < width && block_steps; i += BLOCK)
+    for (int64_t k = 0; k < block_steps; k += BLOCK)
+      transpose_block(panel + k * width + i, width, (const char *)lines + i * stride + 4 * k, stride);
+  for (int64_t k = block_steps; k < steps; k += 4)
 #pragma GCC unroll 8
     for (int i = 0; i < width; i += 4) {
       const int line = i + 4 <= width ? i : width - 4;
@@ -280,6 +273,48 @@ DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 #define LOW_PRECISION_PACKING ROUND_TO_BFLOAT16
 #endif
 
+/* Panels of b that one or two rows are multiplied by at a time: the sums of fewer would wait for each other. */
+#define WIDE_PANELS 4
+#define MAX_WIDE_ROWS 2
+
+/* As TILE, for WIDE_PANELS panels of b, `b_panel` words apart; sums [WIDE_PANELS, ROWS, LANES]. */
+#define WIDE_TILE(NAME, MULTIPLY_ADD)                                                                                  \
+  ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_step, const packed_word *b, int64_t b_step,  \
+                          int64_t b_panel, int64_t steps, int is_first, float *sums) {                                 \
+    for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
+      const int64_t stop = min_i64(steps, from + STEPS);                                                               \
+      vector s[MAX_WIDE_ROWS][2 * WIDE_PANELS];                                                                        \
+      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
+          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) s[r][v] = (vector){0};                     \
+      for (int64_t k = from; k < stop; k++) {                                                                          \
+        const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
+        _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                            \
+          const vector b_v = *(const vector *)(of_b + v / 2 * b_panel + v % 2 * VECTOR);                               \
+          _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) s[r][v] = MULTIPLY_ADD(s[r][v], of_a[r], b_v);        \
+        }                                                                                                              \
+      }                                                                                                                \
+      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
+          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                          \
+        vector *to = (vector *)(sums + (v / 2 * ROWS + r) * LANES + v % 2 * VECTOR);                                   \
+        if (from || !is_first) s[r][v] += *to;                                                                         \
+        *to = s[r][v];                                                                                                 \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }
+WIDE_TILE(wide_tile, FMA_FLOAT)
+#define DEFINE_WIDE_TILE_VARIANT(NAME, TILE, COUNT)                                                            \
+  static __attribute__((noinline)) void NAME(const packed_word *a, const packed_word *b, int64_t b_step,       \
+                                             int64_t b_panel, int64_t steps, int is_first, float *sums) {      \
+    TILE(COUNT, a, ROWS, b, b_step, b_panel, steps, is_first, sums);                                           \
+  }
+DEFINE_WIDE_TILE_VARIANT(wide_tile_1, wide_tile, 1)
+DEFINE_WIDE_TILE_VARIANT(wide_tile_2, wide_tile, 2)
+#ifdef __AVX512BF16__
+WIDE_TILE(wide_tile_of_pairs, DOT_BFLOAT16_PAIR)
+DEFINE_WIDE_TILE_VARIANT(wide_pairs_1, wide_tile_of_pairs, 1)
+DEFINE_WIDE_TILE_VARIANT(wide_pairs_2, wide_tile_of_pairs, 2)
+#endif
+
 typedef void tile_variant(const packed_word *a, int64_t a_stride, const packed_word *b, int64_t b_step, int64_t steps,
                           int is_first, float *sums);
 
@@ -300,12 +335,6 @@ static inline tile_variant *variant_by_lines(int64_t rows, int packing) {
 #endif
   return rows == 1 ? tile_by_lines_1 : rows == 2 ? tile_by_lines_2 : rows <= 4 ? tile_by_lines_4 : tile_by_lines_6;
 }
-
-/* The output matrix, with row stride `row`. */
-typedef struct {
-  void *start;
-  int64_t row, kind, adds;
-} output_matrix;
 
 ALWAYS_INLINE void store_tile(output_matrix out, int64_t row, int64_t column, const float *sums, int64_t rows,
                               const int64_t columns) {
@@ -378,6 +407,28 @@ ALWAYS_INLINE void compute_tile(operand_side of_a, operand_side of_b, int64_t i,
   }
 }
 
+/* Compute the tiles of at most MAX_WIDE_ROWS rows and the complete panels j to j + WIDE_PANELS - 1 of b, as compute_tile
+   does; panels of packed words are `b_panel` words apart. */
+ALWAYS_INLINE void compute_wide_tile(operand_side of_a, operand_side of_b, int64_t j, const packed_word *a_packed,
+                                     const packed_word *b_packed, int64_t b_panel, float *sums) {
+  int is_first = 1;
+  for (int t = 0; t < of_a.count; t++) {
+    const strided_matrix y = operand_of(of_b, t);
+    const int64_t steps = num_steps(of_a.terms[t].depth, of_a.packing);
+    const packed_word *b = b_packed;
+    int64_t b_step = LANES, panel = b_panel;
+    if (!is_panel_packed(of_b, LANES, t, j))
+      b = (const packed_word *)float_at(y, j * LANES, 0), b_step = y.step, panel = LANES;
+#ifdef __AVX512BF16__
+    if (of_a.packing == BFLOAT16_PAIRS)
+      (of_a.lines == 1 ? wide_pairs_1 : wide_pairs_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+    else
+#endif
+      (of_a.lines == 1 ? wide_tile_1 : wide_tile_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+    a_packed += steps * ROWS, b_packed += steps * LANES, is_first &= steps == 0;
+  }
+}
+
 static inline int64_t max_column_panels(int64_t columns, int64_t steps) {
   return min_i64(ceil_div(columns, LANES), max_i64(1, SHARED_PACK_WORDS / LANES / max_i64(1, steps)));
 }
@@ -394,15 +445,6 @@ int64_t gemm_scratch_words(int64_t rows, int64_t columns, int64_t depth, int thr
   const int64_t per_thread = min_i64(ceil_div(rows, ROWS) * depth, THREAD_PACK_WORDS / ROWS + depth);
   return shared * LANES + threads * per_thread * ROWS;
 }
-
-/* Arguments of gemm(), with scratch memory. */
-typedef struct {
-  output_matrix out;
-  int64_t rows, columns, rounds_to_bfloat16, threads;
-  packed_word *scratch;
-  int64_t count;
-  gemm_term terms[];
-} gemm_args;
 
 /* out [rows, columns] (+)= the sum of the terms, with operands rounded to bfloat16 if asked. */
 void gemm(const gemm_args *args) {
@@ -432,7 +474,7 @@ void gemm(const gemm_args *args) {
     const operand_side of_a = {terms, count, 0, packing, rows, columns, steps},
                        of_b = {terms, count, 1, packing, columns, rows, steps};
     packed_word *const thread_rows = rows_packed + THREAD * thread_panels * ROWS * steps;
-    float sums[ROWS * LANES] __attribute__((aligned(64))) = {0};
+    float sums[WIDE_PANELS * ROWS * LANES] __attribute__((aligned(64))) = {0};
     for (int64_t first = 0; first < b_panels; first += shared_panels) {
       const int64_t num_panels = min_i64(shared_panels, b_panels - first);
       const int64_t column_chunks =
@@ -445,8 +487,15 @@ void gemm(const gemm_args *args) {
         const int64_t chunk = task % chunks, column_chunk = task / chunks;
         const int64_t from = chunk * a_panels / chunks, to = (chunk + 1) * a_panels / chunks;
         pack_operand(thread_rows, ROWS, of_a, from, to);
-        for (int64_t j = column_chunk * num_panels / column_chunks; j < (column_chunk + 1) * num_panels / column_chunks;
-             j++)
+        const int64_t last = (column_chunk + 1) * num_panels / column_chunks;
+        int64_t j = column_chunk * num_panels / column_chunks;
+        if (rows <= MAX_WIDE_ROWS)
+          for (; j + WIDE_PANELS <= last && (first + j + WIDE_PANELS) * LANES <= columns; j += WIDE_PANELS) {
+            compute_wide_tile(of_a, of_b, first + j, thread_rows, columns_packed + j * LANES * steps, LANES * steps, sums);
+            for (int64_t i = 0; i < WIDE_PANELS; i++)
+              store_tile(out, 0, (first + j + i) * LANES, sums + i * ROWS * LANES, rows, LANES);
+          }
+        for (; j < last; j++)
           for (int64_t i = from; i < to; i++) {
             const packed_word *a_packed = thread_rows + (i - from) * ROWS * steps,
                               *b_packed = columns_packed + j * LANES * steps;

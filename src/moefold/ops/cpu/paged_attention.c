@@ -1,12 +1,15 @@
 /* Attention of single queries to the keys of a paged cache: decoding, and prefill in pieces.
 
    A page holds KEYS positions of all key/value heads: keys dimension-major, [D, KEYS], so that the lanes of a vector are
-   keys in the scores, and values [KEYS, D], so that they are dims in the output. The queries that read the same pages,
-   those of a group of heads and of consecutive tokens of a sample, share a tile.
+   keys in the scores, and values [KEYS, D], so that they are dims in the output. A tile has the queries of consecutive
+   rows for one key/value head. Those of rows with the same page at a place of their tables are multiplied by it together:
+   consecutive tokens of a sample, and samples that share a prompt, whose sums go on from its pages to their own.
 
    An element of the output is computed by the operations of attention.c, in its order: it has the same bits. */
 
 #include "attention.h"
+#include "paged_attention.h"
+#include "transpose.h"
 
 /* Queries of a tile. */
 #define QUERIES 32
@@ -18,52 +21,11 @@
 #define OMP_PARALLEL_FOR
 #endif
 
-/* Strided view of [rows, heads, D], whose last stride is 1; bfloat16 or float32. */
-typedef struct {
-  void *start;
-  int64_t row, head, is_bfloat16;
-} query_view;
-
-/* Pages [P, G, D, KEYS] of keys and [P, G, KEYS, D] of values, contiguous, of one dtype; the pages of each row, and how
-   many keys it attends to. */
-typedef struct {
-  void *keys, *values;
-  int64_t is_bfloat16, groups;
-  const int32_t *table;
-  int64_t table_width;
-  const int32_t *lengths;
-  /* Most keys of a query, its own included; 0: no limit. */
-  int64_t window;
-  /* A logit of each head that takes part in the softmax without a value; NULL: none. */
-  const float *sinks;
-} paged_cache;
-
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* First position that a query attends to, which is itself at position length - 1. */
 static inline int64_t first_position(int64_t length, int64_t window) {
   return window && length > window ? length - window : 0;
-}
-
-/* Return whether two rows have the same pages up to a number of positions. */
-static int share_pages(paged_cache cache, int64_t a, int64_t b, int64_t length) {
-  return !memcmp(cache.table + a * cache.table_width, cache.table + b * cache.table_width,
-                 (length + KEYS - 1) / KEYS * sizeof *cache.table);
-}
-
-/* Write the first row of each set of at most `most` consecutive rows that share their pages; returns their number. */
-static int64_t split_rows(int32_t *first_rows, paged_cache cache, int64_t rows, int64_t most) {
-  int64_t sets = 0, longest = 0;
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t length = cache.lengths[r];
-    if (r && r - first_rows[sets - 1] < most && share_pages(cache, r - 1, r, max_i64(longest, length))) {
-      longest = max_i64(longest, length);
-      continue;
-    }
-    first_rows[sets++] = (int32_t)r, longest = length;
-  }
-  first_rows[sets] = (int32_t)rows;
-  return sets;
 }
 
 /* Queries of a tile, all of one key/value head. */
@@ -89,75 +51,153 @@ static inline float mask_row(float *scores, int64_t key, int64_t count, int64_t 
   return top;
 }
 
+/* The state of the queries of a tile, query n % heads of row n / heads. */
+typedef struct {
+  float queries[QUERIES * MAX_HEAD_DIM], acc[QUERIES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  float scores[QUERIES * KEYS] __attribute__((aligned(64)));
+  float tops[QUERIES], maxima[QUERIES], totals[QUERIES];
+} tile_state;
+
+/* Rows of a tile, from `first` up to `stop`, that read one page, and how many of its keys they read. */
+typedef struct {
+  int64_t first, stop, page, keys;
+} page_run;
+
+static inline int64_t first_block(paged_cache cache, int64_t row) {
+  return first_position(cache.lengths[row], cache.window) / KEYS * KEYS;
+}
+
+/* Return whether a row attends to a key of the block from `key` on. */
+static inline int reads_block(paged_cache cache, int64_t row, int64_t key) {
+  return key < cache.lengths[row] && key >= first_block(cache, row);
+}
+
+/* Split the rows of a tile into runs that read one page at the block from `key` on; returns their number. */
+static int64_t split_rows(page_run *runs, paged_cache cache, query_tile t, int64_t key) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < t.rows; r++) {
+    const int64_t row = t.row + r;
+    if (!reads_block(cache, row, key)) continue;
+    const int64_t page = cache.table[row * cache.table_width + key / KEYS];
+    const int64_t keys = min_i64(KEYS, cache.lengths[row] - key);
+    page_run *const last = runs + count - 1;
+    if (count && last->stop == r && last->page == page)
+      last->stop = r + 1, last->keys = max_i64(last->keys, keys);
+    else
+      runs[count++] = (page_run){r, r + 1, page, keys};
+  }
+  return count;
+}
+
+/* Compute the softmax weights of the queries of a run, and rescale their sums. */
+static void weigh_keys(tile_state *state, const float *key_rows, paged_cache cache, query_tile t, page_run run,
+                       int64_t key, int64_t d) {
+  const int64_t from = run.first * t.heads, to = run.stop * t.heads, width = padded_width(d);
+  tiled_gemm(0, to - from, padded_width(run.keys), d, state->queries + from * d, d, 1, key_rows, KEYS,
+             state->scores + from * KEYS, KEYS);
+  for (int64_t n = from; n < to; n++) {
+    const int64_t row = t.row + n / t.heads;
+    float *const scores = state->scores + n * KEYS;
+    state->maxima[n] = mask_row(scores, key, run.keys, cache.lengths[row], cache.window, state->maxima[n]);
+    const float top = finite_top(state->maxima[n], cache.window), rescale = exp_or_zero(state->tops[n] - top);
+    state->tops[n] = top;
+    for (int64_t j = 0; j < run.keys; j++) scores[j] = exp_or_zero(scores[j] - top);
+    for (int64_t j = run.keys; j < KEYS; j++) scores[j] = 0.0f;
+    if (key == first_block(cache, row)) continue;
+    state->totals[n] *= rescale;
+    for (int64_t i = 0; i < width; i++) state->acc[n * width + i] *= rescale;
+  }
+}
+
+/* Queries whose totals are summed at a time, in quads. */
+#define SUMMED_QUERIES 16
+
+/* Add the weights of all keys of a block, in ascending order, to the totals of `count` queries. */
+static void add_weights(tile_state *state, int64_t count, int64_t keys) {
+  for (int64_t n = 0; n < count; n += SUMMED_QUERIES) {
+    quad *const totals = (quad *)(state->totals + n);
+    quad sums[4] = {totals[0], totals[1], totals[2], totals[3]};
+    for (int64_t j = 0; j < keys; j += 4) {
+      quad columns[4][4];
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; g++)
+        transpose_4x4(columns[g], 4, state->scores + (n + 4 * g) * KEYS + j, KEYS * sizeof(float));
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) sums[g] += columns[g][i];
+    }
+    for (int g = 0; g < 4; g++) totals[g] = sums[g];
+  }
+}
+
 /* Compute the attention of the queries of a tile. */
 static void attend_tile(query_view q, query_view out, paged_cache cache, query_tile t, int64_t d, float scale) {
-  float queries[QUERIES * MAX_HEAD_DIM], acc[QUERIES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-  float key_copy[MAX_HEAD_DIM * KEYS] __attribute__((aligned(64)));
-  float value_copy[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-  float scores[QUERIES * KEYS] __attribute__((aligned(64)));
-  float tops[QUERIES], maxima[QUERIES], totals[QUERIES], rescale[QUERIES];
-  const int64_t count = t.rows * t.heads, width = padded_width(d);
+  tile_state state;
+  float copy[MAX_HEAD_DIM * KEYS] __attribute__((aligned(64)));
+  page_run runs[QUERIES];
+  const int64_t count = t.rows * t.heads, width = padded_width(d), page_size = d * KEYS;
   int64_t begin = INT64_MAX, stop = 0;
   for (int64_t r = 0; r < t.rows; r++) {
-    const int64_t length = cache.lengths[t.row + r];
-    begin = min_i64(begin, first_position(length, cache.window) / KEYS * KEYS), stop = max_i64(stop, length);
+    begin = min_i64(begin, first_block(cache, t.row + r)), stop = max_i64(stop, cache.lengths[t.row + r]);
     const rows_view heads = {
         offset_pointer(q.start, (t.row + r) * q.row + t.head * q.head, q.is_bfloat16), q.head, q.is_bfloat16};
-    load_rows(queries + r * t.heads * d, d, heads, t.heads, d, scale);
+    load_rows(state.queries + r * t.heads * d, d, heads, t.heads, d, scale);
   }
-  for (int64_t n = 0; n < count; n++) tops[n] = maxima[n] = bits_to_float(0xff800000u), totals[n] = 0.0f;
+  for (int64_t n = 0; n < QUERIES; n++)
+    state.tops[n] = state.maxima[n] = bits_to_float(0xff800000u), state.totals[n] = 0.0f;
+  memset(state.acc, 0, count * width * sizeof *state.acc);
+  const int64_t summed = (count + SUMMED_QUERIES - 1) / SUMMED_QUERIES * SUMMED_QUERIES;
+  memset(state.scores + count * KEYS, 0, (summed - count) * KEYS * sizeof *state.scores);
   for (int64_t key = begin; key < stop; key += KEYS) {
-    const int64_t keys = min_i64(KEYS, stop - key), key_width = padded_width(keys);
-    const int64_t page = (cache.table[t.row * cache.table_width + key / KEYS] * cache.groups + t.group) * d * KEYS;
-    const float *key_rows =
-        page_rows(key_copy, KEYS, offset_pointer(cache.keys, page, cache.is_bfloat16), cache.is_bfloat16, d, KEYS);
-    tiled_gemm(0, count, key_width, d, queries, d, 1, key_rows, KEYS, scores, KEYS);
-    for (int64_t n = 0; n < count; n++) {
-      maxima[n] = mask_row(scores + n * KEYS, key, keys, cache.lengths[t.row + n / t.heads], cache.window, maxima[n]);
-      const float top = finite_top(maxima[n], cache.window);
-      rescale[n] = exp_or_zero(tops[n] - top);
-      tops[n] = top;
-      for (int64_t j = 0; j < keys; j++) scores[n * KEYS + j] = exp_or_zero(scores[n * KEYS + j] - top);
+    const int64_t num_runs = split_rows(runs, cache, t, key);
+    int64_t num_rows = 0;
+    for (int64_t i = 0; i < num_runs; i++) num_rows += runs[i].stop - runs[i].first;
+    /* The weights of queries that read no key of the block are 0. */
+    if (num_rows < t.rows) memset(state.scores, 0, count * KEYS * sizeof *state.scores);
+    for (int64_t i = 0; i < num_runs; i++) {
+      const void *page = offset_pointer(cache.keys, (runs[i].page * cache.groups + t.group) * page_size, cache.is_bfloat16);
+      weigh_keys(&state, page_rows(copy, KEYS, page, cache.is_bfloat16, d, KEYS), cache, t, runs[i], key, d);
     }
-    if (key > begin)
-      for (int64_t n = 0; n < count; n++) {
-        totals[n] *= rescale[n];
-        for (int64_t i = 0; i < width; i++) acc[n * width + i] *= rescale[n];
-      }
-    for (int64_t j = 0; j < keys; j++)
-      for (int64_t n = 0; n < count; n++) totals[n] += scores[n * KEYS + j];
-    const float *value_rows = page_rows(value_copy, width, offset_pointer(cache.values, page, cache.is_bfloat16),
-                                        cache.is_bfloat16, keys, d);
-    tiled_gemm(key > begin, count, width, keys, scores, KEYS, 1, value_rows, width, acc, width);
+    add_weights(&state, count, min_i64(KEYS, stop - key));
+    for (int64_t i = 0; i < num_runs; i++) {
+      const void *page = offset_pointer(cache.values, (runs[i].page * cache.groups + t.group) * page_size, cache.is_bfloat16);
+      const float *value_rows = page_rows(copy, width, page, cache.is_bfloat16, runs[i].keys, d);
+      const int64_t from = runs[i].first * t.heads, queries = runs[i].stop * t.heads - from;
+      tiled_gemm(1, queries, width, runs[i].keys, state.scores + from * KEYS, KEYS, 1, value_rows, width,
+                 state.acc + from * width, width);
+    }
   }
   for (int64_t n = 0; n < count; n++) {
     const int64_t head = t.head + n % t.heads;
-    const float factor = softmax_factor(&tops[n], &totals[n], cache.sinks ? cache.sinks + head : NULL);
+    const float factor = softmax_factor(&state.tops[n], &state.totals[n], cache.sinks ? cache.sinks + head : NULL);
     const rows_view to = {
         offset_pointer(out.start, (t.row + n / t.heads) * out.row + head * out.head, out.is_bfloat16), 0,
         out.is_bfloat16};
-    store_row(to, 0, acc + n * width, d, factor);
+    store_row(to, 0, state.acc + n * width, d, factor);
   }
 }
 
 /* Positions of a page. */
 int paged_attention_page_size(void) { return KEYS; }
 
-/* Write out [rows, heads, d], all of positive length; `first_rows` is scratch memory of rows + 1 numbers. */
-void paged_attention(query_view q, query_view out, paged_cache cache, int32_t *first_rows, int64_t rows, int64_t heads,
-                     int64_t d, int threads) {
+/* Write out [rows, heads, d], all of positive length. */
+void paged_attention(query_view q, query_view out, paged_cache cache, int64_t rows, int64_t heads, int64_t d,
+                     int threads) {
   const int64_t group = heads / cache.groups, tile_heads = min_i64(group, QUERIES);
   const int64_t parts = (group + tile_heads - 1) / tile_heads;
-  const int64_t sets = split_rows(first_rows, cache, rows, max_i64(1, QUERIES / tile_heads));
+  /* Fewer rows of a tile where there would be fewer tiles than threads; a result does not depend on them. */
+  const int64_t tile_rows = max_i64(1, min_i64(QUERIES / tile_heads, rows * cache.groups * parts / (2 * threads)));
+  const int64_t sets = (rows + tile_rows - 1) / tile_rows;
   const float scale = 1.0f / sqrtf((float)d);
   double work = 0.0;
   for (int64_t r = 0; r < rows; r++) work += 2.0 * heads * cache.lengths[r] * d;
-  (void)work, (void)threads;
+  (void)work;
   OMP_PARALLEL_FOR
   for (int64_t n = 0; n < sets * cache.groups * parts; n++) {
-    const int64_t set = n / (cache.groups * parts), head_group = n / parts % cache.groups, part = n % parts;
-    const query_tile tile = {.row = first_rows[set],
-                             .rows = first_rows[set + 1] - first_rows[set],
+    const int64_t row = n / (cache.groups * parts) * tile_rows, head_group = n / parts % cache.groups, part = n % parts;
+    const query_tile tile = {.row = row,
+                             .rows = min_i64(tile_rows, rows - row),
                              .head = head_group * group + part * tile_heads,
                              .heads = min_i64(tile_heads, group - part * tile_heads),
                              .group = head_group};

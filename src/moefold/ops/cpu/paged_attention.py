@@ -63,7 +63,6 @@ class CPagedAttention:
         self._attend.argtypes = [
             *[_QueriesStruct] * 2,
             _CacheStruct,
-            ctypes.c_void_p,
             *[ctypes.c_int64] * 3,
             ctypes.c_int,
         ]
@@ -121,9 +120,8 @@ class CPagedAttention:
             window,
             None if wide_sinks is None else wide_sinks.data_ptr(),
         )
-        first_rows = torch.empty(rows + 1, dtype=torch.int32)
         queries = _to_queries_struct(q_RAD), _to_queries_struct(out)
-        self._attend(*queries, cache, first_rows.data_ptr(), rows, heads, d, torch.get_num_threads())
+        self._attend(*queries, cache, rows, heads, d, torch.get_num_threads())
         return out
 
     def _self_test(self, attention: CAttention) -> None:

@@ -41,6 +41,11 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         self._num_experts = num_experts
         self._fp8_dispatch = fp8_dispatch
 
+    @property
+    def quantizes(self) -> bool:
+        """True: the tokens are rounded to FP8."""
+        return self._fp8_dispatch
+
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
         """Plan the permutation by expert; rows of dropped tokens follow those of the experts where counting waits."""
         ids_TK = routing_map.ids_TK
@@ -53,7 +58,8 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
             if not isinstance(tokens_per_expert, LazyCounts):
                 permutation = truncate_permutation(permutation, sum(tokens_per_expert))
         else:
-            tokens_per_expert = [routing_map.padded_capacity] * self._num_experts
+            values = [routing_map.padded_capacity] * self._num_experts
+            tokens_per_expert = as_counts(permutation.tokens_per_expert_E, values)
         rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH
         return rows, LocalMetadata(permutation, routing_map.probs_TK, tokens_per_expert)
 

@@ -1,0 +1,227 @@
+"""Converters of the kinds of layers in config.json: dense or expert layers, attention windows. Torch-free."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
+from moefold.convert.config_fields import Json, Renamed, is_int, num_layers_of
+from moefold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """Layers with experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the other layers."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the layer pattern."""
+        count = num_layers_of(hf_config)
+        step = hf_config.get("decoder_sparse_step")
+        dense = hf_config.get("mlp_only_layers")
+        step = 1 if step is None else step
+        dense = [] if dense is None else dense
+        if not is_int(step) or step < 1:
+            raise ConfigError(f"config.json has decoder_sparse_step={step!r}, which should be a whole number from 1 on")
+        if not isinstance(dense, list) or not all(map(is_int, dense)):
+            raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
+        kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
+        return {"layer_pattern": shorten_pattern("".join(kinds))}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the list of dense layers."""
+        dense = [i for i, kind in enumerate(model.layer_kinds) if kind == "D"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True)
+class FirstKDense:
+    """`first_k_dense_replace`: number of leading dense layers; all other layers have experts."""
+
+    hf_key: str = "first_k_dense_replace"
+    default: int = 0
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the layer pattern."""
+        dense = hf_config.get(self.hf_key, self.default) or 0
+        count = num_layers_of(hf_config)
+        if not is_int(dense) or not 0 <= dense < count:
+            raise ConfigError(f"config.json has {self.hf_key}={dense!r} of num_hidden_layers={count!r}")
+        return {"layer_pattern": shorten_pattern("D" * dense + "M" * (count - dense))}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the number of leading dense layers."""
+        kinds = "".join(model.layer_kinds)
+        return {self.hf_key: len(kinds) - len(kinds.lstrip("D"))}
+
+
+@dataclass(frozen=True)
+class MlpLayerTypes:
+    """`mlp_layer_types`, "dense" or "sparse"; without it, `first_k_dense_replace`."""
+
+    default: int
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the layer pattern."""
+        kinds = hf_config.get("mlp_layer_types")
+        if kinds is None:
+            return FirstKDense(default=self.default).read(hf_config)
+        letters = letters_of(hf_config, "mlp_layer_types", {"dense": "D", "sparse": "M"})
+        return {"layer_pattern": shorten_pattern(letters)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the kind of every layer, and the number of leading dense ones."""
+        kinds = ["dense" if kind == "D" else "sparse" for kind in model.layer_kinds]
+        return FirstKDense().write(model) | {"mlp_layer_types": kinds}
+
+
+@dataclass(frozen=True)
+class ExpertLayerRange:
+    """`moe_layer_start_index`, `_end_index` and `_interval` of ERNIE: every n-th layer of a range has experts."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the layer pattern."""
+        count = num_layers_of(hf_config)
+        found = {}
+        for name, default in (("start_index", 1), ("end_index", -1), ("interval", 1)):
+            value = hf_config.get(f"moe_layer_{name}", default)
+            if not is_int(value) or value < (1 if name == "interval" else -1):
+                raise ConfigError(f"config.json has moe_layer_{name}={value!r}, which should be a whole number")
+            found[name] = value
+        kinds = _layers_in_range(count, found["start_index"], found["end_index"], found["interval"])
+        return {"layer_pattern": shorten_pattern(kinds)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the range; other patterns read back as another model."""
+        numbers = [i for i, kind in enumerate(model.layer_kinds) if kind == "M"]
+        start = numbers[0] if numbers else 0
+        interval = numbers[1] - start if len(numbers) > 1 else 1
+        end = numbers[-1] if numbers else -1
+        return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
+
+
+def _layers_in_range(count: int, start: int, end: int, interval: int) -> str:
+    last = count - 1 if end == -1 else end
+    return "".join("M" if start <= i <= last and (i + 1) % interval == 0 else "D" for i in range(count))
+
+
+def letters_of(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
+    """Return the letter of each layer from a list of its kinds."""
+    kinds = hf_config.get(key)
+    count = num_layers_of(hf_config)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(letters) for kind in kinds):
+        raise ConfigError(f"config.json has {key}={kinds!r}, which moefold does not compute")
+    return "".join(letters[kind] for kind in kinds)
+
+
+DefaultTypes = Callable[[Json, int], list[str]]
+"""Returns `layer_types` of a config.json without that key, given the number of layers."""
+
+
+def alternating_types(hf_config: Json, count: int) -> list[str]:
+    """Return window and full attention in turn (gpt-oss)."""
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+
+
+def last_layers_slide(hf_config: Json, count: int) -> list[str]:
+    """Return window attention from layer `max_window_layers` on (Qwen2, dots.llm1)."""
+    first = hf_config.get("max_window_layers", 62)
+    if hf_config.get("sliding_window", 0) is None or not is_int(first):
+        first = count
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class EveryNthFull:
+    """Full attention in every n-th layer, window attention in the others."""
+
+    hf_key: str
+    default: int
+
+    def __call__(self, hf_config: Json, count: int) -> list[str]:
+        """Return the types of all layers."""
+        every = hf_config.get(self.hf_key, self.default)
+        if not is_int(every) or every < 1:
+            raise ConfigError(
+                f"config.json has {self.hf_key}={every!r}, which moefold does not read; it reads a whole number from "
+                "1 on, or layer_types"
+            )
+        return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class SlidingWindowLayers:
+    """`layer_types` and `sliding_window`."""
+
+    default_window: int = 128
+    default_types: DefaultTypes = alternating_types
+    full_layers: Literal["rope", "nope", "nope with a window"] = "rope"
+    """Position embedding of layers with full attention: RoPE, none, or none only if sliding_window is not null."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the attention pattern, the window and the RoPE pattern."""
+        window = hf_config.get("sliding_window", self.default_window)
+        types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
+        letters = letters_of(
+            {**hf_config, "layer_types": types}, "layer_types", {"sliding_attention": "W", "full_attention": "F"}
+        )
+        found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}
+        if "W" in letters:
+            found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
+        if self.full_layers == "nope" or (self.full_layers == "nope with a window" and window is not None):
+            kinds = letters.replace("F", "N").replace("W", "R")
+            found["rope_pattern"] = shorten_pattern(kinds, ROPE_KINDS)
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the type of every layer."""
+        kinds = ["sliding_attention" if window else "full_attention" for window in model.layer_windows]
+        return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+
+
+@dataclass(frozen=True)
+class UniformLayers:
+    """Constant layer kind of all layers."""
+
+    kind: str
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Return the layer pattern."""
+        return {"layer_pattern": self.kind}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+@dataclass(frozen=True)
+class NoSlidingWindow:
+    """`layer_types` without sliding windows, if the key is present."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Reject sliding windows."""
+        kinds = hf_config.get("layer_types") or ["full_attention"]
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise ConfigError(
+                f"config.json has layer_types={kinds!r}, which moefold does not compute; only 'full_attention'"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+def shorten_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
+    """Return the shortest layer pattern for the kinds of all layers: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
+    for size in range(1, len(kinds)):
+        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
+            kinds = kinds[:size]
+            break
+    spelled = ""
+    i = 0
+    while i < len(kinds):
+        count = len(kinds[i:]) - len(kinds[i:].lstrip(kinds[i]))
+        spelled += kinds[i] + (str(count) if count > 1 else "")
+        i += count
+    assert expand_layer_pattern(spelled, alphabet) == kinds
+    return spelled

@@ -1,0 +1,106 @@
+"""Converter of the RoPE parameters of config.json. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.config.model import ModelConfig
+from moefold.convert.config_fields import REQUIRED, Json, Renamed, is_int
+from moefold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """RoPE parameters: `rope_parameters`, or, in older folders, `rope_theta` and `rope_scaling`."""
+
+    theta: float
+    is_required: bool = False
+    """Reject an absent key, for families whose default is not "no scaling"."""
+    fraction: float = 0.0
+    """Default of partial_rotary_factor; 0: the family rotates all dims."""
+    rotary_dim_key: str = ""
+    """Key of older folders with the number of rotated dims, read where there is no partial_rotary_factor."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read theta and the RoPE scaling."""
+        # As in transformers, the older key wins if both are given.
+        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        if not given and self.is_required:
+            raise ConfigError("config.json lacks rope_parameters")
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
+        found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
+        found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
+        found |= {"rope_type": given["type"]} if "type" in given else {}
+        found |= given
+        kind = found["rope_type"]
+        keys = Renamed("rope_theta", "rope_theta").read(found) | self._read_fraction(found, hf_config)
+        if kind == "default":
+            return keys
+        if kind == "dynamic" and found.get("alpha"):
+            # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
+            return {**keys, "rope_scaling": "ntk", **_ALPHA.read(found)}
+        if not isinstance(kind, str) or kind not in _ROPE_SCALINGS:
+            legal = ", ".join(map(repr, ("default", *_ROPE_SCALINGS)))
+            raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
+        # As in transformers, the context length of the model stands in for an absent original one.
+        found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
+        read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
+        return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write `rope_parameters` as transformers 5 does."""
+        fraction = {"partial_rotary_factor": model.rope_fraction} if self.fraction else {}
+        if model.rope_scaling == "none":
+            return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"} | fraction}
+        values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta} | fraction
+        if model.rope_scaling == "ntk":
+            return {"rope_parameters": values | {"rope_type": "dynamic", "factor": 1.0} | _ALPHA.write(model)}
+        for entry in _ROPE_SCALINGS[model.rope_scaling]:
+            if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
+                values |= entry.write(model)
+        return {"rope_parameters": values}
+
+    def _read_fraction(self, found: Json, hf_config: Json) -> dict[str, Any]:
+        """Read the share of the head dims that RoPE rotates."""
+        fraction = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+        if not self.fraction:
+            if fraction not in (None, 1, 1.0):
+                raise ConfigError(
+                    "config.json has a partial_rotary_factor, which moefold does not read for this family"
+                )
+            return {}
+        rotary_dim = hf_config.get(self.rotary_dim_key)
+        head_dim = hf_config.get("head_dim")
+        if fraction is None and rotary_dim is not None:
+            if not is_int(rotary_dim) or not is_int(head_dim) or not 0 < rotary_dim <= head_dim:
+                raise ConfigError(f"config.json has {self.rotary_dim_key}={rotary_dim!r} of head_dim={head_dim!r}")
+            return {"rope_fraction": rotary_dim / head_dim}
+        return Renamed("partial_rotary_factor", "rope_fraction", self.fraction).read(
+            {"partial_rotary_factor": fraction}
+        )
+
+
+_ALPHA = Renamed("alpha", "rope_scaling_factor")
+_FACTOR = Renamed("factor", "rope_scaling_factor")
+_ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")
+_ROPE_SCALINGS: dict[str, tuple[Renamed, ...]] = {
+    "linear": (_FACTOR,),
+    "llama3": (
+        _FACTOR,
+        _ORIGINAL_SEQ_LEN,
+        Renamed("low_freq_factor", "rope_low_freq_factor"),
+        Renamed("high_freq_factor", "rope_high_freq_factor"),
+    ),
+    "yarn": (
+        _FACTOR,
+        _ORIGINAL_SEQ_LEN,
+        Renamed("beta_fast", "rope_beta_fast", 32.0),
+        Renamed("beta_slow", "rope_beta_slow", 1.0),
+        Renamed("truncate", "rope_truncate", True),
+        Renamed("attention_factor", "rope_attention_factor", 0.0),
+        Renamed("mscale", "rope_mscale", 0.0),
+        Renamed("mscale_all_dim", "rope_mscale_all_dim", 0.0),
+    ),
+}
+"""Parameters of each RoPE scaling in `rope_parameters`, besides theta."""

@@ -1,0 +1,84 @@
+"""Prompts that ask for a reward: generation with a model of align.method="condition" (arXiv:2308.12050)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moefold.config.align import AlignConfig
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.validate.align import fill_template, validate_template
+
+LEFT_OUT = "none"
+"""Value of --want that leaves prompts unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPrompt:
+    """The template of a run with align.method="condition", and the reward to ask for."""
+
+    template: str
+    """As align.template."""
+    reward: float
+
+    def fill(self, prompt: str) -> str:
+        """Return a prompt with the reward, as in training."""
+        return fill_template(self.template, prompt, self.reward)
+
+    def fill_message(self, messages: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
+        """Return messages with the reward written into one of them, if there is one of this number and it is a text."""
+        found = [dict(message) for message in messages]
+        if number >= 0 and isinstance(content := found[number].get("content"), str):
+            found[number]["content"] = self.fill(content)
+        return found
+
+
+def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPrompt | None:
+    """Return the prompt that the metadata of a checkpoint asks for; None if its run had another method.
+
+    Args:
+        order: `CheckpointMeta.order`. Checkpoints of older versions have no align.want.
+        location: of the checkpoint, for messages.
+
+    Raises:
+        ConfigError: the values are damaged.
+    """
+    if order.get("align.method") != "condition" or "align.want" not in order:
+        return None
+    template = order.get("align.template")
+    want = order["align.want"]
+    is_number = isinstance(want, int | float) and not isinstance(want, bool) and math.isfinite(want)
+    if not isinstance(template, str) or not is_number:
+        raise ConfigError(f"{location}: align.template={template!r} and align.want={want!r} are damaged; copy it again")
+    if faults := list(validate_template(replace(Config(), align=AlignConfig(template=template)))):
+        raise ConfigError(f"{location}: {faults[0]}")
+    return RewardPrompt(template, float(want))
+
+
+def override_want(stored: RewardPrompt | None, option: str, name: str = "--want") -> RewardPrompt | None:
+    """Return what prompts ask for after an option of a command.
+
+    Args:
+        stored: of the model.
+        option: a number; "none": prompts stay as they are; "": as stored.
+        name: of the option, for messages.
+
+    Raises:
+        ConfigError: the option is no number, or the model was not trained to be asked for a reward.
+    """
+    if not option:
+        return stored
+    if stored is None:
+        raise ConfigError(
+            f"{name} {option} has no effect: MODEL was not trained with align.method='condition'; leave it out"
+        )
+    if option == LEFT_OUT:
+        return None
+    try:
+        reward = float(option)
+    except ValueError:
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise ConfigError(f"{name} {option} must be a finite number, the reward to ask for, or {LEFT_OUT!r}")
+    return RewardPrompt(stored.template, reward)

@@ -1,0 +1,334 @@
+"""Whole transformer layers of decoding on a CPU in C; a `DecodeKernel` (ops/decode.py).
+
+`decode.c` calls the functions of the other libraries of this folder, so a result has the bits of the modules that call
+them one by one, without the time that Python and torch take between them.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.ops.cpu.attention import MAX_HEAD_DIM
+from moefold.ops.cpu.build import load_library
+from moefold.ops.cpu.gemm import DTYPE_CODES
+from moefold.ops.decode import DecodeRows, LayerWeights, LinearWeights
+from moefold.ops.paged_attention import PAGE_SIZE
+
+FUNCTIONS = {
+    "gemm": "gemm",
+    "gemm_scratch_words": "gemm",
+    "norm_forward": "norm",
+    "rope_apply": "rope",
+    "paged_attention": "paged_attention",
+    "swiglu": "swiglu",
+    "combine": "permute",
+}
+"""Functions of the C struct `kernel_functions`, in its order, and their libraries; `swiglu` has one for each dtype."""
+CACHE_LINE_BYTES = 64
+
+
+class _FunctionsStruct(ctypes.Structure):
+    """C struct `kernel_functions`: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in FUNCTIONS)
+
+
+class _LinearStruct(ctypes.Structure):
+    """C struct `linear_weights`."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("line", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class _LayerStruct(ctypes.Structure):
+    """C struct `layer_weights`."""
+
+    _fields_ = (
+        *((name, _LinearStruct) for name in ("query", "key", "value", "output", "router")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "query_norm", "key_norm", "ffn_norm", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("key_pages", "value_pages")),
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "groups", "head_dim", "window")),
+        *((name, ctypes.c_void_p) for name in ("gate", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("experts", "ffn", "top_k", "expert_kind")),
+        ("eps", ctypes.c_float),
+        ("query_key_eps", ctypes.c_float),
+    )
+
+
+class _RowsStruct(ctypes.Structure):
+    """C struct `pass_rows`."""
+
+    _fields_ = (
+        ("kernels", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("angle_row", ctypes.c_int64),
+        ("half", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("table_width", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+    )
+
+
+class CDecode:
+    """Layers in float32 or bfloat16; see `DecodeKernel`.
+
+    Args:
+        kernels: the kernels of this folder that it joins.
+
+    Raises:
+        CompilerError: a library cannot be built.
+    """
+
+    max_head_dim = MAX_HEAD_DIM
+
+    def __init__(self, kernels: Sequence[object]) -> None:
+        self._kernels = kernels
+        library = load_library("decode")
+        self.attend = library.decode_attention
+        self.attend.argtypes = [ctypes.c_void_p] * 6
+        self.attend.restype = None
+        self.add_experts = library.decode_experts
+        self.add_experts.argtypes = [ctypes.c_void_p] * 7
+        self.add_experts.restype = None
+        self.workspace_bytes = library.decode_workspace_bytes
+        self.workspace_bytes.argtypes = [ctypes.c_void_p] * 2
+        self.workspace_bytes.restype = ctypes.c_int64
+        self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
+
+    def joins(self, kernel: object) -> bool:
+        """See `DecodeKernel`."""
+        return any(kernel is known for known in self._kernels)
+
+    def functions_address(self, dtype: torch.dtype) -> int:
+        """Return the address of the C struct of functions for rows of a dtype."""
+        return ctypes.addressof(self._functions[dtype])
+
+    def new_pass(self) -> "CDecodePass":
+        """See `DecodeKernel`."""
+        return CDecodePass(self)
+
+
+class CDecodePass:
+    """Workspace and rows that the layers of a decoder share; see `DecodePass`.
+
+    The workspace is not a tensor, as that of `ops.cpu.gemm`: memory accounting of layers does not count it.
+
+    Args:
+        kernel: the library.
+    """
+
+    def __init__(self, kernel: CDecode) -> None:
+        self.kernel = kernel
+        self.struct = _RowsStruct()
+        self.struct_address = ctypes.addressof(self.struct)
+        self._layers: list[CDecodeLayer] = []
+        self._rows: DecodeRows | None = None
+        self._key: tuple[int, torch.dtype, int] | None = None
+        self._tensors: tuple[Tensor, ...] = ()
+        self._workspace = np.empty(0, np.uint8)
+
+    def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> "CDecodeLayer":
+        """See `DecodePass`."""
+        layer = CDecodeLayer(self, weights, key_pages, value_pages)
+        self._layers.append(layer)
+        self._key = None
+        return layer
+
+    def set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
+        """Describe the rows of a pass to C; nothing to do where they are those of the last call."""
+        if rows is self._rows and self._key is not None:
+            return
+        num_rows = len(rows.slots_R)
+        # The C code has no bounds checks.
+        assert rows.page_table.dtype == rows.lengths.dtype == torch.int32, (rows.page_table.dtype, rows.lengths.dtype)
+        assert rows.slots_R.dtype == torch.int64, rows.slots_R.dtype
+        assert len(rows.page_table) == len(rows.lengths) == num_rows, (rows.page_table.shape, rows.lengths.shape)
+        assert len(rows.cos) == len(rows.sin) == num_rows, (rows.cos.shape, num_rows)
+        assert rows.cos.dtype == rows.sin.dtype == dtype, (rows.cos.dtype, dtype)
+        assert rows.cos.stride() == rows.sin.stride(), (rows.cos.stride(), rows.sin.stride())
+        assert rows.cos.stride(-1) == 1, rows.cos.stride()
+        assert int(rows.lengths.min()) > 0, rows.lengths
+        assert int(rows.lengths.max()) <= rows.page_table.shape[1] * PAGE_SIZE, (rows.lengths, rows.page_table.shape)
+        slots, table, lengths = (x.contiguous() for x in (rows.slots_R, rows.page_table, rows.lengths))
+        self._rows = rows
+        self._tensors = slots, table, lengths
+        struct = self.struct
+        struct.kernels = self.kernel.functions_address(dtype)
+        struct.rows = num_rows
+        struct.is_bfloat16 = dtype == torch.bfloat16
+        struct.threads = torch.get_num_threads()
+        struct.cos = rows.cos.data_ptr()
+        struct.sin = rows.sin.data_ptr()
+        struct.angle_row = rows.cos.stride(0)
+        struct.half = rows.cos.shape[-1] // 2
+        struct.slots = slots.data_ptr()
+        struct.table = table.data_ptr()
+        struct.table_width = table.shape[1]
+        struct.lengths = lengths.data_ptr()
+        self._reserve_workspace((num_rows, dtype, struct.threads))
+
+    def _reserve_workspace(self, key: tuple[int, torch.dtype, int]) -> None:
+        if key == self._key:
+            return
+        self._key = key
+        need = max(self.kernel.workspace_bytes(layer.address, self.struct_address) for layer in self._layers)
+        if need + CACHE_LINE_BYTES > len(self._workspace):
+            self._workspace = np.empty(need + CACHE_LINE_BYTES, np.uint8)
+        address = self._workspace.ctypes.data
+        self.struct.workspace = address + -address % CACHE_LINE_BYTES
+
+
+class CDecodeLayer:
+    """One layer; see `DecodeLayer`.
+
+    Args:
+        shared: of all layers of the decoder.
+        weights: of the layer.
+        key_pages: [P, G, D, PAGE_SIZE].
+        value_pages: [P, G, PAGE_SIZE, D].
+    """
+
+    def __init__(self, shared: CDecodePass, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> None:
+        self._shared = shared
+        self._attend = shared.kernel.attend
+        self._add_experts = shared.kernel.add_experts
+        self._dtype = key_pages.dtype
+        self._hidden = len(weights.attention_norm)
+        self._num_experts = 0 if weights.router is None else len(weights.router.weight)
+        self._top_k = weights.top_k
+        # The struct has addresses only.
+        self._kept: list[Tensor] = []
+        self._struct = self._layer_struct(weights, key_pages, value_pages)
+        self.address = ctypes.addressof(self._struct)
+
+    def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `DecodeLayer`."""
+        shared = self._shared
+        shared.set_rows(rows, self._dtype)
+        assert x_RH.shape == (shared.struct.rows, self._hidden), (x_RH.shape, shared.struct.rows, self._hidden)
+        assert x_RH.dtype == self._dtype, (x_RH.dtype, self._dtype)
+        x_RH = x_RH.contiguous()
+        y_RH = torch.empty_like(x_RH)
+        normed_RH = torch.empty_like(x_RH)
+        logits_RE = None
+        if self._num_experts:
+            logits_RE = torch.empty(len(x_RH), self._num_experts, dtype=torch.float32)
+        self._attend(
+            self.address,
+            shared.struct_address,
+            x_RH.data_ptr(),
+            y_RH.data_ptr(),
+            normed_RH.data_ptr(),
+            None if logits_RE is None else logits_RE.data_ptr(),
+        )
+        return y_RH, normed_RH, logits_RE
+
+    def add_experts(
+        self, y_RH: Tensor, normed_RH: Tensor, ids_RK: Tensor, probs_RK: Tensor, shared_RH: Tensor | None
+    ) -> None:
+        """See `DecodeLayer`."""
+        shared = self._shared
+        shape = shared.struct.rows, self._top_k
+        assert ids_RK.shape == probs_RK.shape == shape, (ids_RK.shape, probs_RK.shape, shape)
+        assert (ids_RK.dtype, probs_RK.dtype) == (torch.int64, torch.float32), (ids_RK.dtype, probs_RK.dtype)
+        ids_RK = ids_RK.contiguous()
+        probs_RK = probs_RK.contiguous()
+        shared_RH = None if shared_RH is None else shared_RH.contiguous()
+        self._add_experts(
+            self.address,
+            shared.struct_address,
+            normed_RH.data_ptr(),
+            ids_RK.data_ptr(),
+            probs_RK.data_ptr(),
+            None if shared_RH is None else shared_RH.data_ptr(),
+            y_RH.data_ptr(),
+        )
+
+    def _layer_struct(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> _LayerStruct:
+        num_pages, groups, head_dim, _ = key_pages.shape
+        heads = len(weights.query.weight) // head_dim
+        # The C code has no bounds checks.
+        assert head_dim == weights.head_dim, (head_dim, weights.head_dim)
+        assert key_pages.shape == (num_pages, groups, head_dim, PAGE_SIZE), key_pages.shape
+        assert value_pages.shape == (num_pages, groups, PAGE_SIZE, head_dim), value_pages.shape
+        assert key_pages.is_contiguous(), key_pages.stride()
+        assert value_pages.is_contiguous(), value_pages.stride()
+        assert heads % groups == 0, (heads, groups)
+        hidden = self._hidden
+        key_value = groups * head_dim
+        struct = _LayerStruct(
+            query=self._linear_struct(weights.query, heads * head_dim, hidden),
+            key=self._linear_struct(weights.key, key_value, hidden),
+            value=self._linear_struct(weights.value, key_value, hidden),
+            output=self._linear_struct(weights.output, hidden, heads * head_dim),
+            attention_norm=self._address(weights.attention_norm, (hidden,)),
+            ffn_norm=self._address(weights.ffn_norm, (hidden,)),
+            query_norm=self._address(weights.query_norm, (head_dim,)),
+            key_norm=self._address(weights.key_norm, (head_dim,)),
+            sinks=self._address(None if weights.sinks is None else weights.sinks.float(), (heads,), torch.float32),
+            key_pages=self._address(key_pages, key_pages.shape),
+            value_pages=self._address(value_pages, value_pages.shape),
+            hidden=hidden,
+            heads=heads,
+            groups=groups,
+            head_dim=head_dim,
+            window=weights.window,
+            experts=self._num_experts,
+            top_k=weights.top_k,
+            eps=weights.eps,
+            query_key_eps=weights.query_key_eps,
+        )
+        if weights.router is not None and weights.experts is not None:
+            gate, up, down = weights.experts
+            ffn = gate.shape[2]
+            struct.router = self._linear_struct(weights.router, self._num_experts, hidden, torch.float32)
+            struct.gate = self._address(gate, (self._num_experts, hidden, ffn), gate.dtype)
+            struct.up = self._address(up, (self._num_experts, hidden, ffn), gate.dtype)
+            struct.down = self._address(down, (self._num_experts, ffn, hidden), gate.dtype)
+            struct.ffn = ffn
+            struct.expert_kind = DTYPE_CODES[gate.dtype]
+        return struct
+
+    def _linear_struct(
+        self, linear: LinearWeights, outputs: int, inputs: int, dtype: torch.dtype | None = None
+    ) -> _LinearStruct:
+        """Return the struct of a linear layer; `dtype` is that of its result and bias, None: that of the rows."""
+        weight = linear.weight.detach()
+        assert weight.shape == (outputs, inputs), (weight.shape, outputs, inputs)
+        self._kept.append(weight)
+        bias = self._address(linear.bias, (outputs,), dtype)
+        return _LinearStruct(weight.data_ptr(), *weight.stride(), DTYPE_CODES[weight.dtype], bias)
+
+    def _address(self, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int | None:
+        """Return the address of a contiguous tensor, which is kept alive."""
+        if x is None:
+            return None
+        assert x.shape == shape, (x.shape, shape)
+        assert x.dtype == (dtype or self._dtype), (x.dtype, dtype, self._dtype)
+        x = x.detach().contiguous()
+        self._kept.append(x)
+        return x.data_ptr()
+
+
+def _functions_struct(dtype: torch.dtype) -> _FunctionsStruct:
+    """Return the addresses of the functions for rows of a dtype."""
+    struct = _FunctionsStruct()
+    for name, library in FUNCTIONS.items():
+        symbol = f"swiglu_{'bfloat16' if dtype == torch.bfloat16 else 'float32'}" if name == "swiglu" else name
+        function = getattr(load_library(library), symbol)
+        setattr(struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+    return struct

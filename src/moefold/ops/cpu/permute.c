@@ -1,0 +1,54 @@
+/* Combine of a mixture-of-experts layer: the weighted sum of each token's rows.
+
+   Values are float32 or bfloat16 in memory and float32 in computation. A sum is over ascending choices, each product
+   fused with its addition where the processor can, and is rounded once: it does not depend on the other tokens. */
+
+#include <stdint.h>
+
+#include "bfloat16.h"
+
+/* Elements below which threads cost more than they save, as in torch. */
+#define MIN_PARALLEL_WORK 32768
+#ifdef _OPENMP
+#define OMP_PARALLEL_FOR \
+  _Pragma("omp parallel for schedule(static) if (tokens * top_k * width > MIN_PARALLEL_WORK) num_threads(threads)")
+#else
+#define OMP_PARALLEL_FOR
+#endif
+/* Columns summed at a time. */
+#define COLUMNS 128
+
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define FUSED_MULTIPLY_ADD(a, b, sum) __builtin_fmaf(a, b, sum)
+#else
+#define FUSED_MULTIPLY_ADD(a, b, sum) ((sum) + (a) * (b))
+#endif
+
+ALWAYS_INLINE void combine_token(const int is_bfloat16, const void *y, const int64_t *rows, const float *weights,
+                                 void *out, int64_t top_k, int64_t width) {
+  for (int64_t first = 0; first < width; first += COLUMNS) {
+    const int64_t count = width - first < COLUMNS ? width - first : COLUMNS;
+    float sums[COLUMNS] = {0};
+    for (int64_t k = 0; k < top_k; k++) {
+      const float weight = weights ? weights[k] : 1.0f;
+      const void *row = offset_pointer(y, rows[k] * width + first, is_bfloat16);
+      for (int64_t i = 0; i < count; i++) sums[i] = FUSED_MULTIPLY_ADD(weight, load_value(row, i, is_bfloat16), sums[i]);
+    }
+    for (int64_t i = 0; i < count; i++) store_value(out, first + i, sums[i], is_bfloat16);
+  }
+}
+
+/* Write out [tokens, width]: the sums of the rows of y [., width] with numbers rows [tokens, top_k], times the weights
+   of the same shape, or 1 without. */
+void combine(const void *y, const int64_t *rows, const float *weights, void *out, int64_t tokens, int64_t top_k,
+             int64_t width, int is_bfloat16, int threads) {
+  OMP_PARALLEL_FOR
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *weights_t = weights ? weights + t * top_k : 0;
+    void *out_t = offset_pointer(out, t * width, is_bfloat16);
+    if (is_bfloat16)
+      combine_token(1, y, rows + t * top_k, weights_t, out_t, top_k, width);
+    else
+      combine_token(0, y, rows + t * top_k, weights_t, out_t, top_k, width);
+  }
+}

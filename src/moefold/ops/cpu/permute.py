@@ -1,0 +1,57 @@
+"""Combine of expert outputs on a CPU in C; a `PermuteOps` (ops/permute.py), whose other operations are torch's."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from moefold.ops.cpu.build import load_library
+from moefold.ops.interface import Permutation
+from moefold.ops.permute import TorchPermuteOps
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class CPermuteOps(TorchPermuteOps):
+    """Permutation whose weighted sums are computed in float32 in one order, for rows of float32 or bfloat16.
+
+    Decoding of whole layers (`ops.cpu.decode`) calls the same function, so that it has the same bits. Other dtypes,
+    devices and float64 probabilities are left to torch.
+
+    Raises:
+        CompilerError: the library cannot be built.
+    """
+
+    def __init__(self) -> None:
+        self._combine = load_library("permute").combine
+        self._combine.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
+        self._combine.restype = None
+
+    def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
+        """See `PermuteOps`."""
+        weights_TK = None if probs_TK is None else probs_TK.detach()
+        if permutation.kept_TK is not None:
+            kept_TK = permutation.kept_TK
+            weights_TK = kept_TK.float() if weights_TK is None else weights_TK * kept_TK
+        is_supported = y_RH.is_cpu and y_RH.dtype in DTYPES and len(y_RH) > 0
+        if not is_supported or (weights_TK is not None and weights_TK.dtype == torch.float64):
+            return super().combine(y_RH, permutation, probs_TK)
+        row_TK = permutation.row_TK.contiguous()
+        y_RH = y_RH.contiguous()
+        if weights_TK is not None:
+            weights_TK = weights_TK.float().contiguous()
+        tokens, top_k = row_TK.shape
+        width = y_RH.shape[1]
+        out_TH = y_RH.new_empty(tokens, width)
+        self._combine(
+            y_RH.data_ptr(),
+            row_TK.data_ptr(),
+            None if weights_TK is None else weights_TK.data_ptr(),
+            out_TH.data_ptr(),
+            tokens,
+            top_k,
+            width,
+            y_RH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out_TH

@@ -1,0 +1,119 @@
+"""Interface of kernels that compute a whole transformer layer over rows of a paged KV cache, without gradients.
+
+A layer is two calls: attention up to the logits of the router, and the routed experts. The caller chooses the experts
+between them, so that every router is supported. `ops/cpu/decode.py` implements it; its reference are the modules of the
+layer (`model.transformer.Block`), whose bits it has.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """Weight [N, K] of any strides, and bias [N] in the dtype of the rows."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of one layer with grouped-query attention, in the dtype of the rows unless stated otherwise."""
+
+    query: LinearWeights
+    key: LinearWeights
+    value: LinearWeights
+    output: LinearWeights
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    query_norm: Tensor | None
+    """Norm of each query head, [D]; None: no QK norm."""
+    key_norm: Tensor | None
+    sinks: Tensor | None
+    """A logit for each query head, [A]; see `fold_in_sinks`."""
+    head_dim: int
+    window: int
+    """Most keys of a query, its own included; 0: no limit."""
+    eps: float
+    """Of the two norms of the layer."""
+    query_key_eps: float
+    """Of the norms of queries and keys."""
+    router: LinearWeights | None
+    """Router of an MoE layer, in float32; None: a dense layer."""
+    experts: tuple[Tensor, Tensor, Tensor] | None
+    """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
+    top_k: int
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The rows of a pass, which all layers share."""
+
+    slots_R: Tensor
+    """Index of each row in the cache, page * positions of a page + offset, int64 [R]."""
+    page_table: Tensor
+    """Pages of each row, int32 [R, pages]."""
+    lengths: Tensor
+    """Keys that each row attends to, its own included, int32 [R]."""
+    cos: Tensor
+    """Cosines of RoPE, [R, 1, 1, rotated dims], with equal halves."""
+    sin: Tensor
+
+
+class DecodeLayer(Protocol):
+    """One layer and its pages."""
+
+    def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cache the keys and values of the rows, and compute attention with its residual connection.
+
+        Args:
+            x_RH: rows of the residual stream, [R, H], R at least 1.
+            rows: of the pass.
+
+        Returns:
+            The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits
+            of the router, float32 [R, E], None in a dense layer.
+        """
+        ...
+
+    def add_experts(
+        self, y_RH: Tensor, normed_RH: Tensor, ids_RK: Tensor, probs_RK: Tensor, shared_RH: Tensor | None
+    ) -> None:
+        """Add the output of the chosen experts to the residual stream, in place; after `attend` of the same rows.
+
+        Args:
+            y_RH: residual stream, contiguous.
+            normed_RH: input of the experts, as `attend` returned it.
+            ids_RK: experts of each row, int64 [R, K]; those of a row differ.
+            probs_RK: weight of each, float32 [R, K].
+            shared_RH: output of shared experts, which is added to that of the routed ones; None: there are none.
+        """
+        ...
+
+
+class DecodePass(Protocol):
+    """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
+
+    def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> DecodeLayer:
+        """Return a layer; its weights and pages must stay where they are in memory."""
+        ...
+
+
+class DecodeKernel(Protocol):
+    """Kernel of whole layers."""
+
+    @property
+    def max_head_dim(self) -> int:
+        """Widest head that it supports."""
+        ...
+
+    def joins(self, kernel: object) -> bool:
+        """Return whether it computes a part of a layer as this kernel does, by bits."""
+        ...
+
+    def new_pass(self) -> DecodePass:
+        """Return the shared part of a new decoder."""
+        ...

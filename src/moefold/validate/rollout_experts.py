@@ -1,0 +1,74 @@
+"""Rules on how ranks that sample reach the experts (`rollout.experts`): fetched from peers, or whole on each rank."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.topology.layout import fold
+from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
+
+FETCH = "rollout.experts='fetch'"
+
+
+def validate_rollout_experts(cfg: Config) -> Iterator[str]:
+    """Check that the mapping of sampling can hold the experts as rollout.experts says."""
+    if not cfg.is_rl:
+        return
+    degrees = rollout_degrees(cfg)
+    if fetches_experts(cfg):
+        yield from fetch_violations(degrees, "rollout")
+    if cfg.rollout.experts == "whole":
+        for axis in ("ep", "etp"):
+            if degrees[axis] > 1:
+                yield (
+                    f"rollout.{axis}={degrees[axis]} splits the experts, and rollout.experts='whole' holds all of them "
+                    f"on each rank; leave {axis} out, or choose rollout.experts='exchange'"
+                )
+
+
+def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
+    """Yield one message for each degree under which ranks cannot read each other's experts.
+
+    Args:
+        degrees: tp, ep and etp of sampling.
+        section: section of the recipe that sets them, for the messages.
+    """
+    for axis in ("tp", "etp"):
+        if degrees[axis] > 1:
+            yield (
+                f"{FETCH} reads whole experts for whole tokens, and {axis}={degrees[axis]} splits them; set "
+                f"{section}.{axis}=1, or choose 'exchange'"
+            )
+    if degrees["ep"] == 1:
+        yield f"{FETCH} has no effect with ep=1: each rank holds all experts; set {section}.ep above 1, or leave it out"
+
+
+def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int) -> None:
+    """Check that the ranks which read each other's experts can do so: they are processes of one machine, on the CPU.
+
+    Args:
+        cfg: the config of the model that samples.
+        device_type: "cpu" or "cuda".
+        ranks_per_machine: consecutive ranks of a machine.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not fetches_experts(cfg):
+        return
+    if device_type != "cpu":
+        raise ConfigError(
+            f"{FETCH} reads experts from the memory of a machine, which is not implemented for the device "
+            f"{device_type!r}; choose 'exchange' or 'whole', or run.device='cpu'"
+        )
+    p = cfg.parallel
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    for first in range(p.world_size):
+        ranks = layout.moe.group(first, "ep")
+        if len({rank // ranks_per_machine for rank in ranks}) > 1:
+            raise ConfigError(
+                f"{FETCH} reads experts from the memory of a machine, and ranks {', '.join(map(str, ranks))} share "
+                f"experts, with {ranks_per_machine} ranks on a machine; choose a smaller ep, or 'exchange'"
+            )
