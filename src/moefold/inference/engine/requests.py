@@ -1,7 +1,7 @@
 """Requests and completions of the rollout engine, and its settings. Torch-free."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,7 @@ class Completion:
     of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records them."""
 
 
-@dataclass(frozen=True)
-class NewToken:
+class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
     number: int
