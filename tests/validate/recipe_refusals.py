@@ -30,7 +30,7 @@ SIZES = {
         "4.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
-        "model.rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
+        "model.rope_beta_slow=40.0 must be at most model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_original_seq_len=6": (
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
@@ -66,7 +66,28 @@ SIZES = {
     ),
     "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
     "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F and W, with counts: W, FW, F3W58"
+        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
+    ),
+    "model.zero_centered_norms=true model.attention=mla": (
+        "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
+        "zero_centered_norms=false, or attention='gqa'"
+    ),
+    "model.zero_centered_norms=true model.qk_norm=true model.qk_norm_width=all_heads": (
+        "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; set "
+        "zero_centered_norms=false, or qk_norm_width='head'"
+    ),
+    "model.attention_pattern=LF model.linear_num_key_heads=3": (
+        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
+        "many; choose 3 or 6"
+    ),
+    "model.attention_pattern=LF train.precision=fp8-blockwise run.dtype=bfloat16": (
+        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has "
+        "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern "
+        "without L"
+    ),
+    "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
+        "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
+        "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
     ),
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
@@ -467,6 +488,30 @@ REINFORCEMENT = {
         "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
         "replay='auto' (off here), or staleness=0"
     ),
+    f"{RL} rollout.ranks=2": (
+        "rollout.ranks=2 would wait for each training step, and the other ranks for each round of rollouts: "
+        "rl.staleness=0 trains on rollouts of the newest weights; set rl.staleness=1 or more, or rollout.ranks=0"
+    ),
+    f"{RL} rl.staleness=1": (
+        "rl.staleness=1 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
+        "objective 'clip', 'cispo' or 'sequence', or staleness=0"
+    ),
+    f"{RL} rl.staleness=3 rl.updates=2 rl.objective=clip": (
+        "rl.staleness=3 must be a multiple of rl.updates=2: it counts optimizer steps, and rounds of rollouts are "
+        "whole; choose 2 or 4"
+    ),
+    f"{RL} rl.staleness=2 rl.updates=2 rl.objective=clip rl.correction=clamp": (
+        "rl.correction='clamp' needs log-probabilities of the weights that sampled, by the training forward pass, and "
+        "with rl.staleness=2 these weights are trained further by then; set correction='none' (objective 'clip' or "
+        "'cispo' bounds the ratio to the sampler), or staleness=0"
+    ),
+    f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=1 parallel.elastic=true": (
+        "rollout.ranks=1 does not go with parallel.elastic=true, which gives every process of the launcher to "
+        "training; set elastic=false"
+    ),
+    f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=3 rollout.tp=2": (
+        "rollouts cannot be sampled under tp=2 pp=1 ep=1 etp=1: ..."
+    ),
     f"{RL} rl.length_penalty_from=64": (
         "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
         "(none) to 63"
@@ -510,6 +555,7 @@ ACCEPTED = [
     "model.num_query_groups=8",
     "model.rope_fraction=0.5",
     "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
+    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_fast=1 model.rope_beta_slow=1",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",

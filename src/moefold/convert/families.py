@@ -35,6 +35,7 @@ from moefold.convert.family import (
     merge_rules,
 )
 from moefold.convert.layer_fields import FirstKDense, NoSlidingWindow, SlidingWindowLayers, SparseLayers, UniformLayers
+from moefold.convert.linear_families import LINEAR_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -269,8 +270,13 @@ FAMILIES = {
             },
             has_mtp=True,
             mtp_unreported=(61,),
+            aliases=("kimi_k2",),
         ),
+        *LINEAR_FAMILIES,
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
     )
 }
+
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+"""Every family by each `model_type` that means it."""
