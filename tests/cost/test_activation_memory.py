@@ -206,6 +206,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"mtp_layers": 1}},
         {"model": LINEAR},
         {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
+        {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
+        {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
     ],
     ids=[
@@ -222,6 +224,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "mtp",
         "linear",
         "linear, recomputed",
+        "gate and latent experts",
+        "norms of outputs",
         "dense",
     ],
 )

@@ -24,7 +24,13 @@ from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
-from moefold.convert.hf_config import families_for, family_unsupported_reason, parse_model_config, read_hf_config
+from moefold.convert.hf_config import (
+    QUANTIZATION_KEY,
+    families_for,
+    family_unsupported_reason,
+    parse_model_config,
+    read_hf_config,
+)
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
@@ -115,9 +121,9 @@ def write_config(
     before = _parse_model(original, origin.sidecar_dir) if original.get("model_type") == family.name else None
     # Adding or dropping MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
-        keys = dict(original)
+        keys = {key: value for key, value in original.items() if key != QUANTIZATION_KEY}
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.lacks_mtp_layers(model)):
-            keys = {key: value for key, value in original.items() if key not in MTP_KEYS}
+            keys = {key: value for key, value in keys.items() if key not in MTP_KEYS}
             keys[MTP_KEYS[0]] = model.mtp_layers
         keys |= token_ids
         if keys == original and (

@@ -270,9 +270,13 @@ FAMILIES = {
             },
             has_mtp=True,
             mtp_unreported=(61,),
+            aliases=("kimi_k2",),
         ),
         *LINEAR_FAMILIES,
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
     )
 }
+
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+"""Every family by each `model_type` that means it."""

@@ -63,25 +63,6 @@ def _layouts(*tables: TensorRules) -> tuple[TensorRules, ...]:
 
 SIGMOID_FAMILIES = (
     Family(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        (
-            *family_sizes(norm_eps=1e-5, rope_theta=1e4, rope=RopeParameters(1e4, fraction=0.5)),
-            AttentionBias(has_output=False),
-            Renamed("use_qk_norm", "qk_norm", False),
-            FirstKDense(default=1),
-            Renamed("intermediate_size", "ffn_hidden_size"),
-            *_GLM_EXPERTS,
-            Renamed("norm_topk_prob", "router_normalize", True),
-            SharedExperts(default=1),
-            MTPLayers(),
-        ),
-        _layouts(MTP),
-        default_keys={"num_key_value_heads": 8},
-        has_mtp=True,
-        mtp_unreported=(46, 92),
-    ),
-    Family(
         "dots1",
         "Dots1ForCausalLM",
         (
@@ -113,6 +94,25 @@ SIGMOID_FAMILIES = (
         ),
         _layouts(),
         default_keys={"num_key_value_heads": 8},
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *family_sizes(norm_eps=1e-5, rope_theta=1e4, rope=RopeParameters(1e4, fraction=0.5)),
+            AttentionBias(has_output=False),
+            Renamed("use_qk_norm", "qk_norm", False),
+            FirstKDense(default=1),
+            Renamed("intermediate_size", "ffn_hidden_size"),
+            *_GLM_EXPERTS,
+            Renamed("norm_topk_prob", "router_normalize", True),
+            SharedExperts(default=1),
+            MTPLayers(),
+        ),
+        _layouts(MTP),
+        default_keys={"num_key_value_heads": 8},
+        has_mtp=True,
+        mtp_unreported=(46, 92),
     ),
     Family(
         "minimax_m2",

@@ -116,9 +116,10 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
     fast = model.rope_beta_fast
     slow = model.rope_beta_slow
     seq_len = model.rope_original_seq_len
-    if slow >= fast:
+    if slow > fast:
         yield (
-            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+            f"model.rope_beta_slow={slow} must be at most model.rope_beta_fast={fast}; the published pair is 1.0 and "
+            "32.0"
         )
         return
     minimum = math.floor(2 * math.pi * slow) + 1

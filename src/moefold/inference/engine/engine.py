@@ -124,7 +124,9 @@ class RolloutEngine:
         with self.open(num_pages) as generation:
             for number, request in enumerate(requests):
                 generation.add(number, request)
+            recorder = self._model.groups.recorder
             while generation.any_rank_has_work():
+                recorder.note_progress()
                 for new in generation.step(is_complete):
                     if on_token is not None:
                         on_token(new.number, new.token)
