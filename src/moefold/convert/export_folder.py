@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -412,18 +412,28 @@ def _write_tensors(
     with FileWriter() as writer:
         for group in assign_groups(mapping, world):
             for hf_name in group:
-                digests: dict[str, Any] = {}
-                done: Counter[str] = Counter()
-                for parts in target.chunks(source, mapping, hf_name):
-                    for name, values in parts.items():
-                        data = bytes_of(values)
-                        writer.write(target.locations[name], data, done[name])
-                        digests.setdefault(name, hashlib.sha256()).update(data)
-                        done[name] += len(data)
-                        on_bytes(len(data))
-                mine |= {name: digest.hexdigest() for name, digest in digests.items()}
+                mine |= _write_chunks(writer, target.chunks(source, mapping, hf_name), target.locations, on_bytes)
             source.clear_cache()
     return {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
+
+
+def _write_chunks(
+    writer: FileWriter,
+    chunks: Iterable[Mapping[str, Tensor]],
+    locations: Mapping[str, TensorLocation],
+    on_bytes: OnBytes,
+) -> dict[str, str]:
+    """Write the rows of some tensors one chunk after another; return the hash of each tensor."""
+    digests: dict[str, Any] = {}
+    done: Counter[str] = Counter()
+    for parts in chunks:
+        for name, values in parts.items():
+            data = bytes_of(values)
+            writer.write(locations[name], data, done[name])
+            digests.setdefault(name, hashlib.sha256()).update(data)
+            done[name] += len(data)
+            on_bytes(len(data))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:

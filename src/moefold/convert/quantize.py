@@ -147,7 +147,7 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     # frexp returns a mantissa in [0.5, 1).
     exponents = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _MAX_EXPONENT, -E8M0_BIAS)
     exponents = exponents.clamp(-E8M0_BIAS, E8M0_BIAS).int()
-    scaled = torch.ldexp(grouped, -exponents.unsqueeze(-1))
+    scaled = torch.ldexp(grouped, -exponents.unsqueeze(-1)).contiguous()
     codes = _nearest_codes(scaled.abs()) + 8 * scaled.signbit()
     packed = codes[..., ::2] + 16 * codes[..., 1::2]
     return packed.to(torch.uint8).contiguous(), (exponents + E8M0_BIAS).to(torch.uint8)
