@@ -56,7 +56,7 @@ def test_list_describes_each_recipe(capsys):
     ("words", "message"),
     [
         (["sftt"], "did you mean 'sft'?"),
-        (["xxxxxxx", "folder"], "the recipes are countdown, countdown-sft, dpo, mixtral-8x7b, quickstart,"),
+        (["xxxxxxx", "folder"], "the recipes are countdown, countdown-sft, dpo, mixtral-8x7b, prorl, quickstart,"),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],

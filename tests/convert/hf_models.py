@@ -218,6 +218,40 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **QWEN_EXPERTS,
+            # The recurrence is computed in float32 even in a float64 model, and wider weights amplify its rounding.
+            "initializer_range": 0.1,
+            "shared_expert_intermediate_size": 10,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3-next-equal-heads": (
+        "Qwen3Next",
+        {
+            **QWEN_EXPERTS,
+            "initializer_range": 0.1,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 10,
+            "head_dim": 16,
+            "norm_topk_prob": False,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS

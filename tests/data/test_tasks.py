@@ -11,6 +11,7 @@ from moefold.data.prompts import open_prompts
 from moefold.data.tasks import TASKS, Problems
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
+from moefold.rl.verifiers import countdown, evaluate
 
 SORT = DataConfig(kind="task", task="sort", task_size=3, validation_fraction=0.2)
 
@@ -33,6 +34,24 @@ def test_held_out_problems_are_never_trained_on():
     assert not parts[0] & parts[1]
     # 1,000 problems, a fifth of which is held out.
     assert len(parts[1]) > 100
+
+
+def test_a_countdown_problem_has_sorted_numbers_and_an_answer_that_uses_them():
+    data = replace(SORT, task="countdown", task_size=4)
+    training, held_out = (
+        [Problems(data, 1, is_validation=part).problem(i) for i in range(200)] for part in (False, True)
+    )
+    problems = training + held_out
+    numbers, targets = ([problem.columns[name] for problem in problems] for name in ("numbers", "target"))
+    assert all(given == sorted(given) for given in numbers)
+    answers = [problem.answer for problem in problems]
+    assert countdown(answers, answers, numbers, targets) == [1.0] * len(problems)
+    # Answers have other orders than the prompt; no order of a held-out problem is trained on.
+    assert any(evaluate(problem.answer)[1] != problem.columns["numbers"] for problem in problems)
+    keys = [
+        {(*problem.columns["numbers"], problem.columns["target"]) for problem in part} for part in (training, held_out)
+    ]
+    assert not keys[0] & keys[1]
 
 
 def test_a_task_that_is_too_small_to_hold_problems_out_is_refused():

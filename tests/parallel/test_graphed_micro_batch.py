@@ -86,7 +86,7 @@ def test_a_replayed_micro_batch_equals_an_eager_one(pool, model, moe, train):
     pool.run(1, _assert_replayed_equals_eager, tiny(model=model, moe=PADDED | moe, train=train))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_weights_cast_once_a_step_are_read_at_their_address(pool, dtype):
     cfg = tiny(moe=PADDED)
     pool.run(1, _assert_replayed_equals_eager, replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="plain")))

@@ -64,11 +64,13 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
         # Two layers. Micro-batch after micro-batch: one pair of graphs a layer.
         (LATENT | {"mtp_layers": 1}, {"recompute": ("moe",)}, {}, [3]),
         ({"qk_norm": True}, {"micro_batch_size": 2}, {}, [2]),
-        ({}, {}, {"world_size": 2, "zero": 0}, [2, 2]),
+        pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
         ({"qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
         # One layer on each rank, of which the first has two micro-batches between their passes.
         ({}, {}, {"world_size": 2, "pp": 2}, [2, 1]),
-        ({}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1]),
+        pytest.param(
+            {}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_with_replayed_attention_equals_eager_training(pool, model, train, mapping, captures):
@@ -83,7 +85,13 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
         ({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4]),
         ({"router_score": "sigmoid", "expert_bias": True, "router_bias": True}, {"input_jitter": 0.3}, {}, [4]),
         ({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4]),
-        ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}, {"world_size": 2, "pp": 2}, [4, 2]),
+        pytest.param(
+            {"router_score": "sigmoid", "expert_bias": True},
+            {"choice": "quantile"},
+            {"world_size": 2, "pp": 2},
+            [4, 2],
+            marks=pytest.mark.slow,
+        ),
         ({}, {"input_jitter": 0.3}, {"world_size": 2, "pp": 2}, [4, 2]),
     ],
 )

@@ -1,9 +1,10 @@
 """Ranks that only sample: an asynchronous run has the bits of the same run on ranks that sample in turn."""
 
+import itertools
 import random
+import signal
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, read_meta, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink, JobSplit
 from moefold.config.schema import Config, ParallelConfig
 from moefold.model.local_param import local_tensor
+from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
+from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
+from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
-from moefold.train.signals import StopSignals
+from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
+from tests.split_job import split_pool
 from tests.train.test_rollout_loader import recipe, records
 
 pytestmark = [pytest.mark.parity, needs_compiler]
@@ -39,23 +44,36 @@ class Delay(Callback):
         time.sleep(0.05 * self._random.random())
 
 
-def run_split(cfg: Config, seed: int = -1) -> dict[str, list[float]]:
-    """Train on the first ranks of the pool and sample on the others; return the weights of a training rank, by name."""
-    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
+class SignalInStep(StopSignals):
+    """Reports SIGTERM in a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._steps_left = step
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Count the steps: the training step reads the flags once in each."""
+        self._steps_left -= 1
+        return tuple(number == signal.SIGTERM and self._steps_left == 0 for number in SIGNALS)
+
+
+def _signals(stop: int) -> StopSignals:
+    return SignalInStep(stop) if stop else StopSignals()
+
+
+def run_split(cfg: Config, seed: int = -1, stop: int = 0) -> dict[str, list[float]]:
+    """Train on the first ranks of the pool and sample on the others; return the weights of a training rank, by name.
+
+    Args:
+        cfg: the recipe.
+        seed: of random delays of a training rank and of the sampling ranks; -1: none.
+        stop: step that is the last one, as after a signal; 0: none.
+    """
+    link = split_pool(cfg)
+    split = link.split
+    rank = link.rank
     layout = check_config(cfg)
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    ranks = split.ranks_like(rank)
-    timeout = timedelta(seconds=60)
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"from {ranks.start}", store),
-        rank=rank - ranks.start,
-        world_size=len(ranks),
-        timeout=timeout,
-    )
-    link = JobLink.connect(split, rank, store, timeout)
     device = torch.device("cpu")
     if split.samples(rank):
         if seed >= 0:
@@ -65,7 +83,7 @@ def run_split(cfg: Config, seed: int = -1) -> dict[str, list[float]]:
     groups = ParallelGroups.create(layout, device)
     callbacks = [Delay(seed)] if seed >= 0 and rank == 0 else []
     trainer = Trainer(cfg, groups, callbacks=callbacks, link=link)
-    trainer.run(StopSignals())
+    trainer.run(_signals(stop))
     return _weights(trainer)
 
 
@@ -80,10 +98,27 @@ def _delay_sampling(seed: int) -> None:
     Reward.score = late  # type: ignore[method-assign]
 
 
-def run_in_turn(cfg: Config) -> dict[str, list[float]]:
+def run_split_with_a_wrong_version(cfg: Config) -> dict[str, list[float]]:
+    """As `run_split`, but the rounds of one order are sampled by the weights of the order before."""
+    receive = WeightReceiver.receive
+    versions = itertools.count()
+
+    def stale(self: WeightReceiver) -> ReceivedWeights:
+        before = [tensor.clone() for tensor in weight_tensors(self._model).values()]
+        received = receive(self)
+        if next(versions) == 2:
+            for tensor, values in zip(weight_tensors(self._model).values(), before, strict=True):
+                tensor.data.copy_(values)
+        return received
+
+    WeightReceiver.receive = stale  # type: ignore[method-assign]
+    return run_split(cfg)
+
+
+def run_in_turn(cfg: Config, stop: int = 0) -> dict[str, list[float]]:
     """Train and sample in turn on the ranks of the pool; return the weights of this rank, by name."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    trainer.run(StopSignals())
+    trainer.run(_signals(stop))
     return _weights(trainer)
 
 
@@ -147,3 +182,49 @@ def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(pool, tmp_
     assert split[:ranks] == pool.run(ranks, run_in_turn, other)
     assert same_run(cfg, other)
     assert [record["rl"]["staleness"] for record in records(cfg)] == [min(i, staleness) for i in range(12)]
+
+
+def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
+    cfg = asynchronous(tmp_path, 5, 1, {"ranks": 1}, world_size=1)
+    other = in_turn(cfg, tmp_path)
+    split = pool.run(2, run_split_with_a_wrong_version, cfg)
+    assert split[:1] != pool.run(1, run_in_turn, other)
+    assert not same_run(cfg, other)
+    # Versions 0, 1 and 2 sample the steps up to 4, and the wrong one the last of them.
+    first, second = ([record["rl"]["reward"] for record in records(one)] for one in (cfg, other))
+    assert first[:3] == second[:3]
+    assert first[3:] != second[3:]
+
+
+@pytest.mark.parametrize(
+    ("stop", "staleness", "further"),
+    [(3, 2, {}), *slow([(1, 1, {}), (4, 2, {"mixed_only": True}), (4, 2, {"updates": 2})])],
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
+    """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
+    cfg = asynchronous(tmp_path, 8, staleness, {"ranks": 1}, world_size=1)
+    cfg = replace(cfg, rl=replace(cfg.rl, **further))
+    never = in_turn(cfg, tmp_path)
+    expected = pool.run(1, run_in_turn, never)
+    assert pool.run(2, run_split, cfg, -1, stop)[:1] != expected
+    table = read_meta(step_path(checkpoint_folder(cfg), stop)).rl["rollouts"]
+    rounds = range(0, staleness, cfg.rl.updates)
+    assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
+    assert pool.run(2, run_split, cfg)[:1] == expected
+    assert same_run(cfg, never)
+
+
+def test_rollouts_in_a_checkpoint_go_on_where_the_training_ranks_sample(pool, tmp_path):
+    cfg = asynchronous(tmp_path, 6, 2, {"ranks": 1}, world_size=1)
+    never = in_turn(cfg, tmp_path)
+    expected = pool.run(1, run_in_turn, never)
+    pool.run(2, run_split, cfg, -1, 3)
+    assert pool.run(1, run_in_turn, replace(cfg, rollout=never.rollout)) == expected
+
+
+def test_rollouts_in_a_checkpoint_of_other_groups_are_refused(pool, tmp_path):
+    cfg = in_turn(asynchronous(tmp_path, 4, 1, {"ranks": 1}, world_size=1), tmp_path)
+    pool.run(1, run_in_turn, cfg, 2)
+    other = replace(cfg, rl=replace(cfg.rl, group_size=8))
+    with pytest.raises(WorkerError, match=r"not trained on yet \(rl.staleness\), 16 a round in groups of 4"):
+        pool.run(1, run_in_turn, other)

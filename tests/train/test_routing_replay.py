@@ -78,15 +78,16 @@ def test_other_choices_are_noticed(pool, tmp_path):
         pytest.param({"world_size": 4, "ep": 4}, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world_size": 4, "pp": 2, "cp": 2}, {}, marks=pytest.mark.slow),
         pytest.param({"world_size": 3}, {}, marks=pytest.mark.slow),
+        pytest.param({"world_size": 2, "ep": 2}, {"experts": "whole"}, marks=pytest.mark.slow),
+        pytest.param({"world_size": 2, "ep": 2}, {"experts": "fetch"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_choices_follow_their_tokens_under_every_pair_of_mappings(pool, tmp_path, mapping, sampling):
-    """Sampling has experts of its own choice: a bias of the router's copy that training does not have."""
+    """Sampling takes other experts than the routers would choose in training, which replays them."""
     cfg = recipe(tmp_path, 2, updates=2, objective="clip")
-    cfg = replace(
-        cfg, train=replace(cfg.train, micro_batch_size=1, global_batch_size=12 if 3 in mapping.values() else 16)
-    )
+    batch = 12 if mapping["world_size"] == 3 else 16
+    cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=1, global_batch_size=batch))
     one = replaying(cfg, tmp_path / "one", "on")
     pool.run(1, _train_biased, one)
     many = replaying(cfg, tmp_path / "many", "on", **mapping)
@@ -104,7 +105,7 @@ def test_choices_follow_their_tokens_under_every_pair_of_mappings(pool, tmp_path
 
 
 class BiasedSampling:
-    """Wraps the recording override of a router in sampling, which then chooses the experts K places further on."""
+    """Override of a router in sampling, which sends each token to the experts after the chosen ones."""
 
     in_evaluation = True
 

@@ -45,7 +45,7 @@ def _read(name: str) -> str:
     return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
 
 
-EXTRA_FILES = {"dpo": ("preferences.jsonl",), "sft": ("conversations.jsonl",)}
+EXTRA_FILES = {"dpo": ("preferences.jsonl",), "sft": ("conversations.jsonl",), "sort-align": ("plain.jinja",)}
 """Additional files that a recipe reads, by recipe name."""
 TEMPLATES = {"slurm": "slurm.sbatch"}
 """Shipped files other than recipes, by name."""

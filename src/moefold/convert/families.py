@@ -35,6 +35,7 @@ from moefold.convert.family import (
     merge_rules,
 )
 from moefold.convert.layer_fields import FirstKDense, NoSlidingWindow, SlidingWindowLayers, SparseLayers, UniformLayers
+from moefold.convert.linear_families import LINEAR_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -271,6 +272,7 @@ FAMILIES = {
             mtp_unreported=(61,),
             aliases=("kimi_k2",),
         ),
+        *LINEAR_FAMILIES,
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
     )

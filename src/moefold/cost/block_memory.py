@@ -13,6 +13,9 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+LINEAR_CHUNK_SIZE = 64
+"""Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
+
 
 class BlockSizes:
     """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
@@ -268,11 +271,66 @@ def _transient_moe(sizes: BlockSizes) -> BytesByPart:
     return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
 
+def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+    key, value, heads = _linear_widths(sizes)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+    saved["core attention"] += sizes.gathered_bytes(value)
+    return saved
+
+
+def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
+
+    Numbers for each token in float32, fitted to measurements of ten shapes (docs/log.md): products within a chunk, keys
+    of the key heads and of the value heads, values, and states between chunks.
+    """
+    model = sizes.cfg.model
+    key, value, heads = _linear_widths(sizes)
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (3.75, 4.0, 1.3, 3.05, 3.65) if is_low_precision else (3.5, 5.8, 1.7, 4.2, 3.55)
+    widths = (
+        heads * LINEAR_CHUNK_SIZE,
+        key,
+        heads * model.linear_key_head_dim,
+        value,
+        value * model.linear_key_head_dim / LINEAR_CHUNK_SIZE,
+    )
+    numbers = sum(factor * width for factor, width in zip(factors, widths, strict=True))
+    transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
+    if "layer" in sizes.recompute:
+        # The recomputed layer saves the projections twice: for its graph and for the recomputation inside it.
+        transient["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+    return transient
+
+
+def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
+    key, value, heads = _linear_widths(sizes)
+    width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
+    """Return the widths of this rank's keys and values, and its value heads."""
+    model = sizes.cfg.model
+    tp = sizes.cfg.parallel.tp
+    heads = model.linear_num_value_heads // tp
+    return (
+        model.linear_num_key_heads // tp * model.linear_key_head_dim,
+        heads * model.linear_value_head_dim,
+        heads,
+    )
+
+
 ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+    "gated_deltanet": BlockMemory(
+        saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
+    ),
 }
-"""Memory of each attention, by its name in `model.attention`."""
+"""Memory of each attention, by its name in `cost/layer_spec.py`."""
 
 FEED_FORWARD_MEMORY = {
     "D": BlockMemory(saved=_saved_by_dense, delayed_wgrad=_dense_wgrad),

@@ -53,11 +53,16 @@ def add_problem(draw: Draw, size: int) -> Problem:
 
 
 def countdown_problem(draw: Draw, size: int) -> Problem:
-    """Draw numbers and a target that they reach by + - *, each used once; the answer keeps their order."""
+    """Draw numbers and a target that they reach by + - *, each used once.
+
+    The prompt has the numbers in ascending order, so that a held-out problem is not trained on in another order. The
+    answer is one of many: random operators between the numbers in a random order.
+    """
     for _ in range(_MAX_ATTEMPTS):
-        numbers = [1 + draw(MAX_COUNTDOWN_NUMBER) for _ in range(size)]
-        text, target = _random_expression(draw, numbers)
+        shuffled = [1 + draw(MAX_COUNTDOWN_NUMBER) for _ in range(size)]
+        text, target = _random_expression(draw, shuffled)
         if 0 <= target <= MAX_COUNTDOWN_TARGET:
+            numbers = sorted(shuffled)
             prompt = f"{','.join(map(str, numbers))}={target}:"
             return Problem(prompt, text, {"numbers": numbers, "target": target})
     raise AssertionError("some expression has a target in the range")

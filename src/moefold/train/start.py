@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import check_compatible, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import check_compatible, data_order_change, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
@@ -313,12 +313,29 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
 
         check_rollout_data(cfg)
         check_rollout_cache(cfg)
+        check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
+
+
+def check_saved_rollouts(setup: RunSetup) -> None:
+    """Check that rollouts of the checkpoint to resume from, which are not trained on yet, are batches of the recipe.
+
+    Raises:
+        ConfigError: they are of other groups or batches.
+    """
+    if setup.resume is None:
+        return
+    from moefold.rl.table import check_headers, table_headers
+
+    cfg = setup.folder.cfg
+    meta = read_meta(setup.resume)
+    if not data_order_change(meta, cfg):
+        check_headers(table_headers(meta.rl), cfg)
 
 
 def check_rollout_cache(cfg: Config) -> None:

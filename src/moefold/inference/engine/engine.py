@@ -124,7 +124,9 @@ class RolloutEngine:
         with self.open(num_pages) as generation:
             for number, request in enumerate(requests):
                 generation.add(number, request)
+            recorder = self._model.groups.recorder
             while generation.any_rank_has_work():
+                recorder.note_progress()
                 for new in generation.step(is_complete):
                     if on_token is not None:
                         on_token(new.number, new.token)
@@ -209,8 +211,9 @@ class Generation:
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
         """Run one forward pass, of no rows if this rank has no work; collective. Return the new tokens."""
-        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [])
+        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
+        self._decoder.copy_states(work.state_copies)
         tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
@@ -285,7 +288,8 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     tokens_R, slots_R, positions_R, tables_NP = (
         torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
     )
-    rows = PassRows(slots_R, positions_R, tables_NP, counts)
+    state_slots_N = torch.tensor([segment.state_slot for segment in segments], dtype=torch.int64, device=device)
+    rows = PassRows(slots_R, positions_R, tables_NP, counts, state_slots_N)
     return tokens_R, rows, torch.tensor(picked, dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,9 @@
-"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write."""
+"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
+
+Also the slots of recurrent states, of which a sequence has one.
+"""
+
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +60,25 @@ class PagePool:
     def is_shared(self, page: int) -> bool:
         """Return whether a page has more than one reference; it must be copied before it is written."""
         return self._num_references[page] > 1
+
+
+class StateSlots:
+    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
+
+    Args:
+        num_slots: slots in all, numbered from 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))
+
+    def take(self) -> int | None:
+        """Allocate a slot; None if no slot is free."""
+        return heappop(self._free) if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        heappush(self._free, slot)
 
 
 class PageTable:

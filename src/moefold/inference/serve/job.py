@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
 from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv
@@ -117,7 +117,7 @@ def prepare_server(
             f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
             "set a larger --cache-gib, or a smaller --max-length"
         )
-    cache = {f"the cache of --cache-gib {options.cache_gib:g}": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    cache = {f"the cache of --cache-gib {options.cache_gib:g}": cache_bytes(cfg, num_pages, options.slots)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name
