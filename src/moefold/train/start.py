@@ -398,6 +398,8 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
     if has_rollout_mapping(cfg):
-        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine)
+        num_training = cfg.parallel.world_size
+        ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
+        first_rank = num_training if cfg.rollout.ranks else 0
+        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine, first_rank)
     check_training(cfg, device_type, rank_env)
