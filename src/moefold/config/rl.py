@@ -26,7 +26,7 @@ class RLConfig:
     """Optimizer steps on one round of rollouts: a round has updates * train.global_batch_size rollouts, each of which
     is trained on once. Above 1, the later steps are off-policy: choose objective clip, cispo or sequence."""
     staleness: int = 0
-    """Optimizer steps by which the weights that sample a rollout are behind those that first train on it: rollouts of
+    """Optimizer steps between the weights that sample a rollout and those that first train on it: rollouts of
     step n are sampled by the weights after step n - 1 - staleness, or by the initial ones. A multiple of rl.updates.
     Above 0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks compute the
     same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
