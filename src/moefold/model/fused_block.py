@@ -138,9 +138,7 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     if isinstance(ffn := block.ffn, MoELayer):
         router = linear(ffn.router.weight, ffn.router.bias, torch.float32)
         matrix_dtype = ffn.experts.ops.weight_dtype(like)
-        gate, up, down = (
-            local_param(weight, matrix_dtype) for weight in (ffn.experts.w_gate, ffn.experts.w_up, ffn.experts.w_down)
-        )
+        gate, up, down = (local_param(weight, matrix_dtype) for weight in ffn.experts.computed_weights)
         experts = gate, up, down
         top_k = ffn.router.top_k
     return LayerWeights(

@@ -33,6 +33,8 @@ class Request:
     """End-of-text tokens."""
     sampling: SamplingParams | None = None
     """Sampling parameters of this sample; None: those of the engine."""
+    num_alternatives: int = 0
+    """Most likely tokens at each position whose log-probabilities `NewToken` reports; 0: none."""
 
     @property
     def max_positions(self) -> int:
@@ -67,6 +69,8 @@ class NewToken(NamedTuple):
     log_prob: float
     finish_reason: FinishReason | None
     """None: the sample continues."""
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """The `Request.num_alternatives` most likely tokens with their log-probabilities, the most likely first."""
 
 
 @dataclass(frozen=True, kw_only=True)
