@@ -35,6 +35,7 @@ MODELS = {
     "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
     "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
     "latent": replace(LATENT, mtp_layers=1),
+    "kda": replace(MODEL, attention_pattern="LF", linear_attention="kda", linear_value_head_dim=5),
     "gated_deltanet": replace(
         MODEL, num_layers=4, attention_pattern="LF", linear_num_value_heads=8, linear_value_head_dim=5, mtp_layers=1
     ),

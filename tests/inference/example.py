@@ -73,6 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
     },
 }
+KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
 """Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone, with states."""
 
 

@@ -34,6 +34,7 @@ CASES = [
     ("run.compile=blocks", ["model.qk_norm=true", "model.qk_norm_width=all_heads"], ["model.layer_pattern=MD"]),
     ("run.compile=blocks", ["model.layer_pattern=M"], ["model.shared_expert_ffn_hidden_size=64"]),
     ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
+    ("model.linear_attention=kda", [], ["model.attention_pattern=LF"]),
     ("model.linear_num_key_heads=2", [], ["model.attention_pattern=LF"]),
     ("model.linear_num_value_heads=8", [], ["model.attention_pattern=LF"]),
     ("model.linear_key_head_dim=16", [], ["model.attention_pattern=LF"]),

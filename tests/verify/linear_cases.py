@@ -65,6 +65,17 @@ PACKED = [
         ({"world_size": 2, "pp": 2}, {"attention_pattern": "LWF", "sliding_window": 5, "num_layers": 3}, {}),
     )
 ]
+KDA = [
+    _hybrid(mapping, {"linear_attention": "kda", "vocab_size": 8}, TWO_SAMPLES | train, data=DOCUMENTS)
+    for mapping, train in (
+        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
+        ({"world_size": 2, "tp": 2}, {"optimizer": "muon"}),
+        ({"world_size": 4, "pp": 2, "cp": 2, "zero": 2}, {"recompute": ("layer",)}),
+        ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}),
+        ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}),
+        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}),
+    )
+]
 MUON = [_hybrid(mapping, train={"optimizer": "muon"}) for mapping in ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3},)]
 OFFLOAD = [
     _hybrid({"world_size": 2, "cp": 2}, train={"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True})
@@ -74,5 +85,6 @@ MAPPED = [_hybrid(mapping) for mapping in AXES]
 CASES: list[Case] = [
     *cases("linear attention", MAPPED[:2], MAPPED[2:]),
     *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
+    *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
     *cases("linear attention with Muon and offload", [], [*MUON, *OFFLOAD]),
 ]

@@ -167,9 +167,9 @@ class ModelConfig:
     sliding_window: int = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
-    linear_attention: Literal["gated_deltanet"] = "gated_deltanet"
-    """Recurrence of the layers of kind L. gated_deltanet: delta rule with a decay for each head (Gated DeltaNet,
-    arXiv:2412.06464)."""
+    linear_attention: Literal["gated_deltanet", "kda"] = "gated_deltanet"
+    """Recurrence of the layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464), or
+    for each key channel (kda: Kimi Delta Attention, arXiv:2510.26692)."""
     linear_num_key_heads: int = 4
     """Query and key heads of a layer of kind L; each serves the same number of value heads."""
     linear_num_value_heads: int = 4

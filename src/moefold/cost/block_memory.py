@@ -281,15 +281,29 @@ def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
 
 
 def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
-    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
-
-    Numbers for each token in float32, fitted to measurements of ten shapes (docs/log.md): products within a chunk, keys
-    of the key heads and of the value heads, values, and states between chunks.
-    """
-    model = sizes.cfg.model
     key, value, heads = _linear_widths(sizes)
     is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
     factors = (3.75, 4.0, 1.3, 3.05, 3.65) if is_low_precision else (3.5, 5.8, 1.7, 4.2, 3.55)
+    return _transient_recurrence(sizes, factors, 2 * key + 2 * value + 2 * heads)
+
+
+def _transient_kda(sizes: BlockSizes) -> BytesByPart:
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (2.4, 0.0, 24.8, 1.5, 0.4) if is_low_precision else (2.3, 1.1, 25.0, 2.1, 0.3)
+    return _transient_recurrence(sizes, factors, _kda_projections(sizes))
+
+
+def _transient_recurrence(sizes: BlockSizes, factors: tuple[float, ...], projected_width: int) -> BytesByPart:
+    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
+
+    Args:
+        sizes: of the micro-batch.
+        factors: numbers in float32 for each token, fitted to measurements of ten shapes (docs/log.md): of products
+            within a chunk, keys of the key heads and of the value heads, values, and states between chunks.
+        projected_width: numbers of a token from which the recurrence is computed.
+    """
+    model = sizes.cfg.model
+    key, value, heads = _linear_widths(sizes)
     widths = (
         heads * LINEAR_CHUNK_SIZE,
         key,
@@ -301,13 +315,39 @@ def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
     transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
     if "layer" in sizes.recompute:
         # The recomputed layer saves the projections twice: for its graph and for the recomputation inside it.
-        transient["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+        transient["attention"] += sizes.gathered_bytes(projected_width)
     return transient
 
 
 def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
     key, value, heads = _linear_widths(sizes)
     width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _saved_by_kda(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, the low ranks of decays and gate among them, and of the output."""
+    key, value, heads = _linear_widths(sizes)
+    model = sizes.cfg.model
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(_kda_projections(sizes) + 2 * model.linear_value_head_dim)
+    if sizes.cfg.parallel.tp > 1:
+        # The norm's output, for the projections of this rank's own tokens.
+        saved["attention"] += sizes.hidden_bytes
+    saved["core attention"] += sizes.gathered_bytes(value)
+    return saved
+
+
+def _kda_projections(sizes: BlockSizes) -> int:
+    """Return the width of queries, keys, values, decays, gate and write strengths of this rank."""
+    key, value, heads = _linear_widths(sizes)
+    return 2 * key + 2 * value + heads * (sizes.cfg.model.linear_key_head_dim + 1)
+
+
+def _kda_wgrad(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    _, value, _ = _linear_widths(sizes)
+    width = 3 * model.hidden_size + _kda_projections(sizes) + value + 4 * model.linear_value_head_dim
     return BytesByPart(attention=sizes.gathered_bytes(width))
 
 
@@ -326,6 +366,7 @@ def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
 ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+    "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),
     "gated_deltanet": BlockMemory(
         saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
     ),

@@ -177,23 +177,44 @@ def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield _norm("key_value_norm", rank)
 
 
-def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
-    """Yield the parameters of `GatedDeltaNet`."""
+def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `DeltaAttention`, the norm last."""
     hidden = model.hidden_size
     heads = model.linear_num_value_heads
     key = model.linear_num_key_heads * model.linear_key_head_dim
     value = heads * model.linear_value_head_dim
     taps = model.linear_conv_kernel
-    for name, width in (("wq", key), ("wk", key), ("wv", value), ("wg", value)):
+    for name, width in (("wq", key), ("wk", key), ("wv", value)):
         yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
-    for name in ("wa", "wb"):
-        yield ParamSpec(name, (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+    yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
     for name, width in (("conv_q", key), ("conv_k", key), ("conv_v", value)):
         yield ParamSpec(name, (width, taps), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("a_log", (heads,), "attention", tp_dim=0)
+
+
+def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `GatedDeltaNet`."""
+    heads = model.linear_num_value_heads
+    hidden = model.hidden_size
+    yield from _delta_weights(model)
+    yield ParamSpec("wg", (heads * model.linear_value_head_dim, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0)
     yield _norm("norm", model.linear_value_head_dim)
+
+
+def kda_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `KimiDeltaAttention`."""
+    rank = model.linear_value_head_dim
+    channels = model.linear_num_value_heads * model.linear_key_head_dim
+    yield from _delta_weights(model)
+    yield ParamSpec("wa_down", (rank, model.hidden_size), "attention")
+    yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
+    yield ParamSpec("wg_down", (rank, model.hidden_size), "attention")
+    yield ParamSpec("wg_up", (model.linear_num_value_heads * rank, rank), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0)
+    yield _norm("norm", rank)
 
 
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
@@ -245,6 +266,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
         ),
+        BlockSpec(name="kda", weights=kda_weights, core_flops=delta_rule_flops, cache_width=no_cache_width),
     )
 }
 """Every attention by its name in a recipe."""

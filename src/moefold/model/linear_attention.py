@@ -1,4 +1,4 @@
-"""Linear attention of a layer: Gated DeltaNet (arXiv:2412.06464), in chunks for training and by its states in decoding.
+"""Linear attention of a layer: Gated DeltaNet and Kimi Delta Attention, in chunks for training, by states in decoding.
 
 The recurrence is in `ops/linear_attention.py`. A rank computes whole heads of whole sequences, or under context
 parallelism of some segments of them, whose initial states come from `SequenceSegments`.
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.ops.documents import PackedDocuments
@@ -123,16 +124,19 @@ class LinearAttention(TokenMixer):
         """Compute the recurrence of the projected tokens, [S/cp, B, ...] each -> [S/cp, B, A/tp * Dv]."""
 
 
-class GatedDeltaNet(LinearAttention):
-    """Gated DeltaNet: convolution and L2 norm of queries and keys, gated delta rule, gated RMSNorm, output projection.
+class DeltaAttention(LinearAttention):
+    """Delta rule with decays: convolution and L2 norm of queries and keys, recurrence, gated norm, output projection.
 
-    The log decay of a head is -exp(a_log) * softplus(wa x + dt_bias), its write strength sigmoid(wb x). Queries are
-    scaled by 1/sqrt(D). The output of each head is normalised and multiplied by SiLU(wg x).
+    The log decay is -exp(a_log) * softplus(a + dt_bias), of each head or of each of its key channels; the write
+    strength sigmoid(wb x). Queries are scaled by 1/sqrt(D). The output of each head is normalised and multiplied by
+    a function of the gate. A subclass computes a and the gate, and declares their weights.
 
     Args:
         cfg: sizes.
         window: 0.
     """
+
+    dt_bias: nn.Parameter
 
     def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
@@ -147,26 +151,33 @@ class GatedDeltaNet(LinearAttention):
         self.wq = nn.Parameter(torch.empty(key, hidden))
         self.wk = nn.Parameter(torch.empty(key, hidden))
         self.wv = nn.Parameter(torch.empty(value, hidden))
-        self.wg = nn.Parameter(torch.empty(value, hidden))
-        self.wa = nn.Parameter(torch.empty(heads, hidden))
         self.wb = nn.Parameter(torch.empty(heads, hidden))
         self.wo = nn.Parameter(torch.empty(hidden, value))
         self.conv_q = nn.Parameter(torch.empty(key, taps))
         self.conv_k = nn.Parameter(torch.empty(key, taps))
         self.conv_v = nn.Parameter(torch.empty(value, taps))
         self.a_log = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = RMSNorm(cfg.linear_value_head_dim, cfg.norm_eps)
 
+    @abstractmethod
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k, v, the gate, a and b of the gathered tokens, [S/cp, B, ...] each, from x [S/(cp*tp), B, H]."""
+
+    @abstractmethod
+    def activate_gate(self, gate: Tensor) -> Tensor:
+        """Return the factor of the normalised output."""
+
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute Gated DeltaNet, as `TokenMixer.forward`; positions have no effect."""
-        weights = (self.wq, self.wk, self.wv, self.wg, self.wa, self.wb)
-        columns = [(local_param(weight, x.dtype), None) for weight in weights]
-        backend = self.kernels.linear_backend
-        projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
-        mixed = self.mix(tuple(projected), documents)
+        """Compute the attention, as `TokenMixer.forward`; positions have no effect."""
+        mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
+        backend = self.kernels.linear_backend
         return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, backend)
+
+    def _columns(self, x: Tensor, *weights: Tensor) -> list[Tensor]:
+        """Apply projections into the heads to the gathered tokens."""
+        columns = [(local_param(weight, x.dtype), None) for weight in weights]
+        return self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
 
     def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
         """Compute convolution, recurrence and gated norm; see `LinearAttention.mix`."""
@@ -213,7 +224,7 @@ class GatedDeltaNet(LinearAttention):
     def _output(self, out: Tensor, gate: Tensor) -> Tensor:
         """Return the gated norm of the heads [S, B, A, Dv] -> [S, B, A * Dv], in the type of the gate."""
         normed = self.norm(out).flatten(2)
-        return (normed * F.silu(gate.to(normed.dtype))).to(gate.dtype)
+        return (normed * self.activate_gate(gate.to(normed.dtype))).to(gate.dtype)
 
     def _continue(self, projected: tuple[Tensor, ...], cache: StateCacheProtocol) -> Tensor:
         """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
@@ -244,12 +255,62 @@ class GatedDeltaNet(LinearAttention):
         return self._output(out.unsqueeze(1), gate)
 
 
+class GatedDeltaNet(DeltaAttention):
+    """Gated DeltaNet (arXiv:2412.06464): a decay for each head, a = wa x, and the gate SiLU(wg x)."""
+
+    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
+        super().__init__(cfg, window)
+        heads = cfg.linear_num_value_heads
+        self.wg = nn.Parameter(torch.empty(heads * cfg.linear_value_head_dim, cfg.hidden_size))
+        self.wa = nn.Parameter(torch.empty(heads, cfg.hidden_size))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See base class; one all-gather over tp."""
+        return tuple(self._columns(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb))
+
+    def activate_gate(self, gate: Tensor) -> Tensor:
+        """Return SiLU of the gate."""
+        return F.silu(gate)
+
+
+class KimiDeltaAttention(DeltaAttention):
+    """Kimi Delta Attention (arXiv:2510.26692): a decay for each key channel; decays and gate through low ranks.
+
+    a = wa_up wa_down x and the gate sigmoid(wg_up wg_down x), with the width of a value head in between.
+    """
+
+    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
+        super().__init__(cfg, window)
+        rank = cfg.linear_value_head_dim
+        channels = cfg.linear_num_value_heads * cfg.linear_key_head_dim
+        self.wa_down = nn.Parameter(torch.empty(rank, cfg.hidden_size))
+        self.wa_up = nn.Parameter(torch.empty(channels, rank))
+        self.wg_down = nn.Parameter(torch.empty(rank, cfg.hidden_size))
+        self.wg_up = nn.Parameter(torch.empty(cfg.linear_num_value_heads * cfg.linear_value_head_dim, rank))
+        self.dt_bias = nn.Parameter(torch.empty(channels))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See base class; the ranks of tp compute the low ranks of their own tokens, and gather them."""
+        q, k, v, b = self._columns(x, self.wq, self.wk, self.wv, self.wb)
+        backend = self.kernels.linear_backend
+        a, gate = (
+            self._columns(linear(x, local_param(down, x.dtype), None, self.wgrad_store, backend), up)[0]
+            for down, up in ((self.wa_down, self.wa_up), (self.wg_down, self.wg_up))
+        )
+        return q, k, v, gate, a, b
+
+    def activate_gate(self, gate: Tensor) -> Tensor:
+        """Return the sigmoid of the gate."""
+        return gate.sigmoid()
+
+
 def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log decay [S, B, A, 1] and the write strength [S, B, A], in float32 at least."""
+    """Return the log decay [S, B, A, 1 or D] and the write strength [S, B, A], in float32 at least."""
     dtype = torch.promote_types(a.dtype, torch.float32)
-    rate = a_log.to(dtype).exp()
-    log_decay = -rate * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    return log_decay.unsqueeze(-1), b.to(dtype).sigmoid()
+    rate_A1 = a_log.to(dtype).exp().unsqueeze(-1)
+    time_steps = F.softplus(a.to(dtype) + dt_bias.to(dtype)).unflatten(-1, (len(a_log), -1))
+    return -rate_A1 * time_steps, b.to(dtype).sigmoid()
 
 
 def _split_segments(x: Tensor, num_segments: int) -> Tensor:

@@ -8,7 +8,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.model.attention import Attention, TokenMixer
 from moefold.model.init import seed_for
-from moefold.model.linear_attention import GatedDeltaNet
+from moefold.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
@@ -37,6 +37,7 @@ ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "gqa": Attention,
     "mla": LatentAttention,
     "gated_deltanet": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
 }
 """How to build each attention of `cost/layer_spec.py`, for a sliding window; 0: none."""
 

@@ -4,7 +4,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 LINEAR_ATTENTION_RULES = (
     UnusedKeyRule(
-        "model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim "
+        "model.linear_attention model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim "
         "model.linear_value_head_dim model.linear_conv_kernel",
         lambda cfg: not cfg.model.has_linear_attention,
         "no layer of model.attention_pattern is L",

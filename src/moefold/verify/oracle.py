@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
-from moefold.verify.oracle_linear import gated_deltanet
+from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -244,7 +244,7 @@ class Oracle:
     def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         if model.all_block_kinds[layer].endswith("L"):
-            return gated_deltanet(model, self.weights, name, x, documents)
+            return linear_attention(model, self.weights, name, x, documents)
         batch, length, _ = x.shape
 
         has_rope = model.rope_layers[layer]
