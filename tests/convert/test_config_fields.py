@@ -124,7 +124,7 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_next"):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     fields = FAMILIES[family].config_fields
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
