@@ -23,7 +23,7 @@ from typing import Any
 RECIPES = Path(__file__).parents[1] / "recipes"
 HELD_OUT = 512
 """Held-out problems of each evaluation."""
-TASKS = {"sort": ("sort", "8", "10"), "countdown": ("countdown", "4", "16")}
+TASKS = {"sort": ("sort", "8", "10"), "countdown": ("countdown", "3", "14")}
 """Task, size and maximum number of tokens of each reinforcement-learning recipe."""
 SCORED_PROBLEMS = 2048
 """Problems with eight scored samples each, the data of offline alignment."""
@@ -157,7 +157,7 @@ def _write_pairs(source: Path, target: Path) -> Path:
 def prolong(experiment: Experiment) -> None:
     """Compare GRPO with recipes/prorl.toml from one start, for four times the steps of recipes/countdown.toml."""
     experiment.evaluate("sft", "countdown", experiment.train("countdown-sft.toml", "sft"))
-    common = (f"checkpoint.init_from={experiment.folder / 'sft'}", "run.steps=1200", *experiment.overrides)
+    common = (f"checkpoint.init_from={experiment.folder / 'sft'}", "run.steps=1000", *experiment.overrides)
     for recipe in ("countdown", "prorl"):
         cpu_s = experiment.train(f"{recipe}.toml", recipe, *common)
         experiment.evaluate(recipe, "countdown", cpu_s)

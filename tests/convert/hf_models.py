@@ -128,6 +128,29 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         {**GLM, "head_dim": 8, "attention_bias": True, "layer_types": WINDOWS, "sliding_window": 5},
     ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": YARN | MSCALE,
+        },
+    ),
+    "hy-v3": (
+        "HYV3",
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 12,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+            "router_scaling_factor": 1.7,
+        },
+    ),
     "solar-open": (
         "SolarOpen",
         {**GLM, "head_dim": 8, "attention_bias": True, "rope_parameters": ROPE, "first_k_dense_replace": 0},

@@ -1,7 +1,9 @@
 """Folders in block-wise FP8 and MXFP4: they are read as the bfloat16 weights that they stand for, bit by bit."""
 
 import json
+import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moefold.cli.main import main
+from moefold.convert import quantize
 from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.quantize import E2M1_VALUES, quantize_fp8, quantize_mxfp4
 from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.errors import ConfigError
@@ -112,6 +116,77 @@ def test_any_part_of_a_weight_is_that_of_the_whole(tmp_path, name):
         whole = source.read(key, full_region(shape))
         part = tuple(slice(size // 3, size - size // 4) for size in shape)
         assert torch.equal(source.read(key, part), whole[part]), key
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_export_quantises_what_it_read(tmp_path, name):
+    """Codes of MXFP4 stand for the same values again; those of FP8 have other blocks and differ by their precision."""
+    quantized, plain = FOLDERS[name](tmp_path)
+    kind = "mxfp4" if name == "gpt-oss" else "fp8"
+    assert main(["import", str(quantized), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--quantize", kind, "--check"]) == 0
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == kind
+    names = load_file(quantized / WEIGHTS).keys()
+    assert load_file(tmp_path / "again" / WEIGHTS).keys() == names
+    assert main(["import", str(tmp_path / "again"), str(tmp_path / "once-more"), "--no-tokenizer", "--check"]) == 0
+    first, second = (HfSource(open_hf_folder(folder)) for folder in (plain, tmp_path / "again"))
+    for key, shape in first.shapes.items():
+        expected, found = (source.read(key, full_region(shape)).float() for source in (first, second))
+        # Half a step of three bits of mantissa of the largest magnitude, and the rounding to bfloat16.
+        tolerance = 0.0 if kind == "mxfp4" else 0.04 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0.04 if kind == "fp8" else 0.0, atol=tolerance)
+
+
+def test_fp8_blocks_are_those_of_the_definition(monkeypatch):
+    monkeypatch.setattr(quantize, "FP8_BLOCK", 16)
+    weight = torch.randn(40, 23, generator=torch.Generator().manual_seed(3))
+    weight[:16, :16] = 0.0
+    codes, scales = quantize_fp8(weight)
+    assert (scales.shape, scales[0, 0]) == ((3, 2), 1.0)
+    for i, j in product(range(3), range(2)):
+        box = slice(16 * i, 16 * i + 16), slice(16 * j, 16 * j + 16)
+        largest = weight[box].abs().max()
+        assert scales[i, j] == (largest / 448 if largest > 0 else 1)
+        assert torch.equal(codes[box].float(), (weight[box] / scales[i, j]).to(torch.float8_e4m3fn).float())
+
+
+def test_mxfp4_codes_are_the_nearest_even_ones():
+    """Every value of a group of 32, against all 16 codes."""
+    values = torch.randn(3, 64, 5, generator=torch.Generator().manual_seed(3))
+    values[0, :32, 0] = 0.0
+    # Ties between two codes: 0.25, 1.25, 2.5 and 5 with scale 1.
+    values[1, :32, 1] = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 7.9] + [0.0] * 21)
+    packed, exponents = quantize_mxfp4(values)
+    table = [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
+    for e, group, row in product(range(3), range(2), range(5)):
+        part = values[e, 32 * group : 32 * group + 32, row].tolist()
+        largest = max(map(abs, part))
+        scale = 2.0 ** (math.floor(math.log2(largest)) - 2) if largest else 2.0**-127
+        assert 2.0 ** (int(exponents[e, row, group]) - 127) == scale
+        codes = [(int(byte) >> shift) & 15 for byte in packed[e, row, group] for shift in (0, 4)]
+        for value, code in zip(part, codes, strict=True):
+            errors = [abs(abs(value) / scale - magnitude) for magnitude in E2M1_VALUES]
+            best = [i for i, error in enumerate(errors) if error == min(errors)]
+            assert code % 8 == (best[0] if len(best) == 1 else next(i for i in best if i % 2 == 0)), (value, code)
+            assert value == 0 or (table[code] <= 0) == (value < 0) or table[code] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("mixtral", "mxfp4", "--quantize mxfp4 does not go with family mixtral; choose fp8, or leave it out"),
+        ("gpt-oss", "fp8", "--quantize fp8 does not go with family gpt_oss; choose mxfp4, or leave it out"),
+        ("gpt-oss", "mxfp4", "one scale for 32 inputs, and the experts have 24 in model.layers.0.mlp.experts.gate_up"),
+        ("granite-moe", "fp8", "--quantize fp8 needs a tensor for each expert, and family granitemoe stores"),
+    ],
+)
+def test_a_quantisation_that_does_not_fit_is_refused(tmp_path, capsys, name, kind, message):
+    folder = save_model(make_model(name), tmp_path / "hf")
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--quantize", kind]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
 
 
 def _change(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:

@@ -13,6 +13,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.parallel.recorded_graphs import TapeRecorder
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import tiny
 
 
@@ -40,7 +41,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
     ("model", "dtype", "mapping"),
     [
         ({"qkv_bias": True, "qk_norm": True}, "bfloat16", {}),
-        ({}, "float64", {"world_size": 2, "pp": 2}),
+        (HYBRID, "float64", {"world_size": 2, "pp": 2}),
         ({"router_bias": True, "router_score": "sigmoid"}, "bfloat16", {"world_size": 2, "zero": 1, "ep": 2}),
     ],
 )

@@ -27,6 +27,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.parallel.recorded_graphs import CountedRecorders
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
 
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
@@ -79,7 +80,7 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
             {"aux_kind": "last_global_batch", "weight_in_expert": True},
             {"micro_batch_size": 2, "optimizer": "muon"},
         ),
-        ({"layer_pattern": "DM"}, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
+        ({"layer_pattern": "DM"} | HYBRID, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
     ],
 )
 def test_a_replayed_micro_batch_equals_an_eager_one(pool, model, moe, train):

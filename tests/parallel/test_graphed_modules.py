@@ -23,6 +23,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.parallel.recorded_graphs import CountedRecorders, TapeRecorder
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
 
 ROPE = Rope(torch.ones(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))
@@ -67,7 +68,7 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
         pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
         ({"qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
         # One layer on each rank, of which the first has two micro-batches between their passes.
-        ({}, {}, {"world_size": 2, "pp": 2}, [2, 1]),
+        (HYBRID, {}, {"world_size": 2, "pp": 2}, [2, 1]),
         pytest.param(
             {}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1], marks=pytest.mark.slow
         ),
@@ -230,3 +231,39 @@ def test_a_graph_of_other_positions_is_refused():
     module(x, ROPE)
     with pytest.raises(AssertionError, match="positions"):
         module(x, Rope(ROPE.cos, ROPE.sin))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x * float(x.sum()),
+        lambda x: x * torch.tensor(x.sum().tolist()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
+    ],
+)
+def test_the_tape_refuses_what_a_gpu_would_wait_for(function):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(AssertionError, match="while a graph is recorded"):
+        TapeRecorder().record(lambda: function(x))
+
+
+def test_a_tape_executes_nothing_until_it_is_replayed_and_freezes_the_host():
+    x = torch.tensor([1.0, 2.0])
+    total = torch.zeros(2)
+    factor = 3.0
+
+    def run() -> torch.Tensor:
+        total.add_(x * factor)
+        return total * 1
+
+    result, replay = TapeRecorder().record(run)
+    assert total.tolist() == [0.0, 0.0]
+    assert result.isnan().all()
+    factor = 5.0
+    x.fill_(2.0)
+    replay()
+    replay()
+    assert total.tolist() == result.tolist() == [12.0, 12.0]

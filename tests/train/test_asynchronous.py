@@ -1,9 +1,11 @@
 """Ranks that only sample: an asynchronous run has the bits of the same run on ranks that sample in turn."""
 
 import itertools
+import json
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, ParallelConfig
 from moefold.model.local_param import local_tensor
+from moefold.parallel.batch import Batch
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
 from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
@@ -60,6 +64,31 @@ class SignalInStep(StopSignals):
 
 def _signals(stop: int) -> StopSignals:
     return SignalInStep(stop) if stop else StopSignals()
+
+
+def poison(prompt: int) -> None:
+    """Make the loss of a step NaN if a prompt is among its prompts."""
+    next_batch = RolloutLoader.next_batch
+
+    def poisoned(self: RolloutLoader, first: int, skipped: Sequence[range]) -> tuple[Batch, Sequence[int]]:
+        batch, prompts = next_batch(self, first, skipped)
+        if prompt in prompts:
+            batch = replace(batch, columns=batch.columns | {"weights": batch.columns["weights"] * float("nan")})
+        return batch, prompts
+
+    RolloutLoader.next_batch = poisoned  # type: ignore[method-assign]
+
+
+def run_split_poisoned(cfg: Config, prompt: int) -> dict[str, list[float]]:
+    """As `run_split`, with a step whose loss is NaN."""
+    poison(prompt)
+    return run_split(cfg)
+
+
+def run_in_turn_poisoned(cfg: Config, prompt: int) -> dict[str, list[float]]:
+    """As `run_in_turn`, with a step whose loss is NaN."""
+    poison(prompt)
+    return run_in_turn(cfg)
 
 
 def run_split(cfg: Config, seed: int = -1, stop: int = 0) -> dict[str, list[float]]:
@@ -159,29 +188,40 @@ def _metrics(cfg: Config) -> list[dict[str, Any]]:
     return found
 
 
+RESET = {"kl": 0.1, "reset_patience": 1}
+ROUNDS = {"updates": 2, "mixed_only": True}
+
+
 @pytest.mark.parametrize(
-    ("staleness", "sampling", "parallel"),
+    ("steps", "staleness", "sampling", "parallel", "rl"),
     [
-        (1, {"ranks": 2, "ep": 1}, {"world_size": 2, "ep": 2}),
+        (6, 1, {"ranks": 1, "ep": 1}, {"world_size": 2, "ep": 2}, {}),
         *slow(
             [
-                (1, {"ranks": 2}, {"world_size": 2}),
-                (2, {"ranks": 2}, {"world_size": 2, "zero": 3}),
-                (2, {"ranks": 2, "pp": 2, "ep": 1}, {"world_size": 2, "ep": 2}),
-                (3, {"ranks": 1, "ep": 1}, {"world_size": 4, "ep": 4}),
-                (1, {"ranks": 3}, {"world_size": 1}),
+                (12, 1, {"ranks": 2}, {"world_size": 2}, {}),
+                (12, 1, {"ranks": 2, "ep": 1}, {"world_size": 2, "ep": 2}, RESET),
+                (12, 2, {"ranks": 2}, {"world_size": 2, "zero": 3}, {"advantage": "batch"}),
+                (12, 2, {"ranks": 2, "pp": 2, "ep": 1}, {"world_size": 2, "ep": 2}, ROUNDS),
+                (12, 3, {"ranks": 1, "ep": 1}, {"world_size": 4, "ep": 4}, {}),
+                (12, 1, {"ranks": 3}, {"world_size": 1}, {"mixed_only": True}),
+                (12, 1, {"ranks": 2}, {"world_size": 2, "pp": 2}, {"kl": 0.1}),
             ]
         ),
     ],
 )
-def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(pool, tmp_path, staleness, sampling, parallel):
-    cfg = asynchronous(tmp_path, 12, staleness, sampling, **parallel)
+def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(
+    pool, tmp_path, steps, staleness, sampling, parallel, rl
+):
+    cfg = asynchronous(tmp_path, steps, staleness, sampling, **parallel)
+    cfg = replace(cfg, rl=replace(cfg.rl, **rl))
     other = in_turn(cfg, tmp_path)
     ranks = cfg.parallel.world_size
     split = pool.run(cfg.num_job_ranks, run_split, cfg, 7)
     assert split[:ranks] == pool.run(ranks, run_in_turn, other)
     assert same_run(cfg, other)
-    assert [record["rl"]["staleness"] for record in records(cfg)] == [min(i, staleness) for i in range(12)]
+    updates = cfg.rl.updates
+    lags = [min(i - i % updates, staleness) + i % updates for i in range(steps)]
+    assert [record["rl"]["staleness"] for record in records(cfg)] == lags
 
 
 def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
@@ -202,7 +242,7 @@ def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
-    cfg = asynchronous(tmp_path, 8, staleness, {"ranks": 1}, world_size=1)
+    cfg = asynchronous(tmp_path, 6, staleness, {"ranks": 1}, world_size=1)
     cfg = replace(cfg, rl=replace(cfg.rl, **further))
     never = in_turn(cfg, tmp_path)
     expected = pool.run(1, run_in_turn, never)
@@ -214,6 +254,22 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, st
     assert same_run(cfg, never)
 
 
+@pytest.mark.slow
+def test_after_a_rollback_rounds_with_the_prompts_of_the_faulty_step_are_left_out(pool, tmp_path):
+    """Step 5 has the prompts 16 to 19, and the checkpoint of step 4 their rollouts and those of step 6."""
+    cfg = asynchronous(tmp_path, 8, 2, {"ranks": 1}, world_size=2)
+    cfg = replace(cfg, faults=replace(cfg.faults, nonfinite="rollback"))
+    other = in_turn(cfg, tmp_path)
+    split = pool.run(3, run_split_poisoned, cfg, 17)
+    assert split[:2] == pool.run(2, run_in_turn_poisoned, other, 17)
+    assert same_run(cfg, other)
+    (fault,) = (json.loads(line) for line in (Path(cfg.run.dir) / "faults.jsonl").read_text().splitlines())
+    assert (fault["step"], fault["kind"], fault["action"]) == (5, "nonfinite", "rollback")
+    lines = (Path(cfg.run.dir) / "rollouts.jsonl").read_text().splitlines()
+    assert not {16, 17, 18, 19} & {json.loads(line)["prompt_number"] for line in lines}
+
+
+@pytest.mark.slow
 def test_rollouts_in_a_checkpoint_go_on_where_the_training_ranks_sample(pool, tmp_path):
     cfg = asynchronous(tmp_path, 6, 2, {"ranks": 1}, world_size=1)
     never = in_turn(cfg, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config
+from moefold.config.schema import CheckpointConfig, Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -32,12 +32,12 @@ def replaying(cfg: Config, folder: Path, replay: str, **parallel: int) -> Config
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_exact_sampling_has_the_same_gradients_with_and_without_replay(pool, tmp_path, dtype):
     """Training chooses the experts of sampling anyway, so weights and moments are equal by bits."""
-    cfg = recipe(tmp_path, 2)
+    cfg = recipe(tmp_path, 1)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), moe=replace(cfg.moe, aux_loss=0.01))
     runs = [replaying(cfg, tmp_path / replay, replay) for replay in ("on", "off")]
     for one in runs:
         pool.run(1, _train, one)
-    assert [record["rl"]["mismatch_equal"] for record in records(runs[0])] == [1, 1]
+    assert records(runs[0])[0]["rl"]["mismatch_equal"] == 1
     assert weights(runs[0]) == weights(runs[1])
     assert weights(runs[0])
 
@@ -99,9 +99,13 @@ def test_choices_follow_their_tokens_under_every_pair_of_mappings(pool, tmp_path
         # Replayed choices give the sampler's log-probabilities, although the routers would choose others.
         if found["step"] == 1:
             assert found["rl"]["mismatch_max"] < 1e-12
-    without = replaying(cfg, tmp_path / "without", "off")
-    pool.run(1, _train_biased, without)
-    assert records(without)[0]["rl"]["mismatch_max"] > 1e-3
+
+
+@pytest.mark.slow
+def test_without_replay_the_other_experts_of_sampling_are_noticed(pool, tmp_path):
+    cfg = replaying(recipe(tmp_path, 1), tmp_path / "without", "off")
+    pool.run(1, _train_biased, cfg)
+    assert records(cfg)[0]["rl"]["mismatch_max"] > 1e-3
 
 
 class BiasedSampling:
@@ -142,12 +146,13 @@ def _train_biased(cfg: Config) -> int:
 
 def test_replay_lowers_the_mismatch_of_another_tp(pool, tmp_path):
     """In bfloat16, tp=1 chooses other experts than tp=2 for some tokens, and these have the largest mismatch."""
-    cfg = recipe(tmp_path, 2)
+    cfg = recipe(tmp_path, 1)
     cfg = replace(
         cfg,
         run=replace(cfg.run, dtype="bfloat16"),
+        checkpoint=CheckpointConfig(every=0, at_end=False),
         model=replace(cfg.model, num_layers=4, num_experts=16, top_k=2, init_std=0.4),
-        train=replace(cfg.train, global_batch_size=64),
+        train=replace(cfg.train, global_batch_size=32),
         rollout=replace(cfg.rollout, tp=1),
     )
     found = {}

@@ -112,6 +112,10 @@ class DequantizedTensor(TensorLocation):
         """Return whether dtype and shape of the parts fit each other."""
         raise NotImplementedError
 
+    def parts(self, name: str) -> dict[str, TensorLocation]:
+        """Return the stored tensors of the weight of this name, by their own names."""
+        raise NotImplementedError
+
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of the dequantised values, some rows at a time."""
         row_bytes = max(1, self.num_bytes // max(1, self.shape[0]))
@@ -133,6 +137,10 @@ class BlockFp8Tensor(DequantizedTensor):
         sizes = tuple(-(-size // width) for size, width in zip(self.values.shape, self.block, strict=False))
         is_float = self.scales.dtype in ("F32", "BF16")
         return len(self.values.shape) == 2 and self.scales.shape == sizes and is_float
+
+    def parts(self, name: str) -> dict[str, TensorLocation]:
+        """Return codes and scales."""
+        return {name: self.values, f"{name}{FP8_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice]) -> Tensor:
         """Read a part, rounded to bfloat16 once."""
@@ -157,6 +165,10 @@ class Mxfp4Tensor(DequantizedTensor):
         """Return whether there is a scale for each group of 32 values."""
         is_packed = self.values.shape[3] == MXFP4_GROUP // 2 and self.scales.shape == self.values.shape[:3]
         return is_packed and self.values.dtype == self.scales.dtype == "U8"
+
+    def parts(self, name: str) -> dict[str, TensorLocation]:
+        """Return codes and scales."""
+        return {f"{name}{MXFP4_BLOCKS}": self.values, f"{name}{MXFP4_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice]) -> Tensor:
         """Read a part; one expert at a time is in memory as a whole."""

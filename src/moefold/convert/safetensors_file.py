@@ -217,7 +217,7 @@ def plan_file_layout(
     offset = 0
     starts = {}
     for name, (dtype, shape) in tensors.items():
-        end = offset + math.prod(shape) * DTYPES[dtype].itemsize
+        end = offset + math.prod(shape) * _STORED_DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         starts[name] = offset
         offset = end

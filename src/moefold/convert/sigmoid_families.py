@@ -115,6 +115,34 @@ SIGMOID_FAMILIES = (
         mtp_unreported=(46, 92),
     ),
     Family(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        (
+            *family_sizes(norm_eps=1e-5, rope_theta=11_158_840.0, head_size=128),
+            Renamed("initializer_range", "init_std", 0.006),
+            AttentionBias(has_output=True),
+            AllowedValues("mlp_bias", (False, None)),
+            Constant("qk_norm", True),
+            MlpLayerTypes(default=1),
+            Renamed("intermediate_size", "ffn_hidden_size"),
+            *_SIGMOID_ROUTER,
+            NumExperts("num_experts"),
+            Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+            Renamed("router_scaling_factor", "router_scaling_factor", 2.826),
+            SharedExperts("num_shared_experts", default=1),
+        ),
+        _layouts(
+            layer_rules(
+                {
+                    "ffn.router.weight": "mlp.router.gate.weight",
+                    "ffn.router.expert_bias": "mlp.expert_bias",
+                    **{f"ffn.shared.w_{x}": f"mlp.shared_mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+                }
+            )
+        ),
+        default_keys={"num_key_value_heads": 8},
+    ),
+    Family(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moefold.config.model import LAYER_KINDS
+from moefold.config.model import BLOCK_KINDS
 from moefold.cost.block_memory import BlockSizes
 from moefold.cost.layer_spec import layer_weights
 from moefold.cost.memory_columns import ModelChunk
@@ -28,9 +28,9 @@ def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequ
         return 0
     total = 0
     for chunk, count in zip(chunks, in_flight, strict=True):
-        for kind, layers in zip(LAYER_KINDS, chunk.kind_counts, strict=True):
-            total += layers * (_attention_bytes(sizes, kind, count))
-            if mode == "attention_router" and kind == "M":
+        for kind, layers in zip(BLOCK_KINDS, chunk.kind_counts, strict=True):
+            total += layers * _attention_bytes(sizes, kind, count)
+            if mode == "attention_router" and kind.startswith("M"):
                 total += layers * _router_bytes(sizes, count)
     return total
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from moefold.comm.torch_compat import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import TokenMixer
 from moefold.model.local_param import local_param
 from moefold.model.module_wrapper import Function, wrap_method
 from moefold.model.moe.router import Router
@@ -25,7 +25,7 @@ from moefold.model.moe.token_group import TokenPositions
 from moefold.model.transformer import Transformer
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.ops.rope import Rope
+from moefold.ops.rope import NoRope, Rope
 from moefold.parallel.cuda_graphs import CapturedPasses, MakeRecorder, write_inputs
 
 
@@ -41,8 +41,8 @@ class GraphArguments:
     """Returns the arguments of the module, given tensors in place of `tensors`."""
 
 
-def attention_arguments(x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> GraphArguments:
-    """Return the arguments of `SelfAttention.forward`; the cosines and sines are those of the stage."""
+def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:
+    """Return the arguments of `TokenMixer.forward`; the cosines and sines are those of the stage."""
     assert documents is None, "validate_cuda_graphs refuses documents"
     return GraphArguments((x,), rope, lambda x: (x, rope))
 
@@ -218,7 +218,7 @@ def apply_cuda_graphs(
         has_router: replay the routers too.
     """
     for module in stage.modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, TokenMixer):
             arguments: Callable[..., GraphArguments] = attention_arguments
         elif isinstance(module, Router) and has_router:
             arguments = router_arguments

@@ -371,27 +371,6 @@ _CONFIGS = {
     "llama3-8b": _dense_config(32, 4096, 32, 14336),
     "llama3-70b": _dense_config(80, 8192, 64, 28672),
     "llama3-405b": _dense_config(126, 16384, 128, 53248),
-    # Its RoPE scaling has equal bounds, which the runtime rejects; times and sizes do not depend on it.
-    "kimi-k2": ModelConfig(
-        num_layers=61,
-        hidden_size=7168,
-        num_attention_heads=64,
-        attention="mla",
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        ffn_hidden_size=18432,
-        vocab_size=163840,
-        layer_pattern="DM60",
-        num_experts=384,
-        top_k=8,
-        moe_ffn_hidden_size=2048,
-        router_score="sigmoid",
-        expert_bias=True,
-        shared_expert_ffn_hidden_size=2048,
-    ),
     # moonshotai/Moonlight-16B-A3B.
     "moonlight-16b": ModelConfig(
         num_layers=27,

@@ -339,7 +339,9 @@ def check_saved_rollouts(setup: RunSetup) -> None:
 
 
 def check_rollout_cache(cfg: Config) -> None:
-    """Check that the cache of the rollout engine holds a sample of train.seq_len, under the mapping that samples.
+    """Check that the cache of the rollout engine holds a sample of train.seq_len, under each mapping that samples.
+
+    With rl.staleness, held-out prompts are sampled under the mapping of training.
 
     Raises:
         ConfigError: it does not.
@@ -351,9 +353,13 @@ def check_rollout_cache(cfg: Config) -> None:
     settings = EngineSettings(cache_gib=rollout.cache_gib, cache=rollout.cache)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
     with reworded_errors((r"cache_gib=", "rollout.cache_gib="), ("a larger cache_gib", "a larger rollout.cache_gib")):
-        num_pages = cache_pages(rollout_config(cfg) if has_rollout_mapping(cfg) else cfg, settings)
-        assert num_pages is not None
-        check_requests([longest], num_pages)
+        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg) else cfg]
+        if cfg.rl.staleness and cfg.train.eval_every:
+            mappings.append(cfg)
+        for mapping in mappings:
+            num_pages = cache_pages(mapping, settings)
+            assert num_pages is not None
+            check_requests([longest], num_pages)
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
@@ -392,6 +398,8 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
     if has_rollout_mapping(cfg):
-        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine)
+        num_training = cfg.parallel.world_size
+        ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
+        first_rank = num_training if cfg.rollout.ranks else 0
+        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine, first_rank)
     check_training(cfg, device_type, rank_env)

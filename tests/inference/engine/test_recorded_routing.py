@@ -84,7 +84,8 @@ def on_mapping(path: Path, mapping: dict[str, Any]) -> tuple[tuple[int, ...], di
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
+        {"world_size": 2, "tp": 2},
+        pytest.param({"world_size": 4, "tp": 2, "pp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world_size": 4, "tp": 2, "ep": 4}, marks=pytest.mark.slow),
         pytest.param({"world_size": 4, "pp": 2, "ep": 2}, marks=pytest.mark.slow),
     ],

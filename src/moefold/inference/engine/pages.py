@@ -92,7 +92,8 @@ class PageTable:
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
         self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
-        self._num_shared = 0
+        self.num_shared_positions = 0
+        """Positions of the pages that were taken from another table."""
         self.num_pages = 0
         """Pages of this sequence."""
         self.capacity = 0
@@ -110,7 +111,7 @@ class PageTable:
 
     def shares_page_of(self, position: int) -> bool:
         """Return whether a position lies in a page that this table took from another one, and others refer to."""
-        return position < self._num_shared * PAGE_POSITIONS and self._pool.is_shared(self.page_of(position))
+        return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
 
     def append(self, page: int) -> None:
         """Add an allocated page at the end; this table takes over its reference."""
@@ -138,7 +139,7 @@ class PageTable:
         """Refer to the pages of the first positions of another sequence; this table must be empty."""
         assert not self.num_pages
         self._set_num_pages(pages_for(num_positions))
-        self._num_shared = self.num_pages
+        self.num_shared_positions = self.capacity
         self._pages[: self.num_pages] = other._pages[: self.num_pages]
         for page in self._pages[: self.num_pages]:
             self._pool.share(int(page))
@@ -148,5 +149,5 @@ class PageTable:
         for page in self._pages[: self.num_pages]:
             self._pool.release(int(page))
         self._pages[: self.num_pages] = 0
-        self._num_shared = 0
+        self.num_shared_positions = 0
         self._set_num_pages(0)

@@ -100,7 +100,7 @@ class _Sample(_Sequence):
     @property
     def is_decoded(self) -> bool:
         """Return whether all tokens but the last are cached."""
-        return self.prefix is None and self.num_pending == 1
+        return self.prefix is None and len(self.tokens) - self.num_cached == 1
 
 
 class PassScheduler:
@@ -199,14 +199,14 @@ class PassScheduler:
         for sample in list(self._active):
             if not sample.is_active:
                 continue
-            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
-            if sample.prefix is None and len(sample.tokens) - sample.num_cached == 1:
+            if sample.is_decoded:
+                first = sample.num_cached
                 if self._reserve(sample, 1, sample.number):
-                    first = sample.num_cached
                     sample.num_cached = first + 1
                     slot = self._state_slot(sample)
                     segments.append(Segment(sample.tokens[first:], first, sample.table, sample.number, slot))
                 continue
+            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
             sequence: _Sequence = sample if sample.prefix is None else sample.prefix
             count = self._reserve(sequence, min(sequence.num_pending, prefill_tokens), sample.number)
             if not count:
@@ -274,6 +274,8 @@ class PassScheduler:
         """
         first = sequence.num_cached
         table = sequence.table
+        if first >= table.num_shared_positions and table.capacity >= first + count:
+            return count
         while table.shares_page_of(first) or table.capacity < first + count:
             page = self._pool.take()
             if page is None:

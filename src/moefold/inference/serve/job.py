@@ -25,7 +25,7 @@ class ServeOptions:
     """Settings of a server apart from the model and its mapping."""
 
     host: str = "127.0.0.1"
-    """Name or IPv4 address to listen on."""
+    """Name or address to listen on."""
     port: int = 8000
     """Port; 0: any that is free."""
     name: str = ""
@@ -131,11 +131,6 @@ def _check_options(options: ServeOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if options.max_length == 1:
         raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
-    if ":" in options.host:
-        raise ConfigError(
-            f"--host {options.host} must be a name or an IPv4 address: the server listens on IPv4 only; give 127.0.0.1 "
-            "for this machine, or 0.0.0.0 for all of its addresses"
-        )
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port} must lie in [0, 65535] (0: any that is free)")
     if options.cache_gib <= 0:
