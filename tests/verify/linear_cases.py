@@ -67,7 +67,12 @@ PACKED = [
     )
 ]
 KDA = [
-    _hybrid(mapping, {"linear_attention": "kda", "attention_pattern": "L", "vocab_size": 8}, TWO_SAMPLES | train, data=DOCUMENTS)
+    _hybrid(
+        mapping,
+        {"linear_attention": "kda", "attention_pattern": "L", "vocab_size": 8},
+        TWO_SAMPLES | train,
+        data=DOCUMENTS,
+    )
     for mapping, train in (
         ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
         ({"world_size": 2, "tp": 2}, {"optimizer": "muon"}),
