@@ -240,7 +240,7 @@ def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("stop", "staleness", "further"),
-    [(3, 2, {}), *slow([(1, 1, {}), (4, 2, {"mixed_only": True}), (4, 2, {"updates": 2})])],
+    [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
