@@ -279,7 +279,7 @@ class Generation:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
-            found.append(replace(new, finish_reason=reason))
+            found.append(new._replace(finish_reason=reason))
         return found
 
 
