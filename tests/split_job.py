@@ -16,6 +16,8 @@ def split_pool(cfg: Config) -> JobLink:
     rank = dist.get_rank()
     ranks = split.ranks_like(rank)
     store = dist.distributed_c10d._get_default_store()
+    # A rank that closes its connections early breaks those that others are still making.
+    dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

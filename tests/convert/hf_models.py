@@ -259,6 +259,25 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+            "initializer_range": 0.1,
+            "q_lora_rank": None,
+            "num_local_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
     "qwen3-next-equal-heads": (
         "Qwen3Next",
         {

@@ -156,7 +156,7 @@ def _weights(trainer: Trainer) -> dict[str, list[float]]:
     return {name: local_tensor(value).detach().flatten().tolist() for name, value in parameters.items()}
 
 
-def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, int], **parallel: Any) -> Config:
+def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, Any], **parallel: Any) -> Config:
     """The recipe of a run that samples on ranks of its own, with kernels whose bits no mapping of sampling changes."""
     cfg = recipe(tmp_path, steps, objective="clip", staleness=staleness)
     return replace(
@@ -170,7 +170,7 @@ def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str,
 
 def in_turn(cfg: Config, tmp_path: Path) -> Config:
     """The same run on the training ranks alone."""
-    rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0)
+    rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0, experts="exchange")
     return replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "in turn")), rollout=rollout)
 
 
@@ -205,6 +205,8 @@ ROUNDS = {"updates": 2, "mixed_only": True}
                 (12, 3, {"ranks": 1, "ep": 1}, {"world_size": 4, "ep": 4}, {}),
                 (12, 1, {"ranks": 3}, {"world_size": 1}, {"mixed_only": True}),
                 (12, 1, {"ranks": 2}, {"world_size": 2, "pp": 2}, {"kl": 0.1}),
+                (12, 1, {"ranks": 4, "pp": 2, "experts": "fetch"}, {"world_size": 2, "ep": 2}, {}),
+                (12, 1, {"ranks": 2, "experts": "whole"}, {"world_size": 2, "ep": 2}, {}),
             ]
         ),
     ],
@@ -238,7 +240,7 @@ def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("stop", "staleness", "further"),
-    [(3, 2, {}), *slow([(1, 1, {}), (4, 2, {"mixed_only": True}), (4, 2, {"updates": 2})])],
+    [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""

@@ -53,6 +53,7 @@ def _hybrid(
 PACKED = [
     _hybrid(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
+        ({"world_size": 2, "cp": 2}, QWEN3_NEXT | {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
         ({"world_size": 2, "cp": 2}, {}, {}),
         ({"world_size": 1}, {}, {}),
         ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {}),
@@ -62,11 +63,16 @@ PACKED = [
         ({"world_size": 2, "tp": 2}, {}, {"recompute": ("norms", "core_attention", "moe")}),
         ({"world_size": 2, "tp": 2}, QWEN3_NEXT, {}),
         ({"world_size": 4, "cp": 2, "pp": 2, "zero": 3}, QWEN3_NEXT | {"mtp_layers": 1}, {}),
-        ({"world_size": 2, "pp": 2}, {"attention_pattern": "LWF", "sliding_window": 5, "num_layers": 3}, {}),
+        ({"world_size": 2, "pp": 2}, {"attention_pattern": "FL", "num_layers": 3}, {}),
     )
 ]
 KDA = [
-    _hybrid(mapping, {"linear_attention": "kda", "vocab_size": 8}, TWO_SAMPLES | train, data=DOCUMENTS)
+    _hybrid(
+        mapping,
+        {"linear_attention": "kda", "attention_pattern": "L", "vocab_size": 8},
+        TWO_SAMPLES | train,
+        data=DOCUMENTS,
+    )
     for mapping, train in (
         ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
         ({"world_size": 2, "tp": 2}, {"optimizer": "muon"}),
@@ -83,8 +89,7 @@ OFFLOAD = [
 MAPPED = [_hybrid(mapping) for mapping in AXES]
 
 CASES: list[Case] = [
-    *cases("linear attention", MAPPED[:2], MAPPED[2:]),
+    *cases("linear attention", MAPPED[:2], [*MAPPED[2:], *MUON, *OFFLOAD]),
     *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
     *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
-    *cases("linear attention with Muon and offload", [], [*MUON, *OFFLOAD]),
 ]

@@ -1,6 +1,6 @@
 """Families with layers of linear attention. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,8 +11,12 @@ from moefold.convert.config_fields import (
     Constant,
     GatedSharedExpert,
     Json,
+    MultiHeadKeyValue,
     NormTopKProb,
+    QueryLoraRank,
     Renamed,
+    RouterGroups,
+    SharedExperts,
     is_int,
     num_layers_of,
 )
@@ -20,6 +24,8 @@ from moefold.convert.family import (
     BACKBONE,
     DENSE_FFN,
     HEAD_NORMS,
+    MIXTRAL_EXPERTS,
+    MLA,
     PER_EXPERT,
     ROUTER,
     SHARED_EXPERT,
@@ -30,7 +36,7 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
-from moefold.convert.layer_fields import SparseLayers, letters_of, shorten_pattern
+from moefold.convert.layer_fields import MlpLayerTypes, SparseLayers, letters_of, shorten_pattern
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import Shape, SliceMapping, TensorRule, fill_in_layer
 from moefold.errors import ConfigError
@@ -194,7 +200,148 @@ _QWEN3_NEXT: tuple[ConfigField, ...] = (
     GatedSharedExpert(),
 )
 
+
+@dataclass(frozen=True)
+class KimiLinearSizes:
+    """Layers and heads of Kimi-Linear: `linear_attn_config` of released folders, or the keys that transformers writes.
+
+    Numbers of layers in `linear_attn_config` start at 1.
+    """
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the attention pattern, the heads and the convolution."""
+        nested = hf_config.get("linear_attn_config") or {}
+        if not isinstance(nested, Mapping):
+            raise ConfigError(f"config.json has linear_attn_config={nested!r}, which should be an object")
+        names = {
+            "linear_head_dim": ("head_dim", 128),
+            "linear_num_heads": ("num_heads", 32),
+            "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
+        }
+        keys = {key: nested.get(name, hf_config.get(key, default)) for key, (name, default) in names.items()}
+        found: dict[str, Any] = Renamed("linear_conv_kernel_dim", "linear_conv_kernel").read(keys)
+        for part in ("key", "value"):
+            found |= Renamed("linear_head_dim", f"linear_{part}_head_dim").read(keys)
+            found |= Renamed("linear_num_heads", f"linear_num_{part}_heads").read(keys)
+        types = hf_config.get("layer_types") or self._layer_types(nested, num_layers_of(hf_config))
+        return found | LinearLayers().read({**hf_config, "layer_types": types})
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the keys of transformers; heads of several sizes read back as another model."""
+        return LinearLayers().write(model) | {
+            "linear_head_dim": model.linear_key_head_dim,
+            "linear_num_heads": model.linear_num_value_heads,
+            "linear_conv_kernel_dim": model.linear_conv_kernel,
+        }
+
+    @staticmethod
+    def _layer_types(nested: Json, count: int) -> list[str]:
+        """Return the types of all layers; without lists of layers, as transformers: every fourth is full, from 4 on."""
+        full = nested.get("full_attn_layers", [i + 1 for i in range(4, count, 4)])
+        linear = nested.get("kda_layers", [i + 1 for i in range(count) if i + 1 not in full])
+        if not isinstance(full, list) or not isinstance(linear, list) or {*full, *linear} != {*range(1, count + 1)}:
+            raise ConfigError(
+                f"config.json has linear_attn_config with full_attn_layers={full!r} and kda_layers={linear!r}, which "
+                f"should hold each layer from 1 to {count}"
+            )
+        return ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class ReshapedTensor:
+    """HF tensor with further dims of size 1.
+
+    Attributes:
+        hf_name: its name.
+        num_dims: its dims.
+        dims: for each of our dims the matching HF dim.
+    """
+
+    hf_name: str
+    num_dims: int
+    dims: tuple[int, ...]
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield one slice mapping of the whole tensor."""
+        zeros = (0,) * self.num_dims
+        ones = (1,) * self.num_dims
+        hf_name = fill_in_layer(self.hf_name, layer)
+        yield SliceMapping(param_name, (0,) * len(shape), shape, hf_name, zeros, ones, self.dims)
+
+
+_KDA: dict[str, TensorRule] = {
+    **layer_rules(
+        {
+            **{f"attention.w{name}": f"self_attn.{name}_proj.weight" for name in "qkvbo"},
+            "attention.wa_down": "self_attn.f_a_proj.weight",
+            "attention.wa_up": "self_attn.f_b_proj.weight",
+            "attention.wg_down": "self_attn.g_a_proj.weight",
+            "attention.wg_up": "self_attn.g_b_proj.weight",
+            "attention.dt_bias": "self_attn.dt_bias",
+            "attention.norm.weight": "self_attn.o_norm.weight",
+        }
+    ),
+    **{
+        f"layers.{{l}}.attention.conv_{name}": ReshapedTensor(
+            f"model.layers.{{l}}.self_attn.{name}_conv1d.weight", 3, (0, 2)
+        )
+        for name in "qkv"
+    },
+    "layers.{l}.attention.a_log": ReshapedTensor("model.layers.{l}.self_attn.A_log", 4, (2,)),
+}
+_KIMI_FFN = layer_rules(
+    {
+        **{f"ffn.w_{x}": f"block_sparse_moe.{x}_proj.weight" for x in ("gate", "up", "down")},
+        **{f"ffn.shared.w_{x}": f"block_sparse_moe.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+        "ffn.router.weight": "block_sparse_moe.gate.weight",
+        "ffn.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
+    }
+)
+_KIMI_LINEAR: tuple[ConfigField, ...] = (
+    Renamed("num_hidden_layers", "num_layers"),
+    Renamed("hidden_size", "hidden_size"),
+    Renamed("num_attention_heads", "num_attention_heads"),
+    Renamed("vocab_size", "vocab_size"),
+    Renamed("rms_norm_eps", "norm_eps", 1e-5),
+    Renamed("tie_word_embeddings", "tie_embeddings", False),
+    Renamed("initializer_range", "init_std", 0.02),
+    AllowedValues("hidden_act", ("silu",)),
+    MultiHeadKeyValue(),
+    Constant("attention", "mla"),
+    Constant("rope_pattern", "N"),
+    Constant("linear_attention", "kda"),
+    QueryLoraRank(),
+    Renamed("kv_lora_rank", "kv_lora_rank"),
+    Renamed("qk_nope_head_dim", "qk_nope_head_dim"),
+    Renamed("qk_rope_head_dim", "qk_rope_head_dim"),
+    Renamed("v_head_dim", "v_head_dim"),
+    AllowedValues("attention_bias", (False,)),
+    AllowedValues("mla_use_nope", (True,)),
+    KimiLinearSizes(),
+    MlpLayerTypes(default=1),
+    Renamed("intermediate_size", "ffn_hidden_size"),
+    Renamed("num_experts", "num_experts"),
+    Renamed("num_experts_per_token", "top_k"),
+    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+    SharedExperts("num_shared_experts", default=1),
+    Constant("router_score", "sigmoid"),
+    Constant("expert_bias", True),
+    AllowedValues("moe_router_activation_func", ("sigmoid",)),
+    Renamed("routed_scaling_factor", "router_scaling_factor", 2.446),
+    Renamed("moe_renormalize", "router_normalize", True),
+    RouterGroups(hf_key="num_expert_group"),
+    AllowedValues("moe_layer_freq", (1,)),
+    AllowedValues("num_nextn_predict_layers", (0,)),
+)
+
 LINEAR_FAMILIES = (
+    Family(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        _KIMI_LINEAR,
+        (merge_rules(_both(_KDA, merge_rules(BACKBONE, MLA)), _KIMI_FFN, MIXTRAL_EXPERTS),),
+        default_keys={"q_lora_rank": None},
+    ),
     Family(
         "qwen3_next",
         "Qwen3NextForCausalLM",

@@ -283,13 +283,13 @@ def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
 def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
     key, value, heads = _linear_widths(sizes)
     is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
-    factors = (3.75, 4.0, 1.3, 3.05, 3.65) if is_low_precision else (3.5, 5.8, 1.7, 4.2, 3.55)
+    factors = (3.5, 2.0, 4.4, 3.3, 2.8) if is_low_precision else (3.35, 4.0, 4.55, 4.5, 2.65)
     return _transient_recurrence(sizes, factors, 2 * key + 2 * value + 2 * heads)
 
 
 def _transient_kda(sizes: BlockSizes) -> BytesByPart:
     is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
-    factors = (2.4, 0.0, 24.8, 1.5, 0.4) if is_low_precision else (2.3, 1.1, 25.0, 2.1, 0.3)
+    factors = (2.3, 0.0, 32.0, 2.0, 0.2) if is_low_precision else (2.2, 1.3, 32.4, 2.8, 0.0)
     return _transient_recurrence(sizes, factors, _kda_projections(sizes))
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 CHUNK_SIZE = 64
 """Tokens of a chunk: products within chunks grow with it, the number of sequential steps falls with it."""
 SUB_CHUNK_SIZE = 16
-"""Tokens between the reference points of decays of each channel; see `_channel_scores`."""
+"""Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""
 
 InitialState = Callable[[Tensor, Tensor], Tensor]
 """Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update
@@ -185,17 +185,14 @@ class _Chunks:
             since_start = since_start * documents.is_first
             to_end = to_end * documents.is_last
             whole = whole * documents.is_first[..., -1:, :]
-        score_function = _head_scores if total.shape[-1] == 1 else _channel_scores
-        scores = score_function(q, k, total, repeats)
-        if documents is not None:
-            scores = scores * documents.is_same
+        is_same = None if documents is None else documents.is_same
+        decays = _HeadDecays(total, is_same) if total.shape[-1] == 1 else _ChannelDecays(total, is_same)
+        scores = decays.products(q, k, repeats)
         q, k_ = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (q, k))
         erase_keys = None
         if betas:
             strength = betas[0].unsqueeze(-1)
-            system = score_function(k, k, total, repeats) * strength
-            if documents is not None:
-                system = system * documents.is_same
+            system = decays.products(k, k, repeats) * strength
             right = torch.cat((v * strength, k_ * since_start * strength), -1)
             # Entries on and above the diagonal are not read: the diagonal is 1.
             solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -223,49 +220,74 @@ class _Chunks:
         return transition, update
 
 
-def _head_scores(q: Tensor, k: Tensor, total: Tensor, repeats: int) -> Tensor:
-    """Return the products of queries and keys of each chunk with the decay between them, [N, B, A, C, C].
+class _HeadDecays:
+    """Decays between the tokens of each chunk, one number of a head.
 
     Args:
-        q: [N, B, G, C, D].
-        k: [N, B, G, C, D].
         total: sum of the logarithms of the decays from the start of the chunk, [N, B, A, C, 1].
-        repeats: value heads of a key head, A/G.
+        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None: all are.
     """
-    size = q.shape[-2]
-    is_later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    # Masked before exp, which could overflow above the diagonal.
-    decay = (total - total.mT).masked_fill(is_later, float("-inf")).exp()
-    products = q @ k.mT
-    return (products.repeat_interleave(repeats, 2) if repeats > 1 else products) * decay
+
+    def __init__(self, total: Tensor, is_same: Tensor | None) -> None:
+        size = total.shape[-2]
+        is_visible = torch.ones(size, size, dtype=torch.bool, device=total.device).tril()
+        if is_same is not None:
+            is_visible = is_visible & is_same
+        # Masked before exp, which could overflow above the diagonal.
+        self._decay = (total - total.mT).masked_fill(~is_visible, float("-inf")).exp()
+
+    def products(self, q: Tensor, k: Tensor, repeats: int) -> Tensor:
+        """Return the products of queries and earlier keys with the decay between them, [N, B, A, C, C].
+
+        Args:
+            q: [N, B, G, C, D].
+            k: [N, B, G, C, D].
+            repeats: value heads of a key head, A/G.
+        """
+        products = q @ k.mT
+        return (products.repeat_interleave(repeats, 2) if repeats > 1 else products) * self._decay
 
 
-def _channel_scores(q: Tensor, k: Tensor, total: Tensor, repeats: int) -> Tensor:
-    """Return the products of queries and keys with a decay of each channel, as `_head_scores`; total [.., C, D].
+class _ChannelDecays:
+    """Decays between the tokens of each chunk, one number of each key channel; as `_HeadDecays`, total [.., C, D].
 
     exp(total_i - total_j) is a product of two factors relative to a point between i and j, both at most 1. Queries are
     taken in sub-chunks: earlier keys relative to its start, and those of the sub-chunk itself one channel by one.
     """
-    if repeats > 1:
-        q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
-    size = q.shape[-2]
-    rows = []
-    for start in range(0, size, SUB_CHUNK_SIZE):
-        stop = min(start + SUB_CHUNK_SIZE, size)
-        inner_total = total[..., start:stop, :]
-        inner_keys = k[..., start:stop, :]
-        difference = inner_total.unsqueeze(-2) - inner_total.unsqueeze(-3)
-        is_later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
-        decay = difference.masked_fill(is_later.unsqueeze(-1), float("-inf")).exp()
-        inner = ((q[..., start:stop, :].unsqueeze(-2) * decay) * inner_keys.unsqueeze(-3)).sum(-1)
-        parts = [inner]
-        if start:
-            reference = total[..., start - 1 : start, :]
-            queries = q[..., start:stop, :] * (inner_total - reference).exp()
-            keys = k[..., :start, :] * (reference - total[..., :start, :]).exp()
-            parts.insert(0, queries @ keys.mT)
-        rows.append(F.pad(torch.cat(parts, -1), (0, size - stop)))
-    return torch.cat(rows, -2)
+
+    def __init__(self, total: Tensor, is_same: Tensor | None) -> None:
+        self._total = total
+        self._is_same = is_same
+        size = total.shape[-2]
+        self._spans = [slice(start, min(start + SUB_CHUNK_SIZE, size)) for start in range(0, size, SUB_CHUNK_SIZE)]
+        self._inner = [self._inner_decay(total[..., span, :]) for span in self._spans]
+
+    @staticmethod
+    def _inner_decay(total: Tensor) -> Tensor:
+        """Return the decays between the tokens of a sub-chunk, [.., queries, keys, D]."""
+        size = total.shape[-2]
+        is_later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+        difference = total.unsqueeze(-2) - total.unsqueeze(-3)
+        return difference.masked_fill(is_later.unsqueeze(-1), float("-inf")).exp()
+
+    def products(self, q: Tensor, k: Tensor, repeats: int) -> Tensor:
+        """Return the products of queries and earlier keys with the decays between them, as `_HeadDecays.products`."""
+        if repeats > 1:
+            q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
+        total = self._total
+        size = total.shape[-2]
+        rows = []
+        for span, decay in zip(self._spans, self._inner, strict=True):
+            start = span.start
+            queries = q[..., span, :]
+            parts = [((queries.unsqueeze(-2) * decay) * k[..., span, :].unsqueeze(-3)).sum(-1)]
+            if start:
+                reference = total[..., start - 1 : start, :]
+                keys = k[..., :start, :] * (reference - total[..., :start, :]).exp()
+                parts.insert(0, queries * (total[..., span, :] - reference).exp() @ keys.mT)
+            rows.append(F.pad(torch.cat(parts, -1), (0, size - span.stop)))
+        products = torch.cat(rows, -2)
+        return products if self._is_same is None else products * self._is_same
 
 
 class _StateScan(torch.autograd.Function):

@@ -215,10 +215,12 @@ class PagedDecoder:
         setattr(module, attribute, replacement)
 
     def _record_routing(self, stage: Transformer) -> None:
-        """Set a `RoutingCache` on the router of each MoE layer."""
+        """Set a `RoutingCache` on the router of each MoE layer; those of multi-token prediction do not run."""
         model = self._chain.cfg.model
         num_slots = self._size.num_pages * self._size.page_positions
-        for layer in stage.moe_layers().values():
+        for number, layer in stage.moe_layers().items():
+            if number >= model.num_layers:
+                continue
             cache = RoutingCache(
                 self._pass, num_slots, expert_index_dtype(model.num_experts), self._chain.groups.attn.tp
             )

@@ -251,6 +251,8 @@ class Generation:
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with as many alternatives as its request has."""
+        if not best:
+            return NewToken(number, int(token), log_prob, None)
         half = len(best) // 2
         ids = [int(other) for other in best[: self._open[number].request.num_alternatives]]
         # The loss computes the log-probability of the drawn token in another order of sums.
@@ -279,7 +281,7 @@ class Generation:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
-            found.append(new._replace(finish_reason=reason))
+            found.append(new if reason is None else new._replace(finish_reason=reason))
         return found
 
 
