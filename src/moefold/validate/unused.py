@@ -283,10 +283,24 @@ UNUSED_KEY_RULES = (
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
+        "rollout.engine rollout.url rollout.folder rollout.timeout_s "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
+    ),
+    UnusedKeyRule(
+        "rollout.url rollout.folder rollout.timeout_s",
+        lambda cfg: cfg.rollout.engine == "own",
+        "rollout.engine='own' has no server",
+        "choose rollout.engine='vllm'",
+    ),
+    UnusedKeyRule(
+        "rollout.pass_tokens rollout.cache_gib rollout.cache",
+        lambda cfg: cfg.rollout.engine == "vllm",
+        "rollout.engine='vllm' has batches and a cache of its own (vllm serve --max-num-batched-tokens, "
+        "--gpu-memory-utilization)",
+        "choose rollout.engine='own'",
     ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
