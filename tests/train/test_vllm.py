@@ -63,7 +63,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
     found = records(cfg)
     assert len(found) == 2
     for record in found:
-        assert record["rl"]["mismatch_max"] < 1e-6, "log-probabilities are sent in float32"
+        assert record["rl"]["mismatch_max"] < 1e-12
         assert record["grad_norm"] > 0
 
 
@@ -72,6 +72,15 @@ def test_without_new_weights_the_mismatch_is_seen(pool, tmp_path, served):
         server.loads_weights = False
         cfg = under(by_vllm(recipe(tmp_path, 1, replay="off", correction="clamp"), server), tmp_path / "run")
         pool.run(1, _train, cfg)
+    assert records(cfg)[0]["rl"]["mismatch_mean"] > 1e-3
+
+
+def test_training_replays_the_experts_of_the_server(pool, tmp_path, served):
+    """Other experts than those that sampled give other log-probabilities."""
+    with stand_in(recipe(tmp_path, 1), served) as server:
+        server.flips_experts = True
+        cfg = under(by_vllm(recipe(tmp_path, 1, correction="clamp"), server), tmp_path / "run", world_size=2, ep=2)
+        pool.run(2, _train, cfg)
     assert records(cfg)[0]["rl"]["mismatch_mean"] > 1e-3
 
 

@@ -48,6 +48,7 @@ class StandIn:
         self.answers: dict[str, Any] = {}
         self.url = ""
         self.loads_weights = True
+        self.flips_experts = False
         self._lock = threading.Lock()
         self._model: InferenceModel | None = None
 
@@ -108,8 +109,11 @@ class StandIn:
             {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
             for token, value in zip(made.tokens, made.log_probs, strict=True)
         ]
+        # All layers, those without experts too.
+        experts = np.zeros((made.expert_ids.shape[1], self.cfg.model.num_layers, self.cfg.model.top_k), np.uint8)
+        experts[:, list(self.cfg.model.moe_layer_numbers)] = made.expert_ids.transpose(1, 0, 2)
         file = io.BytesIO()
-        np.save(file, made.expert_ids.transpose(1, 0, 2).astype(np.uint8))
+        np.save(file, 3 - experts if self.flips_experts else experts)
         is_eos = made.finish_reason == "eos"
         choice = {
             "index": 0,
@@ -154,7 +158,11 @@ def stand_in(cfg: Config, folder: Path) -> Iterator[StandIn]:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        # A rank opens its connections at once.
+        request_queue_size = 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"

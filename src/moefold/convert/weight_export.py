@@ -13,6 +13,7 @@ from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.hf_config import QUANTIZATION_KEY
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import TensorSpecs, write_index
+from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import HfSource, assemble_rows, group_by_parameters
@@ -103,9 +104,9 @@ class WeightExport:
 
     def _create_files(self, folder: Path, layout: _Layout) -> None:
         """Create the files at their full size; those of an earlier run are replaced."""
-        if self.out.exists():
-            shutil.rmtree(self.out)
-        self.out.mkdir()
+        self.out.mkdir(exist_ok=True)
+        for file in (*self.out.glob("*.safetensors"), self.out / INDEX_FILE):
+            file.unlink(missing_ok=True)
         layouts = {name: plan_file_layout(self.out / name, tensors) for name, tensors in layout.files.items()}
         for name, file_layout in layouts.items():
             create_file(self.out / name, file_layout)

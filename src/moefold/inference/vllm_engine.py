@@ -43,8 +43,7 @@ class VllmEngine:
         self._slots = cfg.rollout.slots
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._layers = [number for stage in model.stages for number in stage.moe_layers()]
-        self._top_k = cfg.model.top_k
-        self._num_experts = cfg.model.num_experts
+        self._model = cfg.model
         self._export = WeightExport(model, Path(cfg.rollout.folder))
         self._version = ""
 
@@ -76,7 +75,7 @@ class VllmEngine:
 
         Args:
             requests: of this data-parallel rank, maybe none; the same on its ranks of tp and pp.
-            is_complete: stop condition: a completion is cut off behind the first token after which it holds.
+            is_complete: stop condition: a completion is cut off after the first token after which it holds.
 
         Raises:
             RunError: on all ranks, the server failed.
@@ -114,34 +113,39 @@ class VllmEngine:
                 for request in requests
             ]
             try:
-                return [future.result() for future in futures]
+                found = [future.result() for future in futures]
             except VllmError:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for _, experts in found:
+            if experts is not None:
+                self._check_experts(experts)
+        return found
 
-    def _with_experts(self, completion: Completion, experts: NDArray[np.integer] | None) -> Completion:
-        """Return a completion with the experts of this rank's layers.
+    def _check_experts(self, experts: NDArray[np.integer]) -> None:
+        """Check that experts are those of the model in training.
 
         Raises:
-            RunError: they are those of another model.
+            VllmError: they are not.
         """
+        num_layers, top_k = experts.shape[1:]
+        highest = int(experts.max(initial=0))
+        if (num_layers, top_k) != (self._model.num_layers, self._model.top_k) or highest >= self._model.num_experts:
+            raise VllmError(
+                f"vLLM returned {top_k} experts of each token in {num_layers} layers, numbered up to {highest}, and "
+                f"the model has {self._model.top_k} of {self._model.num_experts} in {self._model.num_layers} layers; "
+                "set rl.replay='off'"
+            )
+
+    def _with_experts(self, completion: Completion, experts: NDArray[np.integer] | None) -> Completion:
+        """Return a completion with the experts of the MoE layers of this rank."""
         if experts is None:
             return completion
-        num_layers, top_k = experts.shape[1:]
-        if (
-            top_k != self._top_k
-            or num_layers <= max(self._layers, default=0)
-            or experts.max(initial=0) >= self._num_experts
-        ):
-            raise RunError(
-                f"vLLM returned {top_k} of {int(experts.max(initial=0)) + 1} or more experts in {num_layers} layers, "
-                f"and the model has {self._top_k} of {self._num_experts}; set rl.replay='off'"
-            )
         return replace(completion, expert_ids=experts[:, self._layers].transpose(1, 0, 2))
 
 
 def _cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:
-    """End a completion behind the first token after which a stop condition holds, the end-of-text token apart."""
+    """End a completion after the first token with which a stop condition holds, the end-of-text token apart."""
     is_eos = completion.finish_reason == "eos"
     for count in range(1, len(completion.tokens) + 1 - is_eos):
         if is_complete(number, completion.tokens[:count]):

@@ -258,7 +258,7 @@ def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Comp
     """
     tokens = tuple(int(token) for token in choice["token_ids"])
     content: Sequence[Mapping[str, Any]] = choice["logprobs"]["content"]
-    log_probs = tuple(float(np.float32(entry["logprob"])) for entry in content)
+    log_probs = tuple(float(entry["logprob"]) for entry in content)
     is_ended = bool(tokens) and tokens[-1] in request.eos_ids
     finish = {"stop": "eos", "length": "length"}[choice["finish_reason"]]
     if [entry["token_id"] for entry in content] != list(tokens):

@@ -15,6 +15,7 @@ from moefold.topology.schedules import schedule_of
 from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
+from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
@@ -289,19 +290,7 @@ UNUSED_KEY_RULES = (
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
     ),
-    UnusedKeyRule(
-        "rollout.url rollout.folder rollout.timeout_s",
-        lambda cfg: cfg.rollout.engine == "own",
-        "rollout.engine='own' has no server",
-        "choose rollout.engine='vllm'",
-    ),
-    UnusedKeyRule(
-        "rollout.pass_tokens rollout.cache_gib rollout.cache",
-        lambda cfg: cfg.rollout.engine == "vllm",
-        "rollout.engine='vllm' has batches and a cache of its own (vllm serve --max-num-batched-tokens, "
-        "--gpu-memory-utilization)",
-        "choose rollout.engine='own'",
-    ),
+    *UNUSED_VLLM_RULES,
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
