@@ -39,7 +39,7 @@ PACKAGES = {
     "hypothesis": "hypothesis",
 }
 """Packages without which no stage can run, by module."""
-MEASURED = ("env", "rates", "products", "layer", "attention", "step", "fp8")
+MEASURED = ("env", "rates", "products", "layer", "attention", "step", "graphs", "fp8")
 """Stages of benchmarks/gpu_stages.py."""
 DONE = 0
 FAILED = 1
@@ -244,7 +244,8 @@ def _read_rows(path: Path | None) -> list[Any]:
 
 
 def _proof_stages(device: str, out: Path, *, is_tiny: bool) -> list[Stage]:
-    limits_s = {"env": 60, "rates": 60, "products": 240, "layer": 300, "attention": 60, "step": 300, "fp8": 90}
+    limits_s = {"env": 60, "rates": 60, "products": 240, "layer": 300, "attention": 60, "step": 300}
+    limits_s |= {"graphs": 240, "fp8": 90}
     measured = {
         name: Stage(
             name,
@@ -274,7 +275,7 @@ def _proof_stages(device: str, out: Path, *, is_tiny: bool) -> list[Stage]:
         tool="compute-sanitizer",
     )
     first = [measured["env"], measured["rates"], _probe_stage(device, out), tests]
-    return [*first, *(measured[name] for name in MEASURED[2:6]), staged, measured["fp8"], sanitize]
+    return [*first, *(measured[name] for name in MEASURED[2:7]), staged, measured["fp8"], sanitize]
 
 
 def _probe_stage(device: str, out: Path) -> Stage:

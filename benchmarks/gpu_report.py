@@ -54,7 +54,7 @@ next to it (a rehearsal: `runs/gpu-rehearsal`). Results of another device or tor
 `pytest -m gpu` runs the tests alone. Four files at a time (`-n 4 --dist loadfile`) they should take about 4 minutes
 and one after another about 8, estimated from counts: 243 tests of Triton kernels at 1 s, most of it compilation (115
 kernels compile ahead of time in 120 to 240 s of CPU time); 18 runs of several ranks on one GPU at 8 s, most of it
-starting processes; 57 others at 1 to 2 s. Every rendezvous uses a free port.
+starting processes; 63 others at 1 to 2 s. Every rendezvous uses a free port.
 """
 PACKAGES_TEXT = (
     "**Packages.** moefold itself need not be installed: the stages take it from `src`. The Python needs {names}, at "

@@ -482,7 +482,6 @@ def step(stage: Stage) -> None:
     from moefold.comm.groups import ParallelGroups
     from moefold.cost.flops import train_flops_per_token
     from moefold.launch.ranks import init_distributed, single_rank_env
-    from moefold.parallel.batch import Batch
     from moefold.topology.layout import fold
 
     planner_device = _probed_device(stage)
@@ -490,14 +489,11 @@ def step(stage: Stage) -> None:
         groups = ParallelGroups.create(fold(world_size=1), device)
         for case in STEPS:
             cfg = step_config(stage, case)
-            title, samples, seq_len = (case[0], cfg.train.micro_batch_size, cfg.train.seq_len)
+            title = case[0]
             training = _training_step(cfg, groups)
-            tokens = torch.randint(cfg.model.vocab_size, (samples, seq_len), device=device)
-            weights = torch.full(tokens.shape, 1.0 / tokens.numel(), device=device)
-            columns = {"labels": tokens.roll(-1, 1), "weights": weights, "sample_ids": torch.arange(samples).to(device)}
-            batch = Batch(tokens, columns)
+            batch = _random_batch(cfg, device)
             losses = [training.run(batch, number).loss for number in range(1, 6)]
-            flops = train_flops_per_token(cfg.model, seq_len, causal=True).total * tokens.numel()
+            flops = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True).total * batch.tokens.numel()
             ms = _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
             if planner_device is not None:
                 planned_ms = planned_step_s(cfg, planner_device) * 1e3
@@ -507,6 +503,55 @@ def step(stage: Stage) -> None:
                 stage.faults.append(f"{title}: the loss does not fall: {losses}")
             del training, batch
             stage.free()
+
+
+GRAPHED_TOKENS = (512, 2048)
+"""Tokens of a micro-batch for which the host may be slower than the GPU."""
+GRAPH_MODES = ("none", "attention", "attention_router", "full")
+"""Values of run.cuda_graphs; without a GPU only the first is measured."""
+GRAPH_MICRO_BATCHES = 4
+MAX_LOSS_DIFFERENCE = 1e-2
+"""Largest relative difference between the losses of eager and of replayed steps, in bfloat16."""
+
+
+def graphs(stage: Stage) -> None:
+    """Measure training steps of small micro-batches, eager and replayed from CUDA graphs, and compare their losses."""
+    from moefold.comm.groups import ParallelGroups
+    from moefold.cost.flops import train_flops_per_token
+    from moefold.launch.ranks import init_distributed, single_rank_env
+    from moefold.topology.layout import fold
+
+    with init_distributed(single_rank_env(), stage.device.type) as device:
+        groups = ParallelGroups.create(fold(world_size=1), device)
+        for tokens in GRAPHED_TOKENS:
+            expected: list[float] = []
+            for mode in GRAPH_MODES if stage.is_cuda else GRAPH_MODES[:1]:
+                title = f"qwen3-30b-a3b, 2 layers, {GRAPH_MICRO_BATCHES} x {tokens} tokens, cuda_graphs {mode}"
+                train = {"global_batch_size": GRAPH_MICRO_BATCHES}
+                cfg = step_config(stage, (title, "qwen3-30b-a3b", 2, tokens, 1, train))
+                cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
+                torch.manual_seed(0)
+                training = _training_step(cfg, groups)
+                batch = _random_batch(cfg, device)
+                losses = [training.run(batch, number).loss for number in range(1, 4)]
+                expected = expected or losses
+                if not all(abs(a - b) <= MAX_LOSS_DIFFERENCE * b for a, b in zip(losses, expected, strict=True)):
+                    stage.faults.append(f"{title}: losses {losses}, and {expected} without graphs")
+                flops = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True).total * batch.tokens.numel()
+                _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 4), flops)
+                del training, batch
+                stage.free()
+
+
+def _random_batch(cfg: Config, device: torch.device) -> Any:
+    """Return a batch of random tokens."""
+    from moefold.parallel.batch import Batch
+
+    samples = cfg.train.global_batch_size
+    tokens = torch.randint(cfg.model.vocab_size, (samples, cfg.train.seq_len), device=device)
+    weights = torch.full(tokens.shape, 1.0 / tokens.numel(), device=device)
+    columns = {"labels": tokens.roll(-1, 1), "weights": weights, "sample_ids": torch.arange(samples).to(device)}
+    return Batch(tokens, columns)
 
 
 def _training_step(cfg: Config, groups: Any) -> Any:
@@ -536,7 +581,7 @@ def fp8(stage: Stage) -> None:
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    function.__name__: function for function in (env, rates, products, layer, attention, step, fp8)
+    function.__name__: function for function in (env, rates, products, layer, attention, step, graphs, fp8)
 }
 
 

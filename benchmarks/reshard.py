@@ -69,7 +69,6 @@ def _measure(
                     dcp.load(wanted, checkpoint_id=path)
                 else:
                     saved = write_checkpoint(train, state, TrainState(step=number, samples=0, tokens=0))
-                    dist.barrier()
                     load_weights(saved, loaded.named_parameters, loaded.named_buffers)
             dist.barrier()
             seconds.append(time.perf_counter() - started_s)

@@ -41,6 +41,14 @@ def test_a_training_step_runs_without_a_gpu(tmp_path, monkeypatch):
     assert stage.faults == []
 
 
+def test_a_step_for_cuda_graphs_runs_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_stages, "GRAPHED_TOKENS", gpu_stages.GRAPHED_TOKENS[:1])
+    stage = _stage(tmp_path)
+    gpu_stages.graphs(stage)
+    assert _rows(stage)["qwen3-30b-a3b, 2 layers, 4 x 512 tokens, cuda_graphs none"]["value"] > 0
+    assert stage.faults == []
+
+
 def test_every_implementation_of_every_product_is_compared(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(gpu_stages, "LAYERS", gpu_stages.LAYERS[:1])

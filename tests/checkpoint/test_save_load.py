@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     CheckpointMeta,
     TrainState,
+    commit,
     model_sizes,
     sample_order,
     step_path,
@@ -72,6 +74,25 @@ def _save(cfg: Config, steps: list[int]) -> None:
     for step in steps:
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
         write_checkpoint(cfg, state, TrainState(step=step, samples=4 * step, tokens=64 * step))
+
+
+def _save_with_slow_rename(cfg: Config) -> bool:
+    """Whether this rank finds the checkpoint when its save returns, although the first rank takes long to rename it."""
+    training = _training(cfg)
+    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+
+    def wait_and_commit(draft: Path, final: Path) -> None:
+        # The other ranks have nothing left to do: they return within this time if they do not wait.
+        time.sleep(0.5)
+        commit(draft, final)
+
+    with patch.object(save_load, "commit", wait_and_commit):
+        saved = write_checkpoint(cfg, state, TrainState(step=1, samples=4, tokens=64))
+    return saved.is_dir()
+
+
+def test_no_rank_returns_before_the_checkpoint_has_its_name(pool, tmp_path):
+    assert pool.run(2, _save_with_slow_rename, recipe(tmp_path, world_size=2)) == [True, True]
 
 
 def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:

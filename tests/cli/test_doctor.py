@@ -35,6 +35,18 @@ def test_what_is_missing_is_named_with_what_brings_it(capsys, monkeypatch, tmp_p
     found = answers(capsys)
     assert found["wandb"] == "not installed (extra 'track'; for metrics.wandb)"
     assert "there is no C compiler" in found["C kernels"]
+    assert found["flash attention"].startswith("torch's own; with the module flash_attn_interface")
+
+
+def test_flash_attention_3_is_named_where_it_is_installed(capsys, monkeypatch):
+    monkeypatch.setattr("moefold.ops.flash_attention_3.PACKAGE", "torch")
+    assert main(["doctor", "--json"]) == 0
+    assert answers(capsys)["flash attention"].endswith("torch is installed, and no Hopper GPU is visible")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert doctor._flash_attention() == "FA3 of torch, if it passes the comparison at the start of a run"
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", list)
+    assert "no FA3 to activate" in doctor._flash_attention()
 
 
 def test_without_torch_the_status_is_1(capsys, monkeypatch):

@@ -104,6 +104,12 @@ def test_a_recipe_of_the_project_shrunk(capsys):
     assert "equal: all " in capsys.readouterr().out
 
 
+def test_cuda_graphs_are_left_out(capsys):
+    graphs = ["run.cuda_graphs=full", "run.dtype=bfloat16"]
+    assert main(["verify", str(Path(QUICKSTART).with_name("single.toml")), "--shrink", "--steps", "1", *graphs]) == 0
+    assert "equal: all " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -191,6 +191,29 @@ def _dots1(rng: random.Random, is_cut: bool) -> Sizes:
     return _sigmoid(rng, is_cut, "n_routed_experts") | layers | own | _windows(rng, layers["num_hidden_layers"])
 
 
+def _glm4_moe_lite(rng: random.Random, is_cut: bool) -> Sizes:
+    sizes = _deepseek_v3(rng, is_cut)
+    dense = sizes.pop("first_k_dense_replace")
+    kinds = ["dense"] * dense + ["sparse"] * (sizes["num_hidden_layers"] - dense)
+    return sizes | {"mlp_layer_types": kinds}
+
+
+def _hy_v3(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3])
+    return {
+        "num_hidden_layers": layers,
+        "mlp_layer_types": ["sparse" if i else rng.choice(["sparse", "dense"]) for i in range(layers)],
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width,
+        "intermediate_size": _width(rng, is_cut),
+        "num_shared_experts": rng.choice([1, 2]),
+        "router_scaling_factor": rng.choice([1.0, 2.5]),
+        "attention_bias": rng.random() < 0.5,
+    }
+
+
 def _solar_open(rng: random.Random, is_cut: bool) -> Sizes:
     own = {"n_shared_experts": rng.choice([1, 2]), "attention_bias": rng.random() < 0.5}
     return _sigmoid(rng, is_cut, "n_routed_experts") | own
@@ -271,6 +294,8 @@ def _afmoe(rng: random.Random, is_cut: bool) -> Sizes:
 NEWER_FAMILIES = {
     "glm4-moe": _glm4_moe,
     "dots1": _dots1,
+    "glm4-moe-lite": _glm4_moe_lite,
+    "hy-v3": _hy_v3,
     "solar-open": _solar_open,
     "minimax-m2": _minimax_m2,
     "ernie4-5-moe": _ernie4_5_moe,

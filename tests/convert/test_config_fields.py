@@ -9,7 +9,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import Constant, HunyuanSharedExpert, SharedExperts
+from moefold.convert.config_fields import Constant, GatedSharedExpert, HunyuanSharedExpert, SharedExperts
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
 from moefold.convert.hf_config import parse_model_config as read_keys
@@ -25,6 +25,8 @@ from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 
 FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
+FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
+FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
@@ -61,7 +63,7 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
 _SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
-_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3")}
+_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
 
@@ -122,9 +124,9 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
-    if family == "qwen2_moe":
-        sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     fields = FAMILIES[family].config_fields
+    if any(isinstance(entry, GatedSharedExpert) for entry in fields):
+        sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["shared_expert_ffn_hidden_size"] = 1024
@@ -235,3 +237,80 @@ def test_a_folder_of_the_wrong_family_is_named(tmp_path):
         read_model_config(tmp_path)
     with pytest.raises(ConfigError, match="does not exist or is no folder"):
         read_model_config(Path(tmp_path / "gone"))
+
+
+RELEASED = {
+    "minimax-m2": (
+        {
+            "rotary_dim": 64,
+            "rope_theta": 5e6,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "shared_intermediate_size": 0,
+        },
+        ("rope_parameters",),
+    ),
+    "glm-4.5": ({"partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None}, ("rope_parameters",)),
+    "hunyuan-a13b": (
+        {
+            "moe_topk": [8] * 32,
+            "num_shared_expert": [1] * 32,
+            "moe_intermediate_size": [3072] * 32,
+            "rope_theta": 10000.0,
+            "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"},
+            "use_qk_norm": True,
+        },
+        ("rope_parameters",),
+    ),
+    "kimi-k2": (
+        {
+            "model_type": "kimi_k2",
+            "rope_theta": 50000.0,
+            "rope_scaling": {
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "n_group": 1,
+            "topk_group": 1,
+            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        },
+        ("rope_parameters", "rope_interleave"),
+    ),
+}
+"""Keys of released folders by the preset of the model, and keys of transformers that they lack."""
+
+
+@pytest.mark.parametrize("preset", RELEASED)
+def test_older_spellings_mean_the_published_model(preset):
+    model = model_of(preset=preset)
+    keys, lacking = RELEASED[preset]
+    written = families_for(model)[0].write(model)
+    found = read_keys({key: value for key, value in written.items() if key not in lacking} | keys, Path("hf"))
+    assert replace(found, head_dim=0, init_std=0.02) == replace(model, preset="", head_dim=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("minimax_m2", {"rotary_dim": 200, "rope_parameters": None}, "rotary_dim=200 of head_dim=8"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 2]}, "moe_topk=.1, 2, 2.; moefold computes equal layers only"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert=.2, 2, 2., which moefold does not"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval=0, which should be a whole number"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True, which moefold does not compute"),
+        ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0.0, which should be above 0"),
+        ("afmoe", {"mup_enabled": 3}, "mup_enabled=3 of hidden_size=48"),
+        ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0, which"),
+        ("exaone_moe", {"mlp_layer_types": ["dense", "other", "sparse"]}, "mlp_layer_types=.*, which moefold does not"),
+        ("exaone_moe", {"layer_types": ["full_attention"]}, "layer_types=.'full_attention'., which moefold does not"),
+    ],
+)
+def test_a_value_of_a_newer_family_that_cannot_be_is_named(family, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        read_keys(FAMILIES[family].write(_model_for(family)) | keys, Path("hf"))

@@ -143,7 +143,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
         "rope_type='longrope', which moefold does not compute",
     ),
-    "quantised": (lambda f: _edit_config(f, quantization_config={"quant_method": "fp8"}), "has quantised weights"),
+    "quantised": (
+        lambda f: _edit_config(f, quantization_config={"quant_method": "fp8"}),
+        "has FP8 weights of weight_block_size=None",
+    ),
     "unknown family": (lambda f: _edit_config(f, model_type="mixtrel"), "did you mean 'mixtral'?"),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),

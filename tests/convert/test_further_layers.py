@@ -29,28 +29,30 @@ SEQ_LEN = 16
 OWN = {"enorm", "hnorm", "eh_proj", "post_norm"}
 
 
-def published(folder: Path, *, layers: int = 2, shard: bool = False, **sizes: object) -> SimpleNamespace:
+def published(
+    folder: Path, *, layers: int = 2, shard: bool = False, name: str = "deepseek-v3", **sizes: object
+) -> SimpleNamespace:
     """A folder whose further layers lie as in DeepSeek's; with the model of transformers and its drafting layers."""
     from transformers.modeling_layers import MtpModel
 
-    model = make_model("deepseek-v3", num_mtp_layers=layers, **sizes)
+    model = make_model(name, num_mtp_layers=layers, **sizes)
     count = model.config.num_hidden_layers
     torch.manual_seed(layers)
     further = MtpModel(model, layers).eval()
     with torch.no_grad():
-        for name, parameter in further.layers.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        for key, parameter in further.layers.named_parameters():
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.3)
         for buffer in further.layers.buffers():
             buffer.normal_(0.0, 0.1)
     save_model(model, folder)
     tensors = load_file(folder / WEIGHTS)
-    for name, tensor in further.layers.state_dict().items():
-        tensors |= _as_published(name, tensor.detach(), count)
+    for key, tensor in further.layers.state_dict().items():
+        tensors |= _as_published(key, tensor.detach(), count)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     for number in range(count, count + layers):
         tensors[f"model.layers.{number}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{number}.shared_head.head.weight"] = head.clone()
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     if shard:
         _split(folder, load_file(folder / WEIGHTS))
     return SimpleNamespace(folder=add_tokenizer(folder), model=model, further=further)
@@ -86,6 +88,14 @@ def assert_loads(folder: Path, expected: torch.nn.Module, monkeypatch, caplog) -
     torch.testing.assert_close(logits_of(loaded, tokens), logits_of(expected, tokens), rtol=1e-5, atol=1e-5)
 
 
+def test_glm_folders_come_back(tmp_path):
+    folder = published(tmp_path / "hf", name="glm4-moe").folder
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    assert read_meta(tmp_path / "ckpt").model["mtp_layers"] == 2
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert_same_folder(folder, tmp_path / "again")
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_tied, is_split):
@@ -102,9 +112,10 @@ def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_tied, is_s
     assert manifest["tensors"].keys() == {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-def test_the_further_loss_is_that_of_transformers(tmp_path):
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_the_further_loss_is_that_of_transformers(tmp_path, name):
     """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
-    made = published(tmp_path / "hf", layers=1)
+    made = published(tmp_path / "hf", layers=1, name=name)
     cfg = Config(
         run=RunConfig(device="cpu", dtype="float32"),
         model=read_model_config(made.folder),

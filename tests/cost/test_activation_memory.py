@@ -15,6 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
+from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
@@ -30,6 +31,7 @@ from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.ops.grouped_experts import GroupedExpertOps
+from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
@@ -46,6 +48,10 @@ MODEL = {
 LATENT = {
     "attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
     "v_head_dim": 16,
+}  # fmt: skip
+LINEAR = {
+    "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
 }  # fmt: skip
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
@@ -157,7 +163,8 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
     assert ActivationMemory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
 
 
-def test_sizes_of_the_loss_are_those_of_the_runtime():
+def test_sizes_of_the_loss_and_of_chunks_are_those_of_the_runtime():
+    assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
     assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
 
@@ -197,6 +204,11 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"vocab_size": 4096}},
         {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
         {"model": {"mtp_layers": 1}},
+        {"model": LINEAR},
+        {"model": LINEAR | {"linear_attention": "kda"}},
+        {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
+        {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
+        {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
     ],
     ids=[
@@ -211,6 +223,11 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "logits",
         "chunks",
         "mtp",
+        "linear",
+        "kda",
+        "linear, recomputed",
+        "gate and latent experts",
+        "norms of outputs",
         "dense",
     ],
 )

@@ -35,6 +35,10 @@ MODELS = {
     "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
     "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
     "latent": replace(LATENT, mtp_layers=1),
+    "kda": replace(MODEL, attention_pattern="LF", linear_attention="kda", linear_value_head_dim=5),
+    "gated_deltanet": replace(
+        MODEL, num_layers=4, attention_pattern="LF", linear_num_value_heads=8, linear_value_head_dim=5, mtp_layers=1
+    ),
     "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
     **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},
 }
@@ -44,7 +48,8 @@ def test_names_of_blocks_agree() -> None:
     """Check the recipe's names, the builders and the saved tensors against the registry."""
     assert set(ATTENTIONS) == set(ATTENTION_MEMORY)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_MEMORY)
-    assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(get_args(key_types("model")["attention"]))
+    names = [name for key in ("attention", "linear_attention") for name in get_args(key_types("model")[key])]
+    assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(names)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_BUILDERS) == set(LAYER_KINDS)
 
 

@@ -101,20 +101,43 @@ def test_a_plan_gives_every_rank_its_boxes_within_the_bounds(before, after, for_
         _check_near_senders(plan, source, ranks_per_node)
 
 
-def _check_cover(plan: ReshardPlan, source: WeightSharding, target: WeightSharding) -> None:
+def _check_cover(plan: ReshardPlan, source: WeightSharding, target: WeightSharding, first_target: int = 0) -> None:
     """Every index of every target box arrives once, from a rank that holds it."""
     arriving: dict[tuple[int, str], list[Box]] = {}
     for transfer in (*plan.local, *plan.moved):
         held = source.boxes(transfer.source)[transfer.name]
         assert held.intersect(transfer.box) == transfer.box
         arriving.setdefault((transfer.target, transfer.name), []).append(transfer.box)
-    for rank in range(WORLD_SIZE):
+    for rank in range(target.layout.world_size):
         for name, box in target.boxes(rank).items():
-            parts = arriving.pop((rank, name))
+            parts = arriving.pop((first_target + rank, name))
             assert sum(part.numel for part in parts) == box.numel
             assert all(part.intersect(box) == part for part in parts)
             assert all(one.intersect(other) is None for i, one in enumerate(parts) for other in parts[:i])
     assert not arriving
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(TRAINED),
+    st.sampled_from(
+        [{"world_size": 1}, {"world_size": 2, "ep": 2}, {"world_size": 4, "pp": 2, "ep": 2}, {"world_size": 4, "tp": 2}]
+    ),
+    st.sampled_from([64, 1000, 10**6]),
+)
+def test_disjoint_ranks_get_their_whole_boxes_within_the_bounds(before, after, most):
+    source = _sharding(before)
+    target = _sharding(after, for_training=False)
+    itemsize = {name: 4 if "router" in name else 2 for name in target.shapes}
+    plan = plan_reshard(source, target, itemsize, most, first_target=WORLD_SIZE)
+    _check_cover(plan, source, target, WORLD_SIZE)
+    assert plan.local == ()
+    held = (held_bytes(target.boxes(rank), itemsize) for rank in range(target.layout.world_size))
+    assert plan.moved_bytes(itemsize) == sum(held)
+    for transfers in plan.rounds:
+        for rank in range(WORLD_SIZE + target.layout.world_size):
+            received = sum(t.box.numel * itemsize[t.name] for t in transfers if t.target == rank)
+            assert received <= most
 
 
 def _check_near_senders(plan: ReshardPlan, source: WeightSharding, ranks_per_node: int) -> None:
@@ -151,8 +174,11 @@ def test_the_bytes_of_boxes():
 def test_what_cannot_be_planned():
     source = _sharding({"world_size": 8})
     sizes = dict.fromkeys(source.shapes, 4)
-    with pytest.raises(ValueError, match="the target mapping has 4 ranks, the source mapping 8"):
-        plan_reshard(source, _sharding({"world_size": 4}), sizes, 100)
+    for first in (0, 4):
+        with pytest.raises(
+            ValueError, match=f"has 4 ranks from rank {first} on, the source mapping 8 from rank 0 on: they"
+        ):
+            plan_reshard(source, _sharding({"world_size": 4}), sizes, 100, first_target=first)
     wider = WeightSharding.from_config(_recipe({"world_size": 8}, hidden_size=32), for_training=False)
     with pytest.raises(ValueError, match=r"the target needs embedding.weight of shape \(32, 32\)"):
         plan_reshard(source, wider, dict.fromkeys(wider.shapes, 4), 100)
@@ -170,3 +196,24 @@ def test_layers_of_multi_token_prediction_may_stay_behind():
     assert names == set(target.shapes)
     assert not any(name.startswith("layers.2.") for name in names)
     assert BoxTransfer("head.norm.weight", whole_box((16,)), 0, 0) not in plan.local
+
+
+def test_a_transfer_takes_the_first_round_with_room():
+    """A search over all rounds finds the same ones."""
+    source = _sharding({"world_size": 4, "tp": 2, "zero": 3})
+    target = _sharding({"world_size": 4, "pp": 2, "ep": 2}, for_training=False)
+    most = 384
+    plan = plan_reshard(source, target, dict.fromkeys(target.shapes, 4), most)
+    sent: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+    for number, transfers in enumerate(plan.rounds):
+        for transfer in transfers:
+            size = transfer.box.numel * 4
+            for earlier in range(number):
+                is_full = sent.get((transfer.source, earlier), 0) + size > most
+                assert is_full or received.get((transfer.target, earlier), 0) + size > most
+        for transfer in transfers:
+            size = transfer.box.numel * 4
+            sent[transfer.source, number] = sent.get((transfer.source, number), 0) + size
+            received[transfer.target, number] = received.get((transfer.target, number), 0) + size
+    assert len(plan.rounds) > 10

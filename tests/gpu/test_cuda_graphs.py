@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.parallel.cuda_graphs import CapturedPasses, CudaGraphRecorder
+from moefold.parallel.cuda_graphs import CapturedPasses, CudaGraphRecorders
 from tests.gpu.runs import losses_on, small_recipe
 
 pytestmark = [
@@ -34,7 +34,7 @@ def test_graphs_give_the_bits_of_eager_training_with_deterministic_kernels(graph
 
 def test_a_replay_computes_with_new_values():
     x, w = (torch.randn(64, 64, device="cuda").requires_grad_() for _ in range(2))
-    passes = CapturedPasses(lambda x, w: [torch.tanh(x @ w)], (x, w), CudaGraphRecorder())
+    passes = CapturedPasses(lambda x, w: [torch.tanh(x @ w)], (x, w), CudaGraphRecorders()())
     for _ in range(2):
         with torch.no_grad():
             x.normal_()

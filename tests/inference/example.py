@@ -65,8 +65,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "router_bias": True,
     },
     "windows": {"attention_pattern": "WF", "sliding_window": 3, "qk_norm": True, "qk_norm_width": "all_heads"},
+    "linear": {
+        "attention_pattern": "LF",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
 }
-"""Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone."""
+KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
+"""Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone, with states."""
 
 
 def recipe_of_kind(kind: str, run_dir: Path) -> Config:

@@ -39,6 +39,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT_HEADS,
     "gpt-oss": KINDS["gpt-oss"],
     "windows": {"attention_pattern": "WF", "sliding_window": 5},
+    "options-of-families": {
+        "attention_gate": True,
+        "norm_placement": "both",
+        "rope_pattern": "RN",
+        "qk_norm": True,
+        "qk_norm_after_rope": True,
+        "attention_scale": 0.3,
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "logits_divisor": 0.7,
+        "moe_hidden_size": 12,
+        "shared_expert_ffn_hidden_size": 16,
+    },
 }
 PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7), tuple(range(20))]
 """The first one is longer than a page."""

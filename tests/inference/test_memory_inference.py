@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
 from moefold.errors import ConfigError
 from moefold.inference.settings import batch_bytes, explain_oom
 from moefold.model.local_param import local_tensor
@@ -28,7 +28,8 @@ def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[
         cache_bytes = decoder.nbytes
     weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
     computed = inference_weight_memory(model.cfg)[model.groups.pp.rank]["weights"]
-    return (cache_bytes, weights), (kv_cache_bytes(model.cfg, 3 * 4, 1, kind), computed)
+    cached = kv_cache_bytes(model.cfg, 3 * 4, 1, kind) + recurrent_state_bytes(model.cfg)
+    return (cache_bytes, weights), (cached, computed)
 
 
 @pytest.mark.parity

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta, sample_order
-from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer import load_tokenizer
@@ -19,12 +18,13 @@ from moefold.inference.serve.job import ServeOptions, prepare_server
 from moefold.inference.source import find_source
 from moefold.inference.text import open_chat_template
 from moefold.recipe import load_config
+from tests.inference.example import write_checkpoint
 
 RECIPE = """
 [run]
 steps = 1
 device = "cpu"
-dir = "run"
+dir = "FOLDER/run"
 [model]
 num_layers = 1
 hidden_size = 16
@@ -42,8 +42,8 @@ eval_every = 0
 warmup_steps = 0
 [data]
 kind = "sft"
-path = "scored.jsonl"
-chat_template = "plain.jinja"
+path = "FOLDER/scored.jsonl"
+chat_template = "FOLDER/plain.jinja"
 [align]
 method = "condition"
 template = "{prompt} [{reward:.1f}]"
@@ -52,18 +52,16 @@ want = 0.9
 PLAIN = "{% for m in messages %}{{ m.content }}{{ '\\x00' if m.role == 'assistant' else '' }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run, its recipe and its data."""
-    path = tmp_path_factory.mktemp("condition")
-    rows = [{"prompt": f"q{i}", "response": "a", "reward": i / 4} for i in range(4)]
-    (path / "scored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "plain.jinja").write_text(PLAIN)
-    (path / "recipe.toml").write_text(RECIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
-        assert main(["train", "recipe.toml"]) == 0
+@pytest.fixture
+def folder(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of the recipe, and the recipe; written once."""
+    path = tmp_path_factory.getbasetemp() / "condition"
+    if not path.exists():
+        path.mkdir()
+        (path / "plain.jinja").write_text(PLAIN)
+        (path / "recipe.toml").write_text(RECIPE.replace("FOLDER", str(path)))
+        cfg = load_config(path / "recipe.toml", [])
+        pool.run(1, write_checkpoint, cfg)
     return path
 
 

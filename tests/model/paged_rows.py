@@ -18,7 +18,8 @@ def pass_rows(spans: Sequence[range], pages_per_sample: int) -> PassRows:
     counts = [len(spans[i]) for i in samples]
     segment_of_row = torch.arange(len(samples)).repeat_interleave(torch.tensor(counts))
     pages = tables[segment_of_row, positions // PAGE_POSITIONS].long()
-    return PassRows(pages * PAGE_POSITIONS + positions % PAGE_POSITIONS, positions, tables, counts)
+    slots = torch.tensor(samples)
+    return PassRows(pages * PAGE_POSITIONS + positions % PAGE_POSITIONS, positions, tables, counts, slots)
 
 
 def to_rows(x_SB: torch.Tensor, spans: Sequence[range]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tests.slow import slow
 pytestmark = needs_compiler
 
 KINDS = {name: model for name, (model, *_) in FAMILIES.items()} | {
+    "norms-around-zero": {"zero_centered_norms": True, "qk_norm": True},
     "qk-norm-of-all-heads": {"qk_norm": True, "qk_norm_width": "all_heads"},
     "other-activation": {"moe_bias": True, "moe_activation": "clamped_swiglu", "swiglu_limit": 0.3},
 }

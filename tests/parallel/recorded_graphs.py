@@ -30,6 +30,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        _refuse_shapes_of_data(func, args)
         self._save_written(func, args, kwargs)
         out = func(*args, **kwargs)
         inputs = {storage_key(x.untyped_storage()) for x in _tensors((args, kwargs))}
@@ -68,6 +69,16 @@ class _Tape(TorchDispatchMode):
             results = _tensors(func(*args, **kwargs))
             for static, value in zip(written, results if written else [], strict=True):
                 static.copy_(value)
+
+
+def _refuse_shapes_of_data(func: Any, args: Any) -> None:
+    """Refuse operators for whose results a GPU waits: numbers for the host, and shapes that depend on values."""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        waits = any(index.dtype == torch.bool for index in _tensors(args[1]))
+    else:
+        waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+    assert not waits, f"{func}: the host waits for its result while a graph is recorded"
 
 
 class _NoHostReads(TorchFunctionMode):

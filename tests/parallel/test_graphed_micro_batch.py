@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.comm.groups import fake_rank
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.local_param import CastCopies
@@ -19,14 +20,16 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import GatheredRows, LazyCounts
 from moefold.parallel import select_ops
 from moefold.parallel.graphed_micro_batch import GraphedAccumulation
-from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.parallelize import parallelize
+from moefold.parallel.graphed_modules import GraphedModule
+from moefold.parallel.parallel_model import ParallelModel, make_runner
+from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.parallel.select_ops import SelectedKernels
 from moefold.testing.pool import WorkerError
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.parallel.recorded_graphs import CountedRecorders
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
 
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
@@ -79,14 +82,14 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
             {"aux_kind": "last_global_batch", "weight_in_expert": True},
             {"micro_batch_size": 2, "optimizer": "muon"},
         ),
-        ({"layer_pattern": "DM"}, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
+        ({"layer_pattern": "DM"} | HYBRID, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
     ],
 )
 def test_a_replayed_micro_batch_equals_an_eager_one(pool, model, moe, train):
     pool.run(1, _assert_replayed_equals_eager, tiny(model=model, moe=PADDED | moe, train=train))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_weights_cast_once_a_step_are_read_at_their_address(pool, dtype):
     cfg = tiny(moe=PADDED)
     pool.run(1, _assert_replayed_equals_eager, replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="plain")))
@@ -119,3 +122,22 @@ def test_a_dropless_micro_batch_is_replayed_where_counts_stay_on_the_device(pool
 def test_a_count_that_the_host_reads_is_noticed(pool):
     with pytest.raises(WorkerError, match="the host reads by tolist"):
         pool.run(1, _assert_replayed_equals_eager, tiny())
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_graphed"),
+    [("none", (False, False, False)), ("attention", (True, False, False)), ("attention_router", (True, True, False)),
+     ("full", (False, False, True))],
+)  # fmt: skip
+def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
+    cfg = tiny()
+    cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
+    with fake_rank(cfg, 0) as groups:
+        sharded = build_sharded_stages(cfg, groups, for_training=True)
+        runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+        inference = build_sharded_stages(cfg, groups, for_training=False)
+    for stages, expected in ((sharded.stages, is_graphed[:2]), (inference.stages, (False, False))):
+        for block in stages[0].layers.values():
+            modules = (block.attention, block.ffn.router)
+            assert tuple(isinstance(module.forward, GraphedModule) for module in modules) == expected
+    assert isinstance(runner, GraphedAccumulation) == is_graphed[2]

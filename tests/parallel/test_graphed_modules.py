@@ -23,6 +23,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.parallel.recorded_graphs import CountedRecorders, TapeRecorder
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
 
 ROPE = Rope(torch.ones(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))
@@ -64,11 +65,13 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
         # Two layers. Micro-batch after micro-batch: one pair of graphs a layer.
         (LATENT | {"mtp_layers": 1}, {"recompute": ("moe",)}, {}, [3]),
         ({"qk_norm": True}, {"micro_batch_size": 2}, {}, [2]),
-        ({}, {}, {"world_size": 2, "zero": 0}, [2, 2]),
+        pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
         ({"qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
         # One layer on each rank, of which the first has two micro-batches between their passes.
-        ({}, {}, {"world_size": 2, "pp": 2}, [2, 1]),
-        ({}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1]),
+        (HYBRID, {}, {"world_size": 2, "pp": 2}, [2, 1]),
+        pytest.param(
+            {}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_with_replayed_attention_equals_eager_training(pool, model, train, mapping, captures):
@@ -83,7 +86,13 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
         ({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4]),
         ({"router_score": "sigmoid", "expert_bias": True, "router_bias": True}, {"input_jitter": 0.3}, {}, [4]),
         ({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4]),
-        ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}, {"world_size": 2, "pp": 2}, [4, 2]),
+        pytest.param(
+            {"router_score": "sigmoid", "expert_bias": True},
+            {"choice": "quantile"},
+            {"world_size": 2, "pp": 2},
+            [4, 2],
+            marks=pytest.mark.slow,
+        ),
         ({}, {"input_jitter": 0.3}, {"world_size": 2, "pp": 2}, [4, 2]),
     ],
 )
@@ -222,3 +231,39 @@ def test_a_graph_of_other_positions_is_refused():
     module(x, ROPE)
     with pytest.raises(AssertionError, match="positions"):
         module(x, Rope(ROPE.cos, ROPE.sin))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x * float(x.sum()),
+        lambda x: x * torch.tensor(x.sum().tolist()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
+    ],
+)
+def test_the_tape_refuses_what_a_gpu_would_wait_for(function):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(AssertionError, match="while a graph is recorded"):
+        TapeRecorder().record(lambda: function(x))
+
+
+def test_a_tape_executes_nothing_until_it_is_replayed_and_freezes_the_host():
+    x = torch.tensor([1.0, 2.0])
+    total = torch.zeros(2)
+    factor = 3.0
+
+    def run() -> torch.Tensor:
+        total.add_(x * factor)
+        return total * 1
+
+    result, replay = TapeRecorder().record(run)
+    assert total.tolist() == [0.0, 0.0]
+    assert result.isnan().all()
+    factor = 5.0
+    x.fill_(2.0)
+    replay()
+    replay()
+    assert total.tolist() == result.tolist() == [12.0, 12.0]

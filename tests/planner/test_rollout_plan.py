@@ -14,7 +14,8 @@ from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.planner.cost_model.decode import LAUNCHES_PER_BLOCK, DecodeCost, SamplingDegrees
 from moefold.planner.query import PlanQuery, make_planner, plan_request
-from moefold.planner.rollout import RolloutLengths, plan_rollouts
+from moefold.planner.rollout import plan_rollouts
+from moefold.planner.rollout_cost import RolloutLengths
 from moefold.topology.rollout_mapping import rollout_config
 
 MODEL = ModelConfig(
@@ -112,9 +113,19 @@ def test_pairs_are_sorted_and_their_copies_are_those_of_the_plan(recipe):
     assert {plan.is_in_place for plan in plans} == {False, True}
     for plan in plans:
         assert plan.fits
-        assert plan.total_s == plan.train_s + plan.prefill_s + plan.decode_s + plan.reshard_s
-        assert plan.train_s == pytest.approx(plan.training.time.total_s * 96 / 256)
-    other = next(plan for plan in plans if not plan.is_in_place)
+        sampling_s = plan.prefill_s + plan.decode_s + plan.reshard_s
+        total_s = sampling_s + plan.train_s
+        if plan.ranks:
+            # One round ahead: the longer part, or half of the way of one round through both.
+            total_s = max(sampling_s, plan.train_s, total_s / 2)
+        assert plan.total_s == pytest.approx(total_s)
+        assert plan.degrees.world_size == (plan.ranks or 8)
+        assert plan.training.mapping.world_size == 8 - plan.ranks
+        fraction = 1 if plan.training.mapping.pp > 1 else 96 / 256
+        assert plan.train_s == pytest.approx(plan.training.time.total_s * fraction)
+    # No mapping of 6 GPUs divides the batch of 64.
+    assert {plan.ranks for plan in plans} == {0, 4, 6}
+    other = next(plan for plan in plans if not plan.is_in_place and not plan.ranks)
     cfg = planner.config_for(other.training)
     degrees = other.degrees
     cfg = replace(cfg, rollout=replace(cfg.rollout, tp=degrees.tp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp))

@@ -11,7 +11,15 @@ from moefold.config.rl import RLConfig
 from moefold.data.prompts import Prompt
 from moefold.data.sample import stack_samples
 from moefold.rl.plateau import Plateau
-from moefold.rl.rollout import Group, Rollout, adjust_rewards, empty_sample, pack_rollouts, weigh_rollouts
+from moefold.rl.rollout import (
+    Group,
+    Rollout,
+    adjust_rewards,
+    empty_sample,
+    pack_rollouts,
+    rollout_positions,
+    weigh_rollouts,
+)
 from moefold.rl.statistics import RoundStatistics
 
 SEQ_LEN = 24
@@ -57,6 +65,19 @@ def test_packing_keeps_every_token_and_trains_exactly_the_sampled_ones(sizes):
     starts = batch.document_starts()
     assert starts is not None
     assert not trained[-1].any()
+    _assert_positions(rollouts, batch.inputs)
+
+
+def _assert_positions(rollouts: list[Rollout], inputs_NS: np.ndarray) -> None:
+    """Each input is the token of its rollout, and padding is of no rollout; only last inputs may be missing."""
+    index_NS, offset_NS = rollout_positions(rollouts, seq_len=SEQ_LEN, num_samples=len(inputs_NS))
+    texts = [np.concatenate((one.prompt_ids, one.tokens)) for one in rollouts]
+    for index, offset, token in zip(index_NS.flat, offset_NS.flat, inputs_NS.flat, strict=True):
+        assert token == (END if index < 0 else texts[index][offset])
+    found = sorted(zip(index_NS[index_NS >= 0].tolist(), offset_NS[index_NS >= 0].tolist(), strict=True))
+    routed = [(i, offset) for i, text in enumerate(texts) for offset in range(len(text) - 1)]
+    assert set(routed) <= set(found)
+    assert len(set(found)) == len(found)
 
 
 def test_weights_of_each_mean():

@@ -1,9 +1,12 @@
 """Ranks that only sample: an asynchronous run has the bits of the same run on ranks that sample in turn."""
 
+import itertools
+import json
 import random
+import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, read_meta, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink, JobSplit
 from moefold.config.schema import Config, ParallelConfig
 from moefold.model.local_param import local_tensor
+from moefold.parallel.batch import Batch
+from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
+from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
+from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
-from moefold.train.signals import StopSignals
+from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
+from tests.split_job import split_pool
 from tests.train.test_rollout_loader import recipe, records
 
 pytestmark = [pytest.mark.parity, needs_compiler]
@@ -39,23 +48,61 @@ class Delay(Callback):
         time.sleep(0.05 * self._random.random())
 
 
-def run_split(cfg: Config, seed: int = -1) -> dict[str, list[float]]:
-    """Train on the first ranks of the pool and sample on the others; return the weights of a training rank, by name."""
-    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
+class SignalInStep(StopSignals):
+    """Reports SIGTERM in a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._steps_left = step
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Count the steps: the training step reads the flags once in each."""
+        self._steps_left -= 1
+        return tuple(number == signal.SIGTERM and self._steps_left == 0 for number in SIGNALS)
+
+
+def _signals(stop: int) -> StopSignals:
+    return SignalInStep(stop) if stop else StopSignals()
+
+
+def poison(prompt: int) -> None:
+    """Make the loss of a step NaN if a prompt is among its prompts."""
+    next_batch = RolloutLoader.next_batch
+
+    def poisoned(self: RolloutLoader, first: int, skipped: Sequence[range]) -> tuple[Batch, Sequence[int]]:
+        batch, prompts = next_batch(self, first, skipped)
+        if prompt in prompts:
+            batch = replace(batch, columns=batch.columns | {"weights": batch.columns["weights"] * float("nan")})
+        return batch, prompts
+
+    RolloutLoader.next_batch = poisoned  # type: ignore[method-assign]
+
+
+def run_split_poisoned(cfg: Config, prompt: int) -> dict[str, list[float]]:
+    """As `run_split`, with a step whose loss is NaN."""
+    poison(prompt)
+    return run_split(cfg)
+
+
+def run_in_turn_poisoned(cfg: Config, prompt: int) -> dict[str, list[float]]:
+    """As `run_in_turn`, with a step whose loss is NaN."""
+    poison(prompt)
+    return run_in_turn(cfg)
+
+
+def run_split(cfg: Config, seed: int = -1, stop: int = 0) -> dict[str, list[float]]:
+    """Train on the first ranks of the pool and sample on the others; return the weights of a training rank, by name.
+
+    Args:
+        cfg: the recipe.
+        seed: of random delays of a training rank and of the sampling ranks; -1: none.
+        stop: step that is the last one, as after a signal; 0: none.
+    """
+    link = split_pool(cfg)
+    split = link.split
+    rank = link.rank
     layout = check_config(cfg)
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    ranks = split.ranks_like(rank)
-    timeout = timedelta(seconds=60)
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"from {ranks.start}", store),
-        rank=rank - ranks.start,
-        world_size=len(ranks),
-        timeout=timeout,
-    )
-    link = JobLink.connect(split, rank, store, timeout)
     device = torch.device("cpu")
     if split.samples(rank):
         if seed >= 0:
@@ -65,7 +112,7 @@ def run_split(cfg: Config, seed: int = -1) -> dict[str, list[float]]:
     groups = ParallelGroups.create(layout, device)
     callbacks = [Delay(seed)] if seed >= 0 and rank == 0 else []
     trainer = Trainer(cfg, groups, callbacks=callbacks, link=link)
-    trainer.run(StopSignals())
+    trainer.run(_signals(stop))
     return _weights(trainer)
 
 
@@ -80,10 +127,27 @@ def _delay_sampling(seed: int) -> None:
     Reward.score = late  # type: ignore[method-assign]
 
 
-def run_in_turn(cfg: Config) -> dict[str, list[float]]:
+def run_split_with_a_wrong_version(cfg: Config) -> dict[str, list[float]]:
+    """As `run_split`, but the rounds of one order are sampled by the weights of the order before."""
+    receive = WeightReceiver.receive
+    versions = itertools.count()
+
+    def stale(self: WeightReceiver) -> ReceivedWeights:
+        before = [tensor.clone() for tensor in weight_tensors(self._model).values()]
+        received = receive(self)
+        if next(versions) == 2:
+            for tensor, values in zip(weight_tensors(self._model).values(), before, strict=True):
+                tensor.data.copy_(values)
+        return received
+
+    WeightReceiver.receive = stale  # type: ignore[method-assign]
+    return run_split(cfg)
+
+
+def run_in_turn(cfg: Config, stop: int = 0) -> dict[str, list[float]]:
     """Train and sample in turn on the ranks of the pool; return the weights of this rank, by name."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    trainer.run(StopSignals())
+    trainer.run(_signals(stop))
     return _weights(trainer)
 
 
@@ -92,7 +156,7 @@ def _weights(trainer: Trainer) -> dict[str, list[float]]:
     return {name: local_tensor(value).detach().flatten().tolist() for name, value in parameters.items()}
 
 
-def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, int], **parallel: Any) -> Config:
+def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, Any], **parallel: Any) -> Config:
     """The recipe of a run that samples on ranks of its own, with kernels whose bits no mapping of sampling changes."""
     cfg = recipe(tmp_path, steps, objective="clip", staleness=staleness)
     return replace(
@@ -106,7 +170,7 @@ def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str,
 
 def in_turn(cfg: Config, tmp_path: Path) -> Config:
     """The same run on the training ranks alone."""
-    rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0)
+    rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0, experts="exchange")
     return replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "in turn")), rollout=rollout)
 
 
@@ -124,26 +188,101 @@ def _metrics(cfg: Config) -> list[dict[str, Any]]:
     return found
 
 
+RESET = {"kl": 0.1, "reset_patience": 1}
+ROUNDS = {"updates": 2, "mixed_only": True}
+
+
 @pytest.mark.parametrize(
-    ("staleness", "sampling", "parallel"),
+    ("steps", "staleness", "sampling", "parallel", "rl"),
     [
-        (1, {"ranks": 2, "ep": 1}, {"world_size": 2, "ep": 2}),
+        (6, 1, {"ranks": 1, "ep": 1}, {"world_size": 2, "ep": 2}, {}),
         *slow(
             [
-                (1, {"ranks": 2}, {"world_size": 2}),
-                (2, {"ranks": 2}, {"world_size": 2, "zero": 3}),
-                (2, {"ranks": 2, "pp": 2, "ep": 1}, {"world_size": 2, "ep": 2}),
-                (3, {"ranks": 1, "ep": 1}, {"world_size": 4, "ep": 4}),
-                (1, {"ranks": 3}, {"world_size": 1}),
+                (12, 1, {"ranks": 2}, {"world_size": 2}, {}),
+                (12, 1, {"ranks": 2, "ep": 1}, {"world_size": 2, "ep": 2}, RESET),
+                (12, 2, {"ranks": 2}, {"world_size": 2, "zero": 3}, {"advantage": "batch"}),
+                (12, 2, {"ranks": 2, "pp": 2, "ep": 1}, {"world_size": 2, "ep": 2}, ROUNDS),
+                (12, 3, {"ranks": 1, "ep": 1}, {"world_size": 4, "ep": 4}, {}),
+                (12, 1, {"ranks": 3}, {"world_size": 1}, {"mixed_only": True}),
+                (12, 1, {"ranks": 2}, {"world_size": 2, "pp": 2}, {"kl": 0.1}),
+                (12, 1, {"ranks": 4, "pp": 2, "experts": "fetch"}, {"world_size": 2, "ep": 2}, {}),
+                (12, 1, {"ranks": 2, "experts": "whole"}, {"world_size": 2, "ep": 2}, {}),
             ]
         ),
     ],
 )
-def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(pool, tmp_path, staleness, sampling, parallel):
-    cfg = asynchronous(tmp_path, 12, staleness, sampling, **parallel)
+def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(
+    pool, tmp_path, steps, staleness, sampling, parallel, rl
+):
+    cfg = asynchronous(tmp_path, steps, staleness, sampling, **parallel)
+    cfg = replace(cfg, rl=replace(cfg.rl, **rl))
     other = in_turn(cfg, tmp_path)
     ranks = cfg.parallel.world_size
     split = pool.run(cfg.num_job_ranks, run_split, cfg, 7)
     assert split[:ranks] == pool.run(ranks, run_in_turn, other)
     assert same_run(cfg, other)
-    assert [record["rl"]["staleness"] for record in records(cfg)] == [min(i, staleness) for i in range(12)]
+    updates = cfg.rl.updates
+    lags = [min(i - i % updates, staleness) + i % updates for i in range(steps)]
+    assert [record["rl"]["staleness"] for record in records(cfg)] == lags
+
+
+def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
+    cfg = asynchronous(tmp_path, 5, 1, {"ranks": 1}, world_size=1)
+    other = in_turn(cfg, tmp_path)
+    split = pool.run(2, run_split_with_a_wrong_version, cfg)
+    assert split[:1] != pool.run(1, run_in_turn, other)
+    assert not same_run(cfg, other)
+    # Versions 0, 1 and 2 sample the steps up to 4, and the wrong one the last of them.
+    first, second = ([record["rl"]["reward"] for record in records(one)] for one in (cfg, other))
+    assert first[:3] == second[:3]
+    assert first[3:] != second[3:]
+
+
+@pytest.mark.parametrize(
+    ("stop", "staleness", "further"),
+    [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
+    """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
+    cfg = asynchronous(tmp_path, 6, staleness, {"ranks": 1}, world_size=1)
+    cfg = replace(cfg, rl=replace(cfg.rl, **further))
+    never = in_turn(cfg, tmp_path)
+    expected = pool.run(1, run_in_turn, never)
+    assert pool.run(2, run_split, cfg, -1, stop)[:1] != expected
+    table = read_meta(step_path(checkpoint_folder(cfg), stop)).rl["rollouts"]
+    rounds = range(0, staleness, cfg.rl.updates)
+    assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
+    assert pool.run(2, run_split, cfg)[:1] == expected
+    assert same_run(cfg, never)
+
+
+@pytest.mark.slow
+def test_after_a_rollback_rounds_with_the_prompts_of_the_faulty_step_are_left_out(pool, tmp_path):
+    """Step 5 has the prompts 16 to 19, and the checkpoint of step 4 their rollouts and those of step 6."""
+    cfg = asynchronous(tmp_path, 8, 2, {"ranks": 1}, world_size=2)
+    cfg = replace(cfg, faults=replace(cfg.faults, nonfinite="rollback"))
+    other = in_turn(cfg, tmp_path)
+    split = pool.run(3, run_split_poisoned, cfg, 17)
+    assert split[:2] == pool.run(2, run_in_turn_poisoned, other, 17)
+    assert same_run(cfg, other)
+    (fault,) = (json.loads(line) for line in (Path(cfg.run.dir) / "faults.jsonl").read_text().splitlines())
+    assert (fault["step"], fault["kind"], fault["action"]) == (5, "nonfinite", "rollback")
+    lines = (Path(cfg.run.dir) / "rollouts.jsonl").read_text().splitlines()
+    assert not {16, 17, 18, 19} & {json.loads(line)["prompt_number"] for line in lines}
+
+
+@pytest.mark.slow
+def test_rollouts_in_a_checkpoint_go_on_where_the_training_ranks_sample(pool, tmp_path):
+    cfg = asynchronous(tmp_path, 6, 2, {"ranks": 1}, world_size=1)
+    never = in_turn(cfg, tmp_path)
+    expected = pool.run(1, run_in_turn, never)
+    pool.run(2, run_split, cfg, -1, 3)
+    assert pool.run(1, run_in_turn, replace(cfg, rollout=never.rollout)) == expected
+
+
+def test_rollouts_in_a_checkpoint_of_other_groups_are_refused(pool, tmp_path):
+    cfg = in_turn(asynchronous(tmp_path, 4, 1, {"ranks": 1}, world_size=1), tmp_path)
+    pool.run(1, run_in_turn, cfg, 2)
+    other = replace(cfg, rl=replace(cfg.rl, group_size=8))
+    with pytest.raises(WorkerError, match=r"not trained on yet \(rl.staleness\), 16 a round in groups of 4"):
+        pool.run(1, run_in_turn, other)

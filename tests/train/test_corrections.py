@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.schema import CheckpointConfig
 from tests.slow import slow
-from tests.train.test_rollout_loader import _train, recipe, records, under, weights
+from tests.train.test_rollout_loader import _train, recipe, records, under
 
 pytestmark = pytest.mark.parity
 
@@ -16,7 +16,8 @@ TWO_UPDATES = {"updates": 2, "objective": "clip", "clip_low": 0.02, "clip_high":
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 4, "pp": 2, "tp": 2, "ep": 2},
+        {"world_size": 2, "pp": 2},
+        pytest.param({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world_size": 4, "cp": 2, "ep": 2, "zero": 3}, marks=pytest.mark.slow),
         pytest.param({"world_size": 2, "etp": 2}, marks=pytest.mark.slow),
     ],
@@ -24,7 +25,7 @@ TWO_UPDATES = {"updates": 2, "objective": "clip", "clip_low": 0.02, "clip_high":
 )
 def test_the_trainer_log_probs_are_those_of_the_weights_that_sampled(pool, tmp_path, mapping):
     """In float64 they are the sampler's, also for the second update; those of newer weights would differ from them."""
-    cfg = recipe(tmp_path, 4, correction="clamp", kl=0.1, **TWO_UPDATES)
+    cfg = recipe(tmp_path, 2, correction="clamp", kl=0.1, **TWO_UPDATES)
     pool.run(1, _train, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
     pool.run(mapping["world_size"], _train, other)
@@ -59,12 +60,12 @@ def test_a_correction_without_a_mismatch_changes_no_gradient(pool, tmp_path):
 )
 def test_rollouts_of_another_tp_are_corrected(pool, tmp_path, correction, low, high):
     """In bfloat16 tp=1 samples with other log-probabilities than tp=2 trains on."""
-    plain = under(recipe(tmp_path, 2), tmp_path / "plain", world_size=2, tp=2)
+    plain = under(recipe(tmp_path, 1), tmp_path / "plain", world_size=2, tp=2)
     plain = replace(
         plain,
         run=replace(plain.run, dtype="bfloat16"),
         rollout=replace(plain.rollout, tp=1),
-        checkpoint=CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(every=0, at_end=False),
     )
     pool.run(2, _train, plain)
     bounds = {"correction_low": low, "correction_high": high}
@@ -80,4 +81,3 @@ def test_rollouts_of_another_tp_are_corrected(pool, tmp_path, correction, low, h
     assert "corrected" not in expected["rl"]
     assert 0 < first["rl"]["corrected"] < 1
     assert first["grad_norm"] != expected["grad_norm"]
-    assert weights(corrected) != weights(plain)

@@ -24,8 +24,11 @@ from moefold.config.schema import (
     TrainConfig,
 )
 from moefold.cost.kv_cache import kv_cache_bytes
-from moefold.cost.rollout_memory import rollout_weight_bytes
+from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.errors import ConfigError
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -35,7 +38,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from moefold.validate.memory_need import min_training_memory
+from moefold.validate.memory_need import min_sampling_memory, min_training_memory
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
@@ -264,6 +267,44 @@ def test_the_memory_of_a_second_model_is_counted(pool, tmp_path, dtype, experts)
         sum(counted[:2]) // 2,
         sum(counted[2:]) // 2,
     ]
+
+
+def _gathered_bytes(cfg: Config) -> int:
+    """Bytes of the weights that exist only while the model in training samples."""
+    model = parallelize(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
+    shards = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in model.named_parameters.values()}
+    found: list[int] = []
+
+    def count(number: int, token: int) -> None:
+        parameters = [parameter for stage in model.stages for parameter in stage.parameters()]
+        read = [local_tensor(one) for one in parameters]
+        found.append(sum(one.nbytes for one in read if one.untyped_storage().data_ptr() not in shards))
+
+    requests = [Request(prompt=(1, 2), max_tokens=2)]
+    RolloutEngine(model, EngineSettings(), SamplingParams()).generate(requests, count)
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "dtype"),
+    [
+        ({"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, "bfloat16"),
+        *slow(
+            [
+                ({"world_size": 2, "tp": 2, "zero": 0}, "bfloat16"),
+                ({"world_size": 2, "zero": 1}, "float32"),
+            ]
+        ),
+    ],
+)
+def test_the_weights_gathered_for_sampling_are_counted(pool, tmp_path, mapping, dtype):
+    cfg = under(recipe(tmp_path), tmp_path, **mapping)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
+    counted = pool.run(mapping["world_size"], _gathered_bytes, cfg)
+    by_stage = counted[:: cfg.parallel.world_size // cfg.parallel.pp]
+    expected = gathered_weight_bytes(cfg)
+    assert tuple(by_stage) == expected
+    assert [parts["gathered weights"] for parts in min_sampling_memory(cfg, "cpu")] == list(expected)
 
 
 def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):

@@ -30,7 +30,7 @@ SIZES = {
         "4.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
-        "model.rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
+        "model.rope_beta_slow=40.0 must be at most model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_original_seq_len=6": (
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
@@ -66,7 +66,28 @@ SIZES = {
     ),
     "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
     "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F and W, with counts: W, FW, F3W58"
+        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
+    ),
+    "model.zero_centered_norms=true model.attention=mla": (
+        "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
+        "zero_centered_norms=false, or attention='gqa'"
+    ),
+    "model.zero_centered_norms=true model.qk_norm=true model.qk_norm_width=all_heads": (
+        "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; set "
+        "zero_centered_norms=false, or qk_norm_width='head'"
+    ),
+    "model.attention_pattern=LF model.linear_num_key_heads=3": (
+        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
+        "many; choose 3 or 6"
+    ),
+    "model.attention_pattern=LF train.precision=fp8-blockwise run.dtype=bfloat16": (
+        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has "
+        "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern "
+        "without L"
+    ),
+    "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
+        "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
+        "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
     ),
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
@@ -425,84 +446,6 @@ MEMORY = {
     ),
 }
 
-RL = "data.kind=task rl.group_size=4"
-REINFORCEMENT = {
-    "rl.group_size=4": (
-        "rl.group_size=4 samples rollouts of prompts, and data.kind='python-docs' has none; choose data.kind='task' or "
-        "'prompts', or rl.group_size=0"
-    ),
-    "data.kind=prompts": (
-        "data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'"
-    ),
-    "data.kind=prompts rl.group_size=4": (
-        "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or FILE.py:FUNCTION"
-    ),
-    f"{RL} train.global_batch_size=6": (
-        "train.global_batch_size=6 must be a multiple of rl.group_size=4: it counts rollouts; choose group_size ..."
-    ),
-    f"{RL} rl.updates=2": (
-        "rl.updates=2 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
-        "objective 'clip', 'cispo' or 'sequence', or updates=1"
-    ),
-    f"{RL} rl.updates=3 rl.objective=clip run.steps=9": (
-        "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
-        "choose 498 or 501"
-    ),
-    f"{RL} reward.use=reward.py:reward reward.timeout_s=600": (
-        "reward.timeout_s=600 must be less than faults.timeout_s=600, after which the other ranks end the run; lower "
-        "it, or raise faults.timeout_s"
-    ),
-    f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
-        "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"
-    ),
-    f"{RL} rl.objective=clip rl.correction=clamp": (
-        "rl.objective='clip' with rl.correction='clamp' compares with the weights at the start of a round, which are "
-        "those that rl.updates=1 trains, so every ratio is 1; choose objective 'policy', or updates above 1"
-    ),
-    f"{RL} rl.objective=clip rl.updates=2 rl.replay=on model.expert_bias=true model.router_score=sigmoid": (
-        "rl.replay='on' with rl.updates=2 would update the expert bias by choices of older weights "
-        "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
-    ),
-    f"{RL} rl.objective=clip rl.staleness=1 rl.replay=on": (
-        "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
-        "replay='auto' (off here), or staleness=0"
-    ),
-    f"{RL} rl.length_penalty_from=64": (
-        "rl.length_penalty_from=64 must be below rollout.max_tokens=64, where the reward has fallen by 1; choose 0 "
-        "(none) to 63"
-    ),
-    f"{RL} rl.kl=0.1 rl.reset_patience=2": (
-        "rl.reset_patience=2 counts evaluations, and train.eval_every=0 makes none; set eval_every, or reset_patience=0"
-    ),
-    f"{RL} rollout.pass_tokens=128": (
-        "rollout.pass_tokens=128 must be at least rollout.slots=256: each rollout adds one token to a pass; choose "
-        "fewer slots or more tokens"
-    ),
-    f"{RL} parallel.world_size=4 rollout.experts=fetch": (
-        "rollout.experts='fetch' has no effect with ep=1: each rank holds all experts; set rollout.ep above 1, or "
-        "leave it out"
-    ),
-    f"{RL} parallel.world_size=4 parallel.tp=2 parallel.ep=4 rollout.experts=fetch": (
-        "rollout.experts='fetch' reads whole experts for whole tokens, and tp=2 splits them; set rollout.tp=1, or "
-        "choose 'exchange'"
-    ),
-    f"{RL} parallel.world_size=4 parallel.etp=2 parallel.ep=2 rollout.experts=fetch": (
-        "rollout.experts='fetch' reads whole experts for whole tokens, and etp=2 splits them; set rollout.etp=1, or "
-        "choose 'exchange'"
-    ),
-    f"{RL} parallel.world_size=4 parallel.ep=4 rollout.experts=whole rollout.ep=2": (
-        "rollout.ep=2 splits the experts, and rollout.experts='whole' holds all of them on each rank; leave ep out, or "
-        "choose rollout.experts='exchange'"
-    ),
-    f"{RL} moe.choice=sinkhorn": (
-        "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
-        "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
-    ),
-    f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 does not go with reinforcement learning: ...",
-    f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
-    f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
-    f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",
-}
 
 ACCEPTED = [
     "model.hidden_size=100 model.head_dim=16",
@@ -510,6 +453,7 @@ ACCEPTED = [
     "model.num_query_groups=8",
     "model.rope_fraction=0.5",
     "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
+    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_fast=1 model.rope_beta_slow=1",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",

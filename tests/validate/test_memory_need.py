@@ -25,6 +25,7 @@ from moefold.validate.memory_need import (
     check_training_fits,
     find_shortage,
     min_training_memory,
+    sampling_rank_memory,
 )
 from tests.clock import processor_s
 
@@ -206,6 +207,25 @@ def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monke
     fitting.check_training(cfg, "cpu", places[2])
     with pytest.raises(ConfigError, match="the 4 ranks of this machine need"):
         fitting.check_training(cfg, "cpu", places[1])
+
+
+def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
+    words = ["data.kind=task", "data.task=sort", "rl.group_size=4", "rl.objective=clip", "rl.staleness=1"]
+    words += ["parallel.world_size=4", "rollout.ranks=4", "rollout.pp=2", "train.seq_len=128", "model.preset=tiny"]
+    cfg = load_config(None, words)
+    check_config(cfg)
+    parts = sampling_rank_memory(cfg)
+    assert [set(part) for part in parts] == [{"rollout weights", "rollout cache"}] * 2
+    sampling, training = RankEnv(4, 0, 8, "", 1, local_world_size=4), RankEnv(0, 0, 8, "", 1, local_world_size=4)
+    need = 2 * sum(part.total() for part in parts) + 4 * MIN_PROCESS_BYTES
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need, "free"))
+    # No rank that trains is on the machine of the others, whose model would not fit.
+    fitting.check_training(cfg, "cpu", sampling)
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need - 1, "free"))
+    with pytest.raises(ConfigError, match=r"ranks of rollout\.ranks=4 do not fit into memory: the 4 ranks .*cache_gib"):
+        fitting.check_training(cfg, "cpu", sampling)
+    with pytest.raises(ConfigError, match="a step of 4 ranks on the CPU does not fit"):
+        fitting.check_training(cfg, "cpu", training)
 
 
 def test_a_machine_without_a_driver_is_known_without_torch(tmp_path):

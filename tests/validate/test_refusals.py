@@ -5,7 +5,7 @@ import pytest
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from tests.validate import mapping_refusals, recipe_refusals
+from tests.validate import mapping_refusals, recipe_refusals, rl_refusals
 
 REFUSED = {
     **mapping_refusals.FOLDS,
@@ -17,7 +17,7 @@ REFUSED = {
     **recipe_refusals.DATA,
     **recipe_refusals.ALIGNMENT,
     **recipe_refusals.MEMORY,
-    **recipe_refusals.REINFORCEMENT,
+    **rl_refusals.REINFORCEMENT,
 }
 
 

@@ -24,4 +24,7 @@ def test_ranks_of_two_machines_are_refused():
     check_fetching_ranks(cfg(world_size=8, ep=2, pp=2), "cpu", 4)
     with pytest.raises(ConfigError, match=r"ranks 0, 1, 2, 3 share experts, with 2 ranks on a machine; choose"):
         check_fetching_ranks(cfg(world_size=8, ep=4), "cpu", 2)
+    check_fetching_ranks(cfg(world_size=2, ep=2), "cpu", 4, first_rank=2)
+    with pytest.raises(ConfigError, match=r"ranks 3, 4 share experts"):
+        check_fetching_ranks(cfg(world_size=2, ep=2), "cpu", 4, first_rank=3)
     check_fetching_ranks(replace(cfg(world_size=8, ep=4), rollout=RolloutConfig()), "cuda", 2)

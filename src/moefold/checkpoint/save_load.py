@@ -125,7 +125,7 @@ def write_checkpoint(
     """Write a complete checkpoint of the run; collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
-    keep.
+    keep. All ranks return after that.
 
     Args:
         cfg: the recipe.
@@ -138,9 +138,8 @@ def write_checkpoint(
         The checkpoint folder.
 
     Raises:
-        ConfigError: the folder cannot be written, is full, or is not the same one on all ranks.
+        ConfigError: on all ranks, the folder cannot be written, is full, or is not the same one on all ranks.
     """
-    is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
     draft = tmp_checkpoint_path(folder, train_state.step)
     final = step_path(folder, train_state.step)
@@ -150,29 +149,41 @@ def write_checkpoint(
         _create_tmp_folder(draft, group)
         metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
         records = _digest_files(draft, group)
-        if not is_first_rank:
-            return final
-        if missing := _missing_or_short_files(draft, metadata):
-            raise ConfigError(
-                f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
-                "set checkpoint.dir to a folder that all machines share"
-            )
-        meta = CheckpointMeta(
-            format=FORMAT,
-            order=sample_order(cfg),
-            model=model_sizes(cfg.model),
-            parallel=asdict(cfg.parallel),
-            dtype=cfg.run.dtype,
-            **asdict(train_state),
-        )
-        write_meta(draft, meta)
-        records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
-        write_manifest(draft, records)
-        _fsync_folder(draft)
-        commit(draft, final)
-        _fsync_folder(folder)
-        remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+        fault: list[Exception | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                if missing := _missing_or_short_files(draft, metadata):
+                    raise ConfigError(
+                        f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
+                        "set checkpoint.dir to a folder that all machines share"
+                    )
+                _complete(cfg, draft, final, records, train_state)
+            except (ConfigError, OSError, ValueError) as error:
+                fault = [error]
+        # The checkpoint has its name when any rank returns.
+        dist.broadcast_object_list(fault, src=0, group=group)
+        if fault[0] is not None:
+            raise fault[0]
     return final
+
+
+def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDigest], train_state: TrainState) -> None:
+    """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
+    meta = CheckpointMeta(
+        format=FORMAT,
+        order=sample_order(cfg),
+        model=model_sizes(cfg.model),
+        parallel=asdict(cfg.parallel),
+        dtype=cfg.run.dtype,
+        **asdict(train_state),
+    )
+    write_meta(draft, meta)
+    records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
+    write_manifest(draft, records)
+    _fsync_folder(draft)
+    commit(draft, final)
+    _fsync_folder(final.parent)
+    remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
 
 
 def load_checkpoint(

@@ -100,6 +100,23 @@ def _torch() -> Iterator[Finding]:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield Finding("devices", f"CPU only: torch sees no GPU and is built {built}")
     yield Finding("C kernels", _c_kernels())
+    yield Finding("flash attention", _flash_attention())
+
+
+def _flash_attention() -> str:
+    import torch
+    from torch.nn import attention
+
+    from moefold.ops.flash_attention_3 import CAPABILITY, IMPLEMENTATION, PACKAGE
+
+    if IMPLEMENTATION not in attention.list_flash_attention_impls():
+        return f"torch's own; this torch has no {IMPLEMENTATION} to activate"
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"torch's own; with the module {PACKAGE} (FlashAttention 3), {IMPLEMENTATION} on Hopper GPUs"
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+    if not is_hopper:
+        return f"torch's own; {PACKAGE} is installed, and no Hopper GPU is visible"
+    return f"{IMPLEMENTATION} of {PACKAGE}, if it passes the comparison at the start of a run"
 
 
 def _c_kernels() -> str:

@@ -36,6 +36,7 @@ def run(argv: list[str]) -> int:
             check=args.check,
             leaves_out_mtp=args.without_mtp,
             mtp_inside=args.mtp_inside,
+            quantize=args.quantize,
             verify=not args.no_verify,
         )
         # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
@@ -71,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "fp8", "mxfp4"),
+        default="none",
+        help="fp8: matrices of attention and feed-forward networks, in blocks of 128 x 128 with a scale each; mxfp4: "
+        "the experts of gpt-oss (default none)",
     )
     parser.add_argument(
         "--family",

@@ -1,4 +1,4 @@
-"""`moefold inspect`: show a run's load balance as text, JSON or a picture."""
+"""`moefold inspect`: show a run's load balance and rewards as text, JSON or a picture."""
 
 import argparse
 import json
@@ -17,6 +17,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
+from moefold.metrics.reward_curves import CURVES, RewardCurve
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -39,8 +40,10 @@ def run(argv: list[str]) -> int:
         reject_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
+    from moefold.metrics.reward_curves import read_reward_curves
 
     balance = read_balance(arguments.run)
+    curves = read_reward_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
@@ -49,7 +52,7 @@ def run(argv: list[str]) -> int:
     if arguments.png is not None:
         from moefold.cli.inspect_picture import save_picture
 
-        save_picture(balance, arguments.png)
+        save_picture(balance, arguments.png, curves)
         print_escaped(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
         record = {
@@ -62,11 +65,15 @@ def run(argv: list[str]) -> int:
             "num_experts": balance.num_experts,
             "layers": [asdict(summary) for summary in balance.summaries()],
         }
+        if curves:
+            record["rl"] = {curve.name: curve.summary() for curve in curves}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
 
-        print_balance(PrintableConsole(highlight=False), balance, arguments.layer)
+        console = PrintableConsole(highlight=False)
+        print_balance(console, balance, arguments.layer)
+        print_rewards(console, curves)
     return 0
 
 
@@ -74,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold inspect",
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
-        "experts, dropped tokens.",
+        "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time.",
         epilog=EPILOG,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
@@ -176,6 +183,34 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
         )
     if left_out:
         console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
+
+
+def print_rewards(console: Console, curves: Sequence[RewardCurve]) -> None:
+    """Print the numbers of each curve of reinforcement learning, and its course; nothing if there is none."""
+    if not curves:
+        return
+    columns = max(8, min(MAX_COLUMNS, console.width - 20))
+    blocks = BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
+    table.add_column("reinforcement learning", no_wrap=True)
+    for name in ("start", "end", "min", "max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for curve in curves:
+        table.add_row(CURVES[curve.name], *(f"{value:.4g}" for value in curve.summary().values()))
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(Text(f"{blocks[0]} lowest, {blocks[-1]} highest of each curve", style="dim"))
+    for curve in curves:
+        _, values = curve.binned(columns)
+        low = float(values.min())
+        span = float(values.max()) - low or 1.0
+        levels = ((values - low) / span * len(blocks)).astype(int).clip(0, len(blocks) - 1)
+        width = max(1, MIN_ROW_COLUMNS // len(values))
+        row = "".join(blocks[level] * width for level in levels.tolist())
+        console.print(Text(f"{CURVES[curve.name]:>16}  {row}", no_wrap=True, overflow="crop"))
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:

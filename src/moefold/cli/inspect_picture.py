@@ -1,5 +1,6 @@
 """Picture of a run's load balance: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
 from moefold.metrics.plot import escape_plot_text
+from moefold.metrics.reward_curves import CURVES, RewardCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +26,15 @@ FAINT = "#7a8594"
 DEAD = "#16181d"
 LOAD_COLORS = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
 """Below the mean, at the mean, above the mean."""
+CURVES_HEIGHT = 2.7
+"""Height of a row of curves, in inches."""
+HELD_OUT = "eval_reward"
 MAX_LOG2_LOAD = 2.0
 """The colour scale ends at 2**-2 and 2**2 times the mean."""
 
 
-def save_picture(balance: ExpertBalance, path: Path) -> None:
-    """Draw a run's load balance into a .png, .svg or .pdf file.
+def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[RewardCurve] = ()) -> None:
+    """Draw a run's load balance, and its curves of reinforcement learning, into a .png, .svg or .pdf file.
 
     Raises:
         ConfigError: the file has another suffix or cannot be written.
@@ -45,16 +50,18 @@ def save_picture(balance: ExpertBalance, path: Path) -> None:
     rows = -(-len(shown) // columns) if balance.counts is not None else 1
     width = max(9.0, 2.0 + 2.9 * columns)
     maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
-    figure = Figure(figsize=(width, 0.8 + maps_height + 2.7), dpi=DPI, layout="constrained", facecolor="white")
+    heights = [maps_height + 0.8, CURVES_HEIGHT, *([CURVES_HEIGHT] if rewards else [])]
+    figure = Figure(figsize=(width, sum(heights)), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[maps_height + 0.8, 2.7])
-    maps, curves = parts.flat
+    maps, curves, *further = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
     maps.suptitle(_title(balance, shown), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
     if balance.counts is None:
         _draw_layer_map(maps, balance)
     else:
         _draw_expert_maps(maps, balance, shown, (rows, columns))
     _draw_curves(curves, balance)
+    if rewards:
+        _draw_rewards(further[0], rewards)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -185,6 +192,27 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
         if name.startswith("dead"):
             axes.yaxis.get_major_locator().set_params(integer=True)
     row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2, loc="upper right")
+
+
+def _draw_rewards(figure: Any, curves: Sequence[RewardCurve]) -> None:
+    """Draw a panel for each curve of reinforcement learning; the held-out reward in that of the reward."""
+    panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, curve in zip(row, panels, strict=True):
+        steps, values = curve.binned(MAX_BINS)
+        marker = "o" if len(steps) == 1 else ""
+        axes.plot(steps, values, color=LOAD_COLORS[0], linewidth=1.2, marker=marker, label="samples")
+        held_out = next((one for one in curves if one.name == HELD_OUT), None)
+        if curve.name == "reward" and held_out is not None:
+            axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)
+            axes.lines[-1].set_label("held out, greedy")
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+        axes.set_title(CURVES[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
+        axes.set_xlabel("step", color=INK, fontsize=9)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
+        _style(axes)
 
 
 def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Array) -> None:

@@ -28,7 +28,7 @@ from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device
-from moefold.validate.memory_need import BytesByPart, further_weights, min_sampling_memory
+from moefold.validate.memory_need import BytesByPart, further_weights, min_sampling_memory, sampling_rank_memory
 from moefold.validate.moe import check_dispatch_device
 from moefold.validate.train import check_kernel_device
 
@@ -119,7 +119,8 @@ def _report_formulas(
     ]
     further = further_weights(cfg) if cfg.is_rl else tuple(BytesByPart() for _ in formulas)
     sampling: tuple[BytesByPart, ...] = ()
-    if cfg.is_rl:
+    sampling_ranks = sampling_rank_memory(cfg) if cfg.is_rl else ()
+    if cfg.is_rl and not sampling_ranks:
         sampling = tuple(
             own + models for own, models in zip(min_sampling_memory(cfg, device_type), further, strict=True)
         )
@@ -133,12 +134,16 @@ def _report_formulas(
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
-        print(json.dumps({"dry": True, "note": message, "ranks": ranks, "faults": faults}))
+        of_sampling = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
+        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **of_sampling, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
     if sampling:
         print()
         print_parts(dict(zip(first, sampling, strict=True)), "at least, while rollouts are sampled")
+    if sampling_ranks:
+        print()
+        print_parts(dict(enumerate(sampling_ranks)), "at least, a rank of rollout.ranks, by pipeline stage of sampling")
     print_escaped(f"\n{message}\n" if message else "")
     print_escaped(
         "the weights or optimizer states of the built model differ from the formulas:\n  " + "\n  ".join(faults)
@@ -206,6 +211,7 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
         row
         | memory.activations.by_part
         | {"pipeline buffers": memory.pipeline, "moments to update": memory.optimizer_in_transit}
+        | {"CUDA graphs": memory.graphs}
     )
 
 

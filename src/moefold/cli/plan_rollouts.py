@@ -9,7 +9,8 @@ from moefold.cli.screen import Column, print_columns
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_compact_degrees, format_seconds
-from moefold.planner.rollout import RolloutLengths, RolloutPlan, default_lengths
+from moefold.planner.rollout import RolloutPlan
+from moefold.planner.rollout_cost import RolloutLengths, default_lengths
 
 GIB = 2**30
 
@@ -39,7 +40,7 @@ def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: Roll
     console.print()
     console.print(
         f"reinforcement learning, prompts of {lengths.prompt} and completions of {lengths.new} tokens: training and "
-        "sampling on the same GPUs (decoding is not calibrated)",
+        "sampling on the same GPUs in turn, or on GPUs of their own at once (decoding is not calibrated)",
         style="bold",
     )
     columns = [
@@ -65,4 +66,6 @@ def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: Roll
 def _sampling(plan: RolloutPlan) -> str:
     degrees = plan.degrees
     text = f"tp{degrees.tp} pp{degrees.pp} ep{degrees.ep} etp{degrees.etp} dp{degrees.dp}"
+    if plan.ranks:
+        return f"{plan.ranks} GPUs, {plan.rounds_ahead} round{'s' * (plan.rounds_ahead != 1)} ahead: {text}"
     return f"{text}, in place" if plan.is_in_place else text

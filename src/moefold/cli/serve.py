@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
-    parser.add_argument("--host", default="127.0.0.1", help="name or IPv4 address to listen on (127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any that is free (8000)")
     parser.add_argument("--name", default="", help="name of the model in the API (the name of its folder)")
     parser.add_argument("--slots", type=int, default=64, metavar="N", help="samples decoded at once a dp rank (64)")

@@ -9,6 +9,14 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.cli.simulate_rounds import (
+    add_round_options,
+    check_round_options,
+    describe_rounds,
+    rounds_as_dict,
+    simulate_recipe_rounds,
+    with_packed_batch,
+)
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
@@ -25,6 +33,7 @@ from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.query import check_imbalance
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
+from moefold.planner.simulator.round_export import write_rounds
 from moefold.planner.simulator.simulate import Noise, chunks_from_config, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.recipe import load_config
@@ -62,6 +71,7 @@ def run(argv: list[str]) -> int:
     for path in args.timeline:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
+    check_round_options(cfg, args)
     check_seed(args)
     check_imbalance(args.imbalance, cfg.model.num_experts)
     noise = Noise(
@@ -69,22 +79,30 @@ def run(argv: list[str]) -> int:
     )
     device = load_device(args.gpu)
     cfg = _with_recompute(cfg, device)
-    timeline = _simulate(cfg, device, args, noise)
+    timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise)
+    rounds = simulate_recipe_rounds(cfg, device, args, timeline) if cfg.is_rl else None
     for path in args.timeline:
-        write_timeline(timeline, path)
+        if rounds is None:
+            write_timeline(timeline, path)
+        else:
+            write_rounds(rounds, timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
         report = timeline_as_dict(timeline)
+        if rounds is not None:
+            report["rl"] = rounds_as_dict(rounds)
         if measured:
             report["measured"] = {"step_time_s": statistics.median(measured), "steps": len(measured)}
         print(json.dumps(report))
     else:
         _print(timeline)
+        if rounds is not None:
+            print_escaped(describe_rounds(cfg, rounds))
         if measured:
             median_s = statistics.median(measured)
             print_escaped(
                 f"measured: {median_s:.4g} s, the median of {len(measured)} steps of {args.run}; "
-                f"simulated / measured {timeline.total_s / median_s:.2f}"
+                f"simulated / measured {(rounds.step_s if rounds else timeline.total_s) / median_s:.2f}"
             )
     return 0
 
@@ -186,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
         "--overlap", action="store_true", help="overlap the experts' all-to-all with the compute of another micro-batch"
     )
     add_noise_options(parser)
+    add_round_options(parser)
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )

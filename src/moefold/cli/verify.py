@@ -65,7 +65,8 @@ def run(argv: list[str]) -> int:
     _check_memory(cfg)
     check_data_source(cfg)
     steps = max(cfg.run.steps, args.steps)
-    cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain"))
+    run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
+    cfg = replace(cfg, run=run)
     # In float64, moments are float64 too, and the oracle has no low-precision GEMM.
     cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32", precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))

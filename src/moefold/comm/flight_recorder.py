@@ -63,11 +63,14 @@ class FlightRecorder:
         self.hang_timeout_s = hang_timeout_s
         self.first_rank = 0
         """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
+        self.awaited_rank: int | None = None
+        """Rank of the job for a message of which this rank waits, maybe longer than the timeout; None: for none."""
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0
         self._event: tuple[str, int, Sequence[int]] = ("", -1, ())
         self._last_event_s = time.monotonic()
+        self._credited_s = self._last_event_s
         self._groups: list[str] = []
         self._counts: list[int] = []
         self._mmap = None if file is None else _open_mmap(file)
@@ -107,6 +110,18 @@ class FlightRecorder:
             name = collective.encode()
             axes = self._groups[group].encode()
             _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
+
+    def note_progress(self) -> None:
+        """Record that this rank computes on, within a phase and without a collective."""
+        self._last_event_s = time.monotonic()
+
+    def credit_wait(self) -> None:
+        """Record that the rank that this one waits for makes progress, so that the wait is no hang."""
+        self._credited_s = time.monotonic()
+
+    def stalled_s(self) -> float:
+        """Return the time since the last event of this rank, or of the rank that it waits for."""
+        return time.monotonic() - max(self._last_event_s, self._credited_s)
 
     def idle_s(self) -> float:
         """Return the time since the last event."""

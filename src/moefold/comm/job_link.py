@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.flight_recorder import FlightRecorder
+
 
 @dataclass(frozen=True)
 class JobSplit:
@@ -55,9 +57,11 @@ class JobLink:
         handle: process group of all ranks of the job, see `connect`.
     """
 
-    def __init__(self, split: JobSplit, rank: int, handle: dist.ProcessGroupGloo) -> None:
+    def __init__(self, split: JobSplit, rank: int, handle: Any) -> None:
         self.split = split
         self.rank = rank
+        self.recorder = FlightRecorder()
+        """Gets the rank for whose messages this one waits; replaced by the recorder of the run."""
         self._handle = handle
 
     @classmethod
@@ -94,7 +98,11 @@ class JobLink:
     def receive_object(self, source: int, tag: int) -> Any:
         """Wait for an object."""
         size = torch.empty(1, dtype=torch.int64)
-        self.receive(size, source, tag)
+        self.recorder.awaited_rank = source
+        try:
+            self.receive(size, source, tag)
+        finally:
+            self.recorder.awaited_rank = None
         content = torch.empty(int(size), dtype=torch.uint8)
         self.receive(content, source, tag)
         # From a process of the same job, as with `World.all_gather_object`.

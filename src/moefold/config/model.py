@@ -5,7 +5,9 @@ from functools import lru_cache
 from typing import Literal
 
 LAYER_KINDS = "DM"
-ATTENTION_KINDS = "FW"
+ATTENTION_KINDS = "FWL"
+BLOCK_KINDS = ("D", "M", "DL", "ML")
+"""Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
 ROPE_KINDS = "RN"
 MAX_LAYERS = 10_000
 """Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
@@ -15,7 +17,7 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     """Spell a layer pattern out: "D3M2" -> "DDDMM".
 
     Raises:
-        ValueError: the pattern is empty or holds anything but the two `kinds`, each with an optional positive count.
+        ValueError: the pattern is empty or holds anything but the `kinds`, each with an optional positive count.
     """
     spelled = ""
     digits = ""
@@ -40,10 +42,16 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     return spelled
 
 
-def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
-    """Return the sliding window of each layer in tokens, in order; 0: full attention."""
+def attention_letters(attention_pattern: str, num_layers: int) -> str:
+    """Return the letter of `ATTENTION_KINDS` of each layer, in order."""
     unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
-    return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
+    return "".join(unit[i % len(unit)] for i in range(num_layers))
+
+
+def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
+    """Return the sliding window of each layer in tokens, in order; 0: no window."""
+    letters = attention_letters(attention_pattern, num_layers)
+    return tuple(sliding_window if letter == "W" else 0 for letter in letters)
 
 
 def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
@@ -55,7 +63,8 @@ def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
 def _usage_hint(kinds: str) -> str:
     first = kinds[0]
     second = kinds[1]
-    return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"
+    letters = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+    return f"use {letters}, with counts: {second}, {first}{second}, {first}3{second}58"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,10 +162,25 @@ class ModelConfig:
     attention_scale: float = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
     attention_pattern: str = "F"
-    """F (full) and W (within model.sliding_window), each with an optional count; repeats to num_layers: F, WF, W5F."""
+    """F (full), W (within model.sliding_window) and L (linear attention, model.linear_attention), each with an optional
+    count; repeats to num_layers: F, WF, W5F, L3F."""
     sliding_window: int = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
+    linear_attention: Literal["gated_deltanet", "kda"] = "gated_deltanet"
+    """Recurrence of the layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464), or
+    for each key channel (kda: Kimi Delta Attention, arXiv:2510.26692)."""
+    linear_num_key_heads: int = 4
+    """Query and key heads of a layer of kind L; each serves the same number of value heads."""
+    linear_num_value_heads: int = 4
+    """Value heads of a layer of kind L, each with a state of its own; a multiple of linear_num_key_heads."""
+    linear_key_head_dim: int = 32
+    """Width of a query and key head of a layer of kind L."""
+    linear_value_head_dim: int = 32
+    """Width of a value head of a layer of kind L."""
+    linear_conv_kernel: int = 4
+    """Tokens that the causal convolution of each channel of queries, keys and values combines (kind L), itself
+    included."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
@@ -169,6 +193,9 @@ class ModelConfig:
     """Divisor of the logits (Granite's logits_scaling)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
+    zero_centered_norms: bool = False
+    """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
+    Qwen3-Next); the norm inside linear attention by its weight."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm except those of latents (mla), where it is 1e-6."""
     rope_theta: float = 10000.0
@@ -255,6 +282,27 @@ class ModelConfig:
         return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
 
     @property
+    def attention_letters(self) -> str:
+        """Letter of `ATTENTION_KINDS` of each layer, in order."""
+        return _expand_attention_letters(self.attention_pattern, self.num_layers)
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Return whether some layers have linear attention."""
+        return "L" in self.attention_pattern
+
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """Kind of each layer in order, one of `BLOCK_KINDS`."""
+        letters = self.attention_letters
+        return tuple(kind + "L" * (letter == "L") for kind, letter in zip(self.layer_kinds, letters, strict=True))
+
+    @property
+    def all_block_kinds(self) -> tuple[str, ...]:
+        """`block_kinds` followed by those of the MTP (multi-token prediction) layers."""
+        return self.block_kinds + self.block_kinds[-1:] * self.mtp_layers
+
+    @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Numbers of the MoE layers, MTP layers included."""
         return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
@@ -279,6 +327,12 @@ class ModelConfig:
     def all_layer_windows(self) -> tuple[int, ...]:
         """`layer_windows` followed by those of the MTP (multi-token prediction) layers."""
         return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
+
+
+@lru_cache(maxsize=256)
+def _expand_attention_letters(pattern: str, num_layers: int) -> str:
+    """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
+    return attention_letters(pattern, num_layers)
 
 
 @lru_cache(maxsize=256)

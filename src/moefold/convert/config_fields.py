@@ -300,16 +300,18 @@ class RouterGroups:
     """`n_group` and `topk_group`; with `has_method`, only if `topk_method` is "group_limited_greedy"."""
 
     has_method: bool = False
+    hf_key: str = "n_group"
+    """Key of the number of groups."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number of expert groups, and the number of groups that a token may choose from."""
         method = hf_config.get("topk_method") or "greedy"
         if self.has_method and method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
-        if (self.has_method and method == "greedy") or (hf_config.get("n_group") or 1) == 1:
+        if (self.has_method and method == "greedy") or (hf_config.get(self.hf_key) or 1) == 1:
             return {}
         groups = {
-            **Renamed("n_group", "num_groups").read(hf_config),
+            **Renamed(self.hf_key, "num_groups").read(hf_config),
             **Renamed("topk_group", "top_groups").read(hf_config),
         }
         # Choosing from all groups is no restriction.
@@ -317,7 +319,7 @@ class RouterGroups:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the groups, and the method if the family has one."""
-        keys: dict[str, Any] = {"n_group": model.num_groups, "topk_group": model.top_groups}
+        keys: dict[str, Any] = {self.hf_key: model.num_groups, "topk_group": model.top_groups}
         if self.has_method:
             keys["topk_method"] = "group_limited_greedy" if model.num_groups > 1 else "greedy"
         return keys

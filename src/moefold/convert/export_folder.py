@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,19 @@ from moefold.checkpoint.checkpoint_dir import (
     model_differences,
     model_sizes,
 )
-from moefold.checkpoint.streaming_io import CheckpointSource, split_into_chunks
+from moefold.checkpoint.streaming_io import CHUNK_BYTES, CheckpointSource, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
-from moefold.convert.hf_config import families_for, family_unsupported_reason, parse_model_config, read_hf_config
+from moefold.convert.hf_config import (
+    QUANTIZATION_KEY,
+    families_for,
+    family_unsupported_reason,
+    parse_model_config,
+    read_hf_config,
+)
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
@@ -33,6 +40,7 @@ from moefold.convert.hf_shards import (
     TensorSpecs,
     assign_shards,
     copy_sidecar_files,
+    hash_tensor,
     is_mtp_file,
     needs_mtp_file,
     read_manifest,
@@ -43,12 +51,14 @@ from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_
 from moefold.convert.import_folder import Conversion, OnBytes
 from moefold.convert.mtp import is_mtp_tensor, mtp_layer_numbers
 from moefold.convert.preflight import read_model
+from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,
     DTYPES,
     FileLayout,
     FileWriter,
+    TensorLocation,
     bytes_of,
     create_file,
     plan_file_layout,
@@ -104,22 +114,22 @@ def write_config(
     meta: CheckpointMeta,
     dtypes: Mapping[str, str],
     origin: WeightsOrigin,
-    token_ids: Mapping[str, int | None],
+    more_keys: Mapping[str, Any],
 ) -> None:
     """Write config.json: the original one if it still describes the model, else a new one with its token ids.
 
-    `token_ids` override those of the original.
+    `more_keys`, token ids and the quantisation, override those of the original.
     """
     original = origin.read_config()
     dtype = _folder_dtype(dtypes)
     before = _parse_model(original, origin.sidecar_dir) if original.get("model_type") == family.name else None
     # Adding or dropping MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
-        keys = dict(original)
+        keys = {key: value for key, value in original.items() if key != QUANTIZATION_KEY}
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.lacks_mtp_layers(model)):
-            keys = {key: value for key, value in original.items() if key not in MTP_KEYS}
+            keys = {key: value for key, value in keys.items() if key not in MTP_KEYS}
             keys[MTP_KEYS[0]] = model.mtp_layers
-        keys |= token_ids
+        keys |= more_keys
         if keys == original and (
             origin.has_dtypes(dtypes) or original.get("dtype", original.get("torch_dtype", dtype)) == dtype
         ):
@@ -127,7 +137,7 @@ def write_config(
     else:
         keys = family.write(model)
         keys |= {"max_position_embeddings": max_positions(model, meta), "moefold_version": __version__}
-        keys |= {key: original[key] for key in COPIED_KEYS if key in original} | {**token_ids}
+        keys |= {key: original[key] for key in COPIED_KEYS if key in original} | {**more_keys}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
     (tmp_dir / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -172,6 +182,8 @@ class ExportOptions:
     """Leave out the multi-token prediction (MTP) layers."""
     mtp_inside: bool = False
     """Write MTP layers among the other layers even if transformers reports them as unexpected."""
+    quantize: QuantizationKind = "none"
+    """Quantise matrices: fp8 in blocks of 128 x 128, mxfp4 the experts of gpt-oss."""
     verify: bool = True
     """Compare the checkpoint's files with their hashes first; if False, only their sizes."""
 
@@ -206,7 +218,9 @@ def export_folder(
     mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
     _check_tensors(mapping, source, checkpoint, left_out)
     dtypes = _hf_dtypes(mapping, source, options)
-    files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
+    quantization = plan_quantization(options.quantize, mapping, model, family)
+    plain_files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
+    files = expand_files(plain_files, quantization)
     metadata = {} if origin.manifest is None else origin.manifest.metadata
     with atomic_directory(out, world) as tmp_dir:
         layouts = {
@@ -217,7 +231,9 @@ def export_folder(
             for name, layout in layouts.items():
                 create_file(tmp_dir / name, layout)
         raise_on_all_ranks(world, "")
-        hashes = _write_tensors(source, mapping, layouts, world, on_bytes)
+        locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
+        plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
+        hashes = _write_tensors(source, mapping, _Target(locations, plain_types, quantization), world, on_bytes)
         manifest = Manifest(
             family.name,
             number,
@@ -230,13 +246,16 @@ def export_folder(
             if sidecar_dir is not None:
                 copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
             write_tokenizer(tmp_dir, tokenizer)
-            write_config(tmp_dir, family, model, source.meta, dtypes, origin, tokenizer.token_ids)
+            more = {**tokenizer.token_ids, **quantization.config_keys()}
+            write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
             write_index(tmp_dir, layouts, sidecar_dir)
             write_manifest(tmp_dir, manifest)
             if not source.meta.origin:
                 write_model_card(tmp_dir, family.name, model, source.meta)
         raise_on_all_ranks(world, "")
-        if options.check:
+        if options.check and options.quantize != "none":
+            _check_hashes(locations, hashes, world)
+        elif options.check:
             verify_against_folder(source, HfSource(open_hf_folder(tmp_dir)), world)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name not in layouts))
@@ -360,34 +379,68 @@ def _hf_dtypes(mapping: StateDictMapping, source: CheckpointSource, options: Exp
     }
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Files of an export."""
+
+    locations: Mapping[str, TensorLocation]
+    """Of every tensor that is written."""
+    dtypes: Mapping[str, str]
+    """Dtype name of every tensor of the mapping that is not quantised."""
+    quantization: Quantization
+
+    def chunks(self, source: CheckpointSource, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
+        """Yield a tensor some rows at a time: the rows of each tensor that is written for it."""
+        shape = mapping.hf_shapes[name]
+        if name in self.quantization.names:
+            for rows in self.quantization.row_chunks(shape, CHUNK_BYTES):
+                part = TensorChunk(name, rows.start, rows.stop)
+                yield self.quantization.quantize(name, assemble_rows(source, mapping, part, torch.float32))
+            return
+        dtype = DTYPES[self.dtypes[name]]
+        for chunk in split_into_chunks(name, shape, dtype):
+            values = assemble_rows(source, mapping, chunk, dtype)
+            _check_overflow(values, name, source.dtype(mapping.by_hf_name[name][0].name))
+            yield {name: values}
+
+
 def _write_tensors(
-    source: CheckpointSource,
-    mapping: StateDictMapping,
-    layouts: Mapping[str, FileLayout],
-    world: World,
-    on_bytes: OnBytes,
+    source: CheckpointSource, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
     """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
-    locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
-    mine = {}
+    mine: dict[str, str] = {}
     with FileWriter() as writer:
         for group in assign_groups(mapping, world):
             for hf_name in group:
-                location = locations[hf_name]
-                digest = hashlib.sha256()
-                done = 0
-                dtype = DTYPES[location.dtype]
-                for rows in split_into_chunks(hf_name, location.shape, dtype):
-                    values = assemble_rows(source, mapping, rows, dtype)
-                    _check_overflow(values, hf_name, source.dtype(mapping.by_hf_name[hf_name][0].name))
-                    data = bytes_of(values)
-                    writer.write(location, data, done)
-                    digest.update(data)
-                    done += len(data)
-                    on_bytes(len(data))
-                mine[hf_name] = digest.hexdigest()
+                mine |= _write_chunks(writer, target.chunks(source, mapping, hf_name), target.locations, on_bytes)
             source.clear_cache()
     return {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
+
+
+def _write_chunks(
+    writer: FileWriter,
+    chunks: Iterable[Mapping[str, Tensor]],
+    locations: Mapping[str, TensorLocation],
+    on_bytes: OnBytes,
+) -> dict[str, str]:
+    """Write the rows of some tensors one chunk after another; return the hash of each tensor."""
+    digests: dict[str, Any] = {}
+    done: Counter[str] = Counter()
+    for parts in chunks:
+        for name, values in parts.items():
+            data = bytes_of(values)
+            writer.write(locations[name], data, done[name])
+            digests.setdefault(name, hashlib.sha256()).update(data)
+            done[name] += len(data)
+            on_bytes(len(data))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:
+    """Read the tensors of quantised files again, and compare them with what was written. Collective."""
+    names = sorted(locations)[world.rank :: world.size]
+    wrong = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
+    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
 
 
 def _check_overflow(values: Tensor, name: str, source: torch.dtype) -> None:

@@ -34,7 +34,15 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
-from moefold.convert.layer_fields import FirstKDense, NoSlidingWindow, SlidingWindowLayers, SparseLayers, UniformLayers
+from moefold.convert.layer_fields import (
+    FirstKDense,
+    MlpLayerTypes,
+    NoSlidingWindow,
+    SlidingWindowLayers,
+    SparseLayers,
+    UniformLayers,
+)
+from moefold.convert.linear_families import LINEAR_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -67,8 +75,7 @@ _QWEN_EXPERTS: tuple[ConfigField, ...] = (
 )
 
 
-_DEEPSEEK: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(1e4)),
+_LATENT: tuple[ConfigField, ...] = (
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
     QueryLoraRank(),
@@ -77,13 +84,32 @@ _DEEPSEEK: tuple[ConfigField, ...] = (
     Renamed("qk_rope_head_dim", "qk_rope_head_dim"),
     Renamed("v_head_dim", "v_head_dim"),
     AllowedValues("attention_bias", (False,)),
-    FirstKDense(),
-    AllowedValues("moe_layer_freq", (1,)),
     Renamed("intermediate_size", "ffn_hidden_size"),
     Renamed("n_routed_experts", "num_experts"),
     Renamed("num_experts_per_tok", "top_k"),
     Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
     SharedExperts(),
+)
+
+_DEEPSEEK: tuple[ConfigField, ...] = (
+    *backbone_sizes(1e-6, RopeParameters(1e4)),
+    *_LATENT,
+    FirstKDense(),
+    AllowedValues("moe_layer_freq", (1,)),
+)
+_DEEPSEEK_V3_ROUTER: tuple[ConfigField, ...] = (
+    RouterGroups(),
+    Renamed("rope_interleave", "rope_interleaved", True),
+    Renamed("norm_topk_prob", "router_normalize", True),
+    Constant("router_score", "sigmoid"),
+    Constant("expert_bias", True),
+    AllowedValues("scoring_func", ("sigmoid",)),
+    AllowedValues("topk_method", ("noaux_tc",)),
+    MTPLayers(),
+)
+_DEEPSEEK_V3_LAYOUTS = tuple(
+    merge_rules(BACKBONE, MLA, MTP, SHARED_EXPERTS, ROUTER_BIAS, DENSE_FFN, ROUTER, experts)
+    for experts in (PER_EXPERT, STACKED_EXPERTS)
 )
 
 FAMILIES = {
@@ -246,19 +272,9 @@ FAMILIES = {
             (
                 *_DEEPSEEK,
                 Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
-                RouterGroups(),
-                Renamed("rope_interleave", "rope_interleaved", True),
-                Renamed("norm_topk_prob", "router_normalize", True),
-                Constant("router_score", "sigmoid"),
-                Constant("expert_bias", True),
-                AllowedValues("scoring_func", ("sigmoid",)),
-                AllowedValues("topk_method", ("noaux_tc",)),
-                MTPLayers(),
+                *_DEEPSEEK_V3_ROUTER,
             ),
-            tuple(
-                merge_rules(BACKBONE, MLA, MTP, SHARED_EXPERTS, ROUTER_BIAS, DENSE_FFN, ROUTER, experts)
-                for experts in (PER_EXPERT, STACKED_EXPERTS)
-            ),
+            _DEEPSEEK_V3_LAYOUTS,
             default_keys={
                 "num_key_value_heads": 128,
                 "q_lora_rank": 1536,
@@ -269,8 +285,28 @@ FAMILIES = {
             },
             has_mtp=True,
             mtp_unreported=(61,),
+            aliases=("kimi_k2",),
+        ),
+        *LINEAR_FAMILIES,
+        Family(
+            "glm4_moe_lite",
+            "Glm4MoeLiteForCausalLM",
+            (
+                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *_LATENT,
+                MlpLayerTypes(default=1),
+                Renamed("routed_scaling_factor", "router_scaling_factor", 1.8),
+                *_DEEPSEEK_V3_ROUTER,
+            ),
+            _DEEPSEEK_V3_LAYOUTS,
+            default_keys={"num_key_value_heads": 20, "q_lora_rank": 768, "n_shared_experts": 1},
+            has_mtp=True,
+            mtp_unreported=(47,),
         ),
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
     )
 }
+
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+"""Every family by each `model_type` that means it."""

@@ -29,6 +29,7 @@ class Family:
         layouts: for each layout of the experts, the table of all tensors.
         default_keys: values of keys that config.json lacks, as in the configuration class, for keys whose null means
             something else to `config_fields`.
+        aliases: other `model_type`s of the same computation and tensors, which are read and not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
             (`_keys_to_ignore_on_load_unexpected` of the class).
@@ -40,6 +41,7 @@ class Family:
     config_fields: tuple[ConfigField, ...]
     layouts: tuple[TensorRules, ...]
     default_keys: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     has_mtp: bool = False
     mtp_unreported: tuple[int, ...] = ()
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)

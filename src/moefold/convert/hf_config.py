@@ -10,7 +10,7 @@ from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.families import FAMILIES
+from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
 from moefold.convert.mtp import drop_absent_mtp, tensor_names
 from moefold.errors import ConfigError
@@ -18,6 +18,7 @@ from moefold.validate.config import check_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZATION_KEY = "quantization_config"
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -58,22 +59,41 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
     """Return the family of a config.json.
 
     Raises:
-        ConfigError: the family is unknown, or the weights are quantised.
+        ConfigError: the family is unknown, or the weights are quantised in an unknown format.
     """
     name = hf_config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        guess = closest_match(name, FAMILIES) if isinstance(name, str) else None
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        guess = closest_match(name, MODEL_TYPES) if isinstance(name, str) else None
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(
             f"{str(folder)!r} is of model_type {name!r}, which moefold does not know; "
-            f"it knows {', '.join(FAMILIES)}{hint}"
+            f"it knows {', '.join(MODEL_TYPES)}{hint}"
         )
-    if hf_config.get("quantization_config") is not None:
-        raise ConfigError(
-            f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first, "
-            "as docs/conversion.md shows"
+    if reason := quantization_unsupported_reason(hf_config.get(QUANTIZATION_KEY)):
+        raise ConfigError(f"{str(folder)!r} {reason}")
+    return MODEL_TYPES[name]
+
+
+def quantization_unsupported_reason(quantization: Any) -> str:
+    """Return why the `quantization_config` of a config.json cannot be read; empty if it can, or is absent."""
+    if quantization is None:
+        return ""
+    if not isinstance(quantization, Mapping):
+        return f"has {QUANTIZATION_KEY}={quantization!r}, which should be an object"
+    method = quantization.get("quant_method")
+    if method == "mxfp4":
+        return ""
+    if method != "fp8":
+        return (
+            f"has weights quantised by quant_method={method!r}; moefold reads 'fp8' in blocks and 'mxfp4': convert "
+            "them to bfloat16 first, as docs/conversion.md shows"
         )
-    return FAMILIES[name]
+    sizes = quantization.get("weight_block_size")
+    if not _is_block_size(sizes):
+        return f"has FP8 weights of weight_block_size={sizes!r}; moefold reads blocks of two whole numbers"
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        return f"has FP8 weights of fmt={quantization['fmt']!r}; moefold reads 'e4m3'"
+    return ""
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
@@ -120,3 +140,7 @@ def _read_keys(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not JSON: {error}") from None
     return keys if isinstance(keys, dict) else {}
+
+
+def _is_block_size(sizes: Any) -> bool:
+    return isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)

@@ -11,8 +11,9 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
-from moefold.convert.hf_config import find_family, parse_model_config, read_hf_config
+from moefold.convert.hf_config import QUANTIZATION_KEY, find_family, parse_model_config, read_hf_config
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
+from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
 from moefold.errors import ConfigError, format_list
 
@@ -40,9 +41,12 @@ def open_hf_folder(path: Path) -> HfFolder:
     keys = read_hf_config(path)
     model = parse_model_config(keys, path)
     family = find_family(keys, path)
-    tensors = _read_tensors(path)
+    quantization = keys.get(QUANTIZATION_KEY)
+    tensors = _read_tensors(path, allows_quantized=quantization is not None)
     for file in sorted(path.glob(MTP_FILES)):
         _add_file(tensors, file)
+    if quantization is not None:
+        tensors = dequantize_tensors(tensors, quantization, path)
     return HfFolder(path, keys, family, drop_absent_mtp(model, tensors), tensors)
 
 
@@ -57,13 +61,13 @@ def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
     tensors |= added
 
 
-def _read_tensors(path: Path) -> dict[str, TensorLocation]:
+def _read_tensors(path: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:
     single = path / SINGLE_FILE
     index = path / INDEX_FILE
     if single.exists() and index.exists():
         raise ConfigError(f"{str(path)!r} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale")
     if single.exists():
-        return read_header(single)
+        return read_header(single, allows_quantized=allows_quantized)
     if not index.exists():
         pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
         if pickled:
@@ -74,7 +78,7 @@ def _read_tensors(path: Path) -> dict[str, TensorLocation]:
         raise ConfigError(
             f"{str(path)!r} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{_describe_contents(path)}"
         )
-    return _read_index(path, index)
+    return _read_index(path, index, allows_quantized=allows_quantized)
 
 
 def _describe_contents(path: Path) -> str:
@@ -85,7 +89,7 @@ def _describe_contents(path: Path) -> str:
     return f"; it has {format_list(files)}, which nothing names" if files else ""
 
 
-def _read_index(path: Path, index: Path) -> dict[str, TensorLocation]:
+def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:
     try:
         weight_map = read_json(index, MAX_INDEX_BYTES)["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -102,7 +106,7 @@ def _read_index(path: Path, index: Path) -> dict[str, TensorLocation]:
         if not (path / file).is_file():
             reasons.append(f"file {file}, which the index names, is missing")
             continue
-        for name, stored in read_header(path / file).items():
+        for name, stored in read_header(path / file, allows_quantized=allows_quantized).items():
             if name in tensors:
                 reasons.append(f"tensor {name} is in two files, {tensors[name].file.name} and {file}")
             elif weight_map.get(name) != file:

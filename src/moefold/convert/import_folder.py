@@ -32,6 +32,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
 from moefold.convert.preflight import NO_TOKENIZER_HINT
+from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
 from moefold.errors import ConfigError, format_list
@@ -234,7 +235,7 @@ def _manifest(source: HfSource, world: World) -> Manifest:
     mine = {name: hash_tensor(folder.tensors[name]) for name in names[world.rank :: world.size]}
     hashes = {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
     own = read_manifest(folder.path)
-    if own is not None and (changed := changed_tensors(own, hashes)):
+    if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):
         raise ConfigError(
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )
@@ -246,6 +247,18 @@ def _manifest(source: HfSource, world: World) -> Manifest:
     files = sorted({stored.file for stored in folder.tensors.values()})
     metadata = {file.name: found for file in files if (found := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout, entries, metadata)
+
+
+def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
+    """Hash the stored parts of quantised weights, each on one process."""
+    parts = {
+        part: location
+        for name, stored in folder.tensors.items()
+        if isinstance(stored, DequantizedTensor)
+        for part, location in stored.parts(name).items()
+    }
+    mine = {name: hash_tensor(parts[name]) for name in sorted(parts)[world.rank :: world.size]}
+    return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}
 
 
 def _toml(value: object) -> str:

@@ -65,7 +65,7 @@ class MlpLayerTypes:
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return FirstKDense(default=self.default).read(hf_config)
-        letters = _letters(hf_config, "mlp_layer_types", {"dense": "D", "sparse": "M"})
+        letters = letters_of(hf_config, "mlp_layer_types", {"dense": "D", "sparse": "M"})
         return {"layer_pattern": shorten_pattern(letters)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _layers_in_range(count: int, start: int, end: int, interval: int) -> str:
     return "".join("M" if start <= i <= last and (i + 1) % interval == 0 else "D" for i in range(count))
 
 
-def _letters(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
+def letters_of(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
     """Return the letter of each layer from a list of its kinds."""
     kinds = hf_config.get(key)
     count = num_layers_of(hf_config)
@@ -161,7 +161,7 @@ class SlidingWindowLayers:
         """Read the attention pattern, the window and the RoPE pattern."""
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        letters = _letters(
+        letters = letters_of(
             {**hf_config, "layer_types": types}, "layer_types", {"sliding_attention": "W", "full_attention": "F"}
         )
         found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}

@@ -21,7 +21,10 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Supported dtypes by name; quantised ones are not supported."""
+"""Dtypes of weights by name."""
+QUANTIZED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+"""Dtypes of the parts of a quantised weight, see `quantized_tensors.py`."""
+_STORED_DTYPES = DTYPES | QUANTIZED_DTYPES
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -47,11 +50,40 @@ class TensorLocation:
     @property
     def num_bytes(self) -> int:
         """Size of the values in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * _STORED_DTYPES[self.dtype].itemsize
+
+    def read(self, index: Sequence[slice]) -> Tensor:
+        """Read a part of the tensor, see `read_part`."""
+        dtype = _STORED_DTYPES[self.dtype]
+        if not self.shape:
+            return _read_values(self.file, self.start, 1, dtype).view(())
+        rows = index[0]
+        num_rows = max(0, rows.stop - rows.start)
+        row_shape = self.shape[1:]
+        start = self.start + rows.start * math.prod(row_shape) * dtype.itemsize
+        values = _read_values(self.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
+        part = values[(slice(0, num_rows, rows.step), *index[1:])]
+        return part if part.numel() == values.numel() else part.contiguous()
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes of the values, at most `BLOCK_BYTES` at a time."""
+        remaining = self.num_bytes
+        with open_regular(self.file) as opened:
+            opened.seek(self.start)
+            while remaining:
+                block = opened.read(min(remaining, BLOCK_BYTES))
+                if not block:
+                    raise ConfigError(f"{str(self.file)!r} ends before its tensors do")
+                yield block
+                remaining -= len(block)
 
 
-def read_header(file: Path) -> dict[str, TensorLocation]:
+def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, TensorLocation]:
     """Return the tensors of a file by name.
+
+    Args:
+        file: the file.
+        allows_quantized: accept the dtypes of `QUANTIZED_DTYPES` too.
 
     Raises:
         ConfigError: the file cannot be read, is no safetensors file, has missing or extra bytes, or holds a tensor of
@@ -72,16 +104,16 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
     found = {}
     end = 0
+    legal = _STORED_DTYPES if allows_quantized else DTYPES
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
     try:
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
             first, last = _parse_sizes(entry["data_offsets"])
             if not name.isprintable():
                 raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is no printable text")
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in legal:
                 raise ConfigError(
-                    f"{str(file)!r}: tensor {name} has type {entry['dtype']}; "
-                    f"moefold reads {', '.join(DTYPES)}, not quantised weights"
+                    f"{str(file)!r}: tensor {name} has type {entry['dtype']}; moefold reads {', '.join(legal)} here"
                 )
             found[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
             if first != end or last - first != found[name].num_bytes:
@@ -123,29 +155,12 @@ def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
         location: the tensor.
         index: a slice of every dim, with start, stop and step given.
     """
-    dtype = DTYPES[location.dtype]
-    if not location.shape:
-        return _read_values(location.file, location.start, 1, dtype).view(())
-    rows = index[0]
-    num_rows = max(0, rows.stop - rows.start)
-    row_shape = location.shape[1:]
-    start = location.start + rows.start * math.prod(row_shape) * dtype.itemsize
-    values = _read_values(location.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
-    part = values[(slice(0, num_rows, rows.step), *index[1:])]
-    return part if part.numel() == values.numel() else part.contiguous()
+    return location.read(index)
 
 
 def read_blocks(location: TensorLocation) -> Iterator[bytes]:
-    """Yield the bytes of a tensor, `BLOCK_BYTES` at a time."""
-    remaining = location.num_bytes
-    with open_regular(location.file) as opened:
-        opened.seek(location.start)
-        while remaining:
-            block = opened.read(min(remaining, BLOCK_BYTES))
-            if not block:
-                raise ConfigError(f"{str(location.file)!r} ends before its tensors do")
-            yield block
-            remaining -= len(block)
+    """Yield the bytes of a tensor in blocks."""
+    return location.blocks()
 
 
 def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
@@ -202,7 +217,7 @@ def plan_file_layout(
     offset = 0
     starts = {}
     for name, (dtype, shape) in tensors.items():
-        end = offset + math.prod(shape) * DTYPES[dtype].itemsize
+        end = offset + math.prod(shape) * _STORED_DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         starts[name] = offset
         offset = end

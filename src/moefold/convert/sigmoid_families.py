@@ -63,25 +63,6 @@ def _layouts(*tables: TensorRules) -> tuple[TensorRules, ...]:
 
 SIGMOID_FAMILIES = (
     Family(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        (
-            *family_sizes(norm_eps=1e-5, rope_theta=1e4, rope=RopeParameters(1e4, fraction=0.5)),
-            AttentionBias(has_output=False),
-            Renamed("use_qk_norm", "qk_norm", False),
-            FirstKDense(default=1),
-            Renamed("intermediate_size", "ffn_hidden_size"),
-            *_GLM_EXPERTS,
-            Renamed("norm_topk_prob", "router_normalize", True),
-            SharedExperts(default=1),
-            MTPLayers(),
-        ),
-        _layouts(MTP),
-        default_keys={"num_key_value_heads": 8},
-        has_mtp=True,
-        mtp_unreported=(46, 92),
-    ),
-    Family(
         "dots1",
         "Dots1ForCausalLM",
         (
@@ -112,6 +93,53 @@ SIGMOID_FAMILIES = (
             SharedExperts(default=1),
         ),
         _layouts(),
+        default_keys={"num_key_value_heads": 8},
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *family_sizes(norm_eps=1e-5, rope_theta=1e4, rope=RopeParameters(1e4, fraction=0.5)),
+            AttentionBias(has_output=False),
+            Renamed("use_qk_norm", "qk_norm", False),
+            FirstKDense(default=1),
+            Renamed("intermediate_size", "ffn_hidden_size"),
+            *_GLM_EXPERTS,
+            Renamed("norm_topk_prob", "router_normalize", True),
+            SharedExperts(default=1),
+            MTPLayers(),
+        ),
+        _layouts(MTP),
+        default_keys={"num_key_value_heads": 8},
+        has_mtp=True,
+        mtp_unreported=(46, 92),
+    ),
+    Family(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        (
+            *family_sizes(norm_eps=1e-5, rope_theta=11_158_840.0, head_size=128),
+            Renamed("initializer_range", "init_std", 0.006),
+            AttentionBias(has_output=True),
+            AllowedValues("mlp_bias", (False, None)),
+            Constant("qk_norm", True),
+            MlpLayerTypes(default=1),
+            Renamed("intermediate_size", "ffn_hidden_size"),
+            *_SIGMOID_ROUTER,
+            NumExperts("num_experts"),
+            Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+            Renamed("router_scaling_factor", "router_scaling_factor", 2.826),
+            SharedExperts("num_shared_experts", default=1),
+        ),
+        _layouts(
+            layer_rules(
+                {
+                    "ffn.router.weight": "mlp.router.gate.weight",
+                    "ffn.router.expert_bias": "mlp.expert_bias",
+                    **{f"ffn.shared.w_{x}": f"mlp.shared_mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+                }
+            )
+        ),
         default_keys={"num_key_value_heads": 8},
     ),
     Family(

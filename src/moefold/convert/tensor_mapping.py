@@ -168,7 +168,7 @@ class RenamedTensor:
         zeros = (0,) * len(shape)
         ones = (1,) * len(shape)
         yield SliceMapping(
-            param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
+            param_name, zeros, shape, fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
         )
 
 
@@ -180,7 +180,7 @@ class RowVector:
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield one slice mapping of the whole tensor."""
-        yield SliceMapping(param_name, (0,), shape, _fill_in_layer(self.hf_name, layer), (0, 0), (1, 1), (1,))
+        yield SliceMapping(param_name, (0,), shape, fill_in_layer(self.hf_name, layer), (0, 0), (1, 1), (1,))
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class FusedRows:
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield one slice mapping of the whole parameter."""
         start = (self.part * shape[0], 0)
-        yield SliceMapping(param_name, (0, 0), shape, _fill_in_layer(self.hf_name, layer), start, (1, 1), (0, 1))
+        yield SliceMapping(param_name, (0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1), (0, 1))
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class PerExpertTensors:
         """Yield one slice mapping per expert."""
         experts, first, second = shape
         for e in range(experts):
-            name = _fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
+            name = fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
             yield SliceMapping(param_name, (e, 0, 0), (1, first, second), name, (0, 0), (1, 1), (None, 1, 0))
 
 
@@ -231,7 +231,7 @@ class StackedExperts:
         """Yield one slice mapping of all experts."""
         start = (0, self.part * shape[2], 0)
         yield SliceMapping(
-            param_name, (0, 0, 0), shape, _fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
+            param_name, (0, 0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
         )
 
 
@@ -254,8 +254,9 @@ class InterleavedTensor:
         dims = tuple(range(len(shape)))
         start = (*zeros[:-1], self.part)
         step = (*ones, 2)
-        yield SliceMapping(param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), start, step, dims)
+        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, step, dims)
 
 
-def _fill_in_layer(template: str, layer: str) -> str:
+def fill_in_layer(template: str, layer: str) -> str:
+    """Return an HF name for a layer."""
     return template.replace("{l}", layer)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from moefold.config.model import LAYER_KINDS
+from moefold.config.model import BLOCK_KINDS
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import FORWARD_POINTS, RECIPE_COLUMNS, RECOMPUTE_POINTS, ByteTable
 from moefold.cost.saved_tensors import PARTS, BytesByPart
@@ -16,10 +16,10 @@ def activation_table(formula: ActivationMemory) -> ByteTable:
     columns = RECIPE_COLUMNS
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
-    for letter in formula.saved_by_kind:
-        kind = LAYER_KINDS.index(letter)
-        layer = layer_columns(formula, letter)
-        sizes |= {columns.layer_column(name) + kind: parts for name, parts in layer.items()}
+    for kind in formula.saved_by_kind:
+        layer = layer_columns(formula, kind)
+        column = BLOCK_KINDS.index(kind)
+        sizes |= {columns.layer_column(name) + column: parts for name, parts in layer.items()}
     for column, parts in sizes.items():
         for part, size in parts.items():
             table[PARTS.index(part), column] = size
@@ -41,7 +41,7 @@ def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
 
 
 def layer_columns(formula: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
-    """Return the bytes of `LAYER_COLUMNS` of a layer of kind "D" or "M"."""
+    """Return the bytes of `LAYER_COLUMNS` of a layer of one of `BLOCK_KINDS`."""
     return {
         "saved": formula.saved_by_kind[kind],
         "transient": formula.transient[kind],
@@ -61,14 +61,14 @@ def _snapshot_points(formula: ActivationMemory, kind: str) -> dict[str, BytesByP
     """Return the live memory of a layer at each of `SNAPSHOT_POINTS` that it has."""
     without_recompute = formula.without_recompute
     running = without_recompute.saved_by_kind[kind] + formula.transient_norm
-    if kind == "D":
+    if kind[0] == "D":
         return {"before_dispatch": running, "gradients": running}
-    snapshots = _forward_snapshots(formula, FORWARD_POINTS)
+    snapshots = _forward_snapshots(formula, kind, FORWARD_POINTS)
     saved_memory = formula
     gradients = running
     if recomputes_comm(formula.recompute):
         saved_memory = without_recompute
-        recompute_snapshots = _forward_snapshots(without_recompute, (*RECOMPUTE_POINTS, "sum"))
+        recompute_snapshots = _forward_snapshots(without_recompute, kind, (*RECOMPUTE_POINTS, "sum"))
         gradients = _larger(recompute_snapshots.pop("sum"), running)
         snapshots |= recompute_snapshots
     all_saved = (
@@ -85,7 +85,7 @@ def _snapshot_points(formula: ActivationMemory, kind: str) -> dict[str, BytesByP
     }
 
 
-def _forward_snapshots(formula: ActivationMemory, points: tuple[str, ...]) -> dict[str, BytesByPart]:
+def _forward_snapshots(formula: ActivationMemory, kind: str, points: tuple[str, ...]) -> dict[str, BytesByPart]:
     """Return the live memory of an MoE layer's forward pass, or of its recomputation."""
     without_recompute = formula.without_recompute
     experts = formula.experts
@@ -94,7 +94,7 @@ def _forward_snapshots(formula: ActivationMemory, points: tuple[str, ...]) -> di
     comm_buffers = experts.dispatch_comm_buffers()
     # The shared expert runs during the dispatch.
     before_dispatch = (
-        without_recompute.saved_by_kind["M"]
+        without_recompute.saved_by_kind[kind]
         - output
         - without_recompute.experts.saved()
         + indices
@@ -102,8 +102,12 @@ def _forward_snapshots(formula: ActivationMemory, points: tuple[str, ...]) -> di
         + formula.transient_norm
     )
     saves = not recomputes_comm(formula.recompute)
-    live = formula.saved_by_kind["M"] - output - experts.saved() + indices if saves else _live_during_dispatch(formula)
-    live["shared experts"] += formula.hidden_bytes if without_recompute.saved_by_kind["M"]["shared experts"] else 0
+    live = (
+        formula.saved_by_kind[kind] - output - experts.saved() + indices
+        if saves
+        else _live_during_dispatch(formula, kind)
+    )
+    live["shared experts"] += formula.hidden_bytes if without_recompute.saved_by_kind[kind]["shared experts"] else 0
     all_outputs = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
     saved_by_experts = experts.saved_by_experts() - indices if saves else BytesByPart()
     during_dispatch = live + comm_buffers
@@ -127,20 +131,20 @@ def _forward_snapshots(formula: ActivationMemory, points: tuple[str, ...]) -> di
     )
 
 
-def _live_during_dispatch(formula: ActivationMemory) -> BytesByPart:
+def _live_during_dispatch(formula: ActivationMemory, kind: str) -> BytesByPart:
     """Return the live memory of an MoE layer to be recomputed during its dispatch, none of which is saved.
 
     The norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual stream
     too.
     """
-    live = BytesByPart(router=formula.without_recompute.saved_by_kind["M"]["router"])
+    live = BytesByPart(router=formula.without_recompute.saved_by_kind[kind]["router"])
     if "layer" in formula.recompute:
         return (
             live
             + formula.experts.permute_indices()
             + BytesByPart({"norms": formula.hidden_bytes, "residual stream": formula.hidden_bytes})
         )
-    return live + formula.saved_by_kind["M"] - BytesByPart({"residual stream": formula.hidden_bytes})
+    return live + formula.saved_by_kind[kind] - BytesByPart({"residual stream": formula.hidden_bytes})
 
 
 def _larger(one: BytesByPart, other: BytesByPart) -> BytesByPart:

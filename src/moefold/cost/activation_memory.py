@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from moefold.config.schema import Config
-from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, BlockSizes
+from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, BlockMemory, BlockSizes
+from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.topology.schedules import SCHEDULES
 
@@ -43,30 +44,32 @@ class ActivationMemory(BlockSizes):
         super().__init__(cfg, frozenset(cfg.train.recompute if recompute is None else recompute), kernels, imbalance)
         p = cfg.parallel
         self._delays_wgrad = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
-        self._attention = ATTENTION_MEMORY[cfg.model.attention]
 
     def layer_saved(self, kind: str) -> BytesByPart:
-        """Return the bytes that a layer of kind "D" or "M" saves for backward, without its input."""
-        feed_forward = FEED_FORWARD_MEMORY[kind]
+        """Return the bytes that a layer of one of `BLOCK_KINDS` saves for backward, without its input."""
+        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
             return BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
-        saved = self._attention.saved(self) + feed_forward.saved(self)
+        saved = self._attention(kind).saved(self) + feed_forward.saved(self)
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
 
+    def _attention(self, kind: str) -> BlockMemory:
+        return ATTENTION_MEMORY[attention_name(self.cfg.model, kind)]
+
     def delayed_wgrad_layer(self, kind: str) -> BytesByPart:
         """Return the bytes of a layer's GEMM inputs and output gradients."""
-        return self._attention.delayed_wgrad(self) + FEED_FORWARD_MEMORY[kind].delayed_wgrad(self)
+        return self._attention(kind).delayed_wgrad(self) + FEED_FORWARD_MEMORY[kind[0]].delayed_wgrad(self)
 
     def delayed_wgrad_concurrent(self, kind: str) -> BytesByPart:
         """Return delayed weight-gradient bytes that exist while the layer's saved tensors do."""
-        return FEED_FORWARD_MEMORY[kind].concurrent_wgrad(self)
+        return FEED_FORWARD_MEMORY[kind[0]].concurrent_wgrad(self)
 
     @property
     def mtp_kind(self) -> str:
         """Kind of the MTP (multi-token prediction) layers."""
-        return self.cfg.model.layer_kinds[-1]
+        return self.cfg.model.block_kinds[-1]
 
     @property
     def num_mtp_layers(self) -> int:
@@ -129,7 +132,7 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def saved_by_kind(self) -> dict[str, BytesByPart]:
         """Bytes that each kind of layer saves for backward."""
-        return {kind: self.layer_saved(kind) for kind in set(self.cfg.model.all_layer_kinds)}
+        return {kind: self.layer_saved(kind) for kind in set(self.cfg.model.all_block_kinds)}
 
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
@@ -148,7 +151,18 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def transient(self) -> dict[str, BytesByPart]:
         """Peak of temporary bytes while each kind of layer runs or is recomputed."""
-        return {kind: FEED_FORWARD_MEMORY[kind].transient(self) + self.transient_norm for kind in self.saved_by_kind}
+        return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
+
+    def _transient_block(self, kind: str) -> BytesByPart:
+        """Return the temporary bytes of a layer in excess of those of a layer that saved all.
+
+        While attention runs, forward or backward, the feed-forward network has saved nothing.
+        """
+        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
+        transient = feed_forward.transient(self)
+        attention = self._attention(kind).transient(self)
+        excess = attention.total() - feed_forward.saved(self.without_recompute).total()
+        return BytesByPart({"core attention": excess}) if excess > transient.total() else transient
 
     @property
     def transient_norm(self) -> BytesByPart:

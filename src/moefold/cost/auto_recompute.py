@@ -108,10 +108,10 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     total = [1.0] * cfg.parallel.pp
     model_flops = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
-        kinds = [(model.layer_kinds[i], model.layer_windows[i] > 0) for i in stage.parts.layers]
-        kinds += [(model.layer_kinds[-1], model.layer_windows[-1] > 0)] * stage.parts.num_mtp_layers
-        for kind, has_window in kinds:
-            costs = _recompute_flops(model, kind, has_window, cfg.train.seq_len)
+        kinds = [(model.layer_kinds[i], model.attention_letters[i]) for i in stage.parts.layers]
+        kinds += [(model.layer_kinds[-1], model.attention_letters[-1])] * stage.parts.num_mtp_layers
+        for kind, letter in kinds:
+            costs = _recompute_flops(model, kind, letter, cfg.train.seq_len)
             recomputed[stage.pp_rank] += sum(costs[part] for part in parts)
             total[stage.pp_rank] += 3 * costs["layer"]
         total[stage.pp_rank] += 3 * model_flops.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
@@ -119,10 +119,9 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
 
 
 @lru_cache(maxsize=256)
-def _recompute_flops(model: ModelConfig, kind: str, has_window: bool, seq_len: int) -> dict[str, float]:
+def _recompute_flops(model: ModelConfig, kind: str, letter: str, seq_len: int) -> dict[str, float]:
     """Return the FLOPs per token to recompute each part of a layer."""
-    pattern = "W" if has_window else "F"
-    one_layer = replace(model, num_layers=1, mtp_layers=0, layer_pattern=kind, attention_pattern=pattern)
+    one_layer = replace(model, num_layers=1, mtp_layers=0, layer_pattern=kind, attention_pattern=letter)
     flops = train_flops_per_token(one_layer, seq_len)
     heads = model.num_attention_heads
     query_source = model.q_lora_rank or model.hidden_size
@@ -131,8 +130,9 @@ def _recompute_flops(model: ModelConfig, kind: str, has_window: bool, seq_len: i
     )
     return {
         "norms": 2 * NORM_FLOPS_PER_ELEMENT * model.hidden_size,
-        "core_attention": flops.attention_core,
-        "mla_up": 2 * up_weights if model.attention == "mla" else 0,
+        # Linear attention recomputes its core always.
+        "core_attention": 0 if letter == "L" else flops.attention_core,
+        "mla_up": 2 * up_weights if model.attention == "mla" and letter != "L" else 0,
         "dense_mlp": FC1_FLOP_FRACTION * flops.dense_mlp,
         "expert_activation": FC1_FLOP_FRACTION * flops.experts,
         "shared_experts": FC1_FLOP_FRACTION * flops.shared_experts,

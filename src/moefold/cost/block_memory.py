@@ -13,6 +13,9 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+LINEAR_CHUNK_SIZE = 64
+"""Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
+
 
 class BlockSizes:
     """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
@@ -268,11 +271,107 @@ def _transient_moe(sizes: BlockSizes) -> BytesByPart:
     return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
 
+def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+    key, value, heads = _linear_widths(sizes)
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
+    saved["core attention"] += sizes.gathered_bytes(value)
+    return saved
+
+
+def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
+    key, value, heads = _linear_widths(sizes)
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (3.5, 2.0, 4.4, 3.3, 2.8) if is_low_precision else (3.35, 4.0, 4.55, 4.5, 2.65)
+    return _transient_recurrence(sizes, factors, 2 * key + 2 * value + 2 * heads)
+
+
+def _transient_kda(sizes: BlockSizes) -> BytesByPart:
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (2.3, 0.0, 32.0, 2.0, 0.2) if is_low_precision else (2.2, 1.3, 32.4, 2.8, 0.0)
+    return _transient_recurrence(sizes, factors, _kda_projections(sizes))
+
+
+def _transient_recurrence(sizes: BlockSizes, factors: tuple[float, ...], projected_width: int) -> BytesByPart:
+    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
+
+    Args:
+        sizes: of the micro-batch.
+        factors: numbers in float32 for each token, fitted to measurements of ten shapes (docs/log.md): of products
+            within a chunk, keys of the key heads and of the value heads, values, and states between chunks.
+        projected_width: numbers of a token from which the recurrence is computed.
+    """
+    model = sizes.cfg.model
+    key, value, heads = _linear_widths(sizes)
+    widths = (
+        heads * LINEAR_CHUNK_SIZE,
+        key,
+        heads * model.linear_key_head_dim,
+        value,
+        value * model.linear_key_head_dim / LINEAR_CHUNK_SIZE,
+    )
+    numbers = sum(factor * width for factor, width in zip(factors, widths, strict=True))
+    transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
+    if "layer" in sizes.recompute:
+        # The recomputed layer saves the projections twice: for its graph and for the recomputation inside it.
+        transient["attention"] += sizes.gathered_bytes(projected_width)
+    return transient
+
+
+def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
+    key, value, heads = _linear_widths(sizes)
+    width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _saved_by_kda(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, the low ranks of decays and gate among them, and of the output."""
+    key, value, heads = _linear_widths(sizes)
+    model = sizes.cfg.model
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(_kda_projections(sizes) + 2 * model.linear_value_head_dim)
+    if sizes.cfg.parallel.tp > 1:
+        # The norm's output, for the projections of this rank's own tokens.
+        saved["attention"] += sizes.hidden_bytes
+    saved["core attention"] += sizes.gathered_bytes(value)
+    return saved
+
+
+def _kda_projections(sizes: BlockSizes) -> int:
+    """Return the width of queries, keys, values, decays, gate and write strengths of this rank."""
+    key, value, heads = _linear_widths(sizes)
+    return 2 * key + 2 * value + heads * (sizes.cfg.model.linear_key_head_dim + 1)
+
+
+def _kda_wgrad(sizes: BlockSizes) -> BytesByPart:
+    model = sizes.cfg.model
+    _, value, _ = _linear_widths(sizes)
+    width = 3 * model.hidden_size + _kda_projections(sizes) + value + 4 * model.linear_value_head_dim
+    return BytesByPart(attention=sizes.gathered_bytes(width))
+
+
+def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
+    """Return the widths of this rank's keys and values, and its value heads."""
+    model = sizes.cfg.model
+    tp = sizes.cfg.parallel.tp
+    heads = model.linear_num_value_heads // tp
+    return (
+        model.linear_num_key_heads // tp * model.linear_key_head_dim,
+        heads * model.linear_value_head_dim,
+        heads,
+    )
+
+
 ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
+    "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),
+    "gated_deltanet": BlockMemory(
+        saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
+    ),
 }
-"""Memory of each attention, by its name in `model.attention`."""
+"""Memory of each attention, by its name in `cost/layer_spec.py`."""
 
 FEED_FORWARD_MEMORY = {
     "D": BlockMemory(saved=_saved_by_dense, delayed_wgrad=_dense_wgrad),

@@ -11,7 +11,8 @@ Conventions:
 * Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token attends to all seq_len keys.
   `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token. A layer with a sliding
   window W counts the unmasked keys either way, W - W*W/(2*seq_len) on average: a sliding-window kernel computes no
-  others. Document masks, which depend on the data, change no count.
+  others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the
+  data, change no count.
 * Every token runs through top_k experts, whether or not some routed tokens are dropped.
 * The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
@@ -107,7 +108,7 @@ class FlopCount:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model, over all ranks."""
     counts: Counter[ModelPart] = Counter()
-    for kind, number in Counter(model.layer_kinds).items():
+    for kind, number in Counter(model.block_kinds).items():
         for weight in layer_weights(model, kind):
             counts[weight.part] += number * weight.numel
     for weight in (embedding_weight(model), *head_weights(model)):
@@ -127,19 +128,21 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         seq_len: tokens of the whole sequence, over all context-parallel ranks.
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
-    core_flops = attention_spec(model).core_flops
-    mean_keys = [keys_per_token(window, seq_len, causal=causal) for window in model.layer_windows]
+    core_flops = [
+        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal))
+        for kind, window in zip(model.block_kinds, model.layer_windows, strict=True)
+    ]
     flops: Counter[ModelPart] = Counter()
-    for kind, number in Counter(model.layer_kinds).items():
+    for kind, number in Counter(model.block_kinds).items():
         flops.update({part: number * count for part, count in _gemm_flops(model, layer_weights(model, kind)).items()})
     head = 2 * model.hidden_size * model.vocab_size
     mtp = 0
     if model.mtp_layers:
         gemms = _gemm_flops(model, mtp_layer_weights(model))
-        mtp = model.mtp_layers * (sum(gemms.values()) + round(core_flops(model, mean_keys[-1])) + head)
+        mtp = model.mtp_layers * (sum(gemms.values()) + round(core_flops[-1]) + head)
     return FlopCount(
         attention_projections=flops["attention"],
-        attention_core=round(sum(core_flops(model, keys) for keys in mean_keys)),
+        attention_core=round(sum(core_flops)),
         dense_mlp=flops["dense_mlp"],
         router=flops["router"],
         experts=flops["experts"],

@@ -1,8 +1,9 @@
-"""Memory of the cached keys and values of a rank. Torch-free."""
+"""Memory of the cached keys and values of a rank, and of the states of linear attention. Torch-free."""
 
 from collections import Counter
 from typing import Literal
 
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import attention_spec
 from moefold.cost.stages import plan_stages
@@ -22,7 +23,33 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
     if m.attention == "mla" and kind == "heads":
         # Keys and values are padded to one head dim.
         width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
-    return num_tokens * batch_size * _max_layers(cfg) * width * compute_dtype_bytes(cfg)
+    return num_tokens * batch_size * _max_layers(cfg, "FW") * width * compute_dtype_bytes(cfg)
+
+
+def num_state_slots(slots: int) -> int:
+    """Return the states that a rank holds while it decodes `slots` samples: theirs, and some of shared prompts."""
+    return slots + slots // 4 + 1
+
+
+def recurrent_state_bytes(cfg: Config) -> int:
+    """Return the bytes of the states of one sample on the rank with the most layers of linear attention.
+
+    A layer has a state in float32 at least for each value head, and the last tokens of its convolutions.
+    """
+    m = cfg.model
+    tp = cfg.parallel.tp
+    item = compute_dtype_bytes(cfg)
+    key = m.linear_num_key_heads * m.linear_key_head_dim
+    value = m.linear_num_value_heads * m.linear_value_head_dim
+    state = value * m.linear_key_head_dim * max(4, item)
+    tokens = (m.linear_conv_kernel - 1) * (2 * key + value) * item
+    return _max_layers(cfg, "L") * (state + tokens) // tp
+
+
+def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
+    """Return the bytes of pages, and of the states with which `num_samples` samples are decoded at once."""
+    states = num_state_slots(num_samples) * recurrent_state_bytes(cfg)
+    return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1, kind) + states
 
 
 def min_rollout_cache_bytes(cfg: Config) -> int:
@@ -37,14 +64,25 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
-    num_tokens = min(num_rollouts, cfg.rollout.slots) * cfg.rollout.max_tokens
+    num_slots = min(num_rollouts, cfg.rollout.slots)
+    num_tokens = num_slots * cfg.rollout.max_tokens
+    states = num_slots * recurrent_state_bytes(sampling)
     needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
     size = min(needed, int(cfg.rollout.cache_gib * 2**30))
-    return size * cfg.model.num_layers // (p.pp * _max_layers(sampling))
+    if size:
+        size = size * len(_layers(cfg.model, "FW")) // (p.pp * _max_layers(sampling, "FW"))
+    if states:
+        states = states * len(_layers(cfg.model, "L")) // (p.pp * _max_layers(sampling, "L"))
+    return size + states
 
 
-def _max_layers(cfg: Config) -> int:
-    """Return the layers of the rank that has most, without MTP layers, which are not used for decoding."""
+def _layers(model: ModelConfig, letters: str) -> list[int]:
+    return [i for i, letter in enumerate(model.attention_letters) if letter in letters]
+
+
+def _max_layers(cfg: Config, letters: str) -> int:
+    """Return the layers of some kinds on the rank that has most, without MTP layers, which decoding does not use."""
     num_layers = cfg.model.num_layers
     ranks = plan_stages(cfg).rank_of_layers(num_layers)
-    return max(Counter(rank for i, rank in ranks.items() if i < num_layers).values())
+    kinds = cfg.model.attention_letters
+    return max(Counter(rank for i, rank in ranks.items() if i < num_layers and kinds[i] in letters).values(), default=0)

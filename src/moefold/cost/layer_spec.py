@@ -23,6 +23,16 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
     return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
+def delta_rule_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of the recurrence of linear attention: a state is read twice, written once, and decays."""
+    return 8 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+
+
+def no_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return 0: a state has the same size at any length; see `cost/kv_cache.py`."""
+    return 0
+
+
 def latent_cache_width(model: ModelConfig, tp: int) -> int:
     """Return the width of the latent and the shared key of a token, which every rank has."""
     return model.kv_lora_rank + model.qk_rope_head_dim
@@ -33,7 +43,7 @@ class BlockSpec:
     """One kind of attention, or of feed-forward network."""
 
     name: str
-    """As in `model.attention`, or as a letter of `model.layer_pattern`."""
+    """As in `model.attention` or `model.linear_attention`, or as a letter of `model.layer_pattern`."""
     weights: Callable[[ModelConfig], Iterable[ParamSpec]]
     """Parameters of the module, by their names in it and in its order.
 
@@ -46,13 +56,13 @@ class BlockSpec:
 
 @lru_cache(maxsize=256)
 def layer_weights(model: ModelConfig, kind: str) -> tuple[ParamSpec, ...]:
-    """Return the unsharded parameters of a layer of kind "D" or "M"."""
+    """Return the unsharded parameters of a layer of one of `BLOCK_KINDS`."""
     return (
         *_residual_norms(model, "attention_norm", "pre"),
-        *_prefixed("attention", attention_spec(model).weights(model)),
+        *_prefixed("attention", attention_spec(model, kind).weights(model)),
         *_residual_norms(model, "attention_output_norm", "post"),
         *_residual_norms(model, "ffn_norm", "pre"),
-        *_prefixed("ffn", FEED_FORWARDS[kind].weights(model)),
+        *_prefixed("ffn", FEED_FORWARDS[kind[0]].weights(model)),
         *_residual_norms(model, "ffn_output_norm", "post"),
     )
 
@@ -63,7 +73,7 @@ def mtp_layer_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     hidden = model.hidden_size
     return (
         ParamSpec("projection", (hidden, 2 * hidden), "mtp"),
-        *layer_weights(model, model.layer_kinds[-1]),
+        *layer_weights(model, model.block_kinds[-1]),
         *(_norm(name, hidden) for name in ("embedding_norm", "hidden_norm", "output_norm")),
     )
 
@@ -83,7 +93,7 @@ def head_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
 def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
     """Return every parameter of a model by its name, in the order of the module."""
     found = list(_prefixed("embedding", (embedding_weight(model),)))
-    for i, kind in enumerate(model.layer_kinds):
+    for i, kind in enumerate(model.block_kinds):
         found += _prefixed(f"layers.{i}", layer_weights(model, kind))
     for i in range(model.num_layers, model.num_layers + model.mtp_layers):
         found += _prefixed(f"layers.{i}", mtp_layer_weights(model))
@@ -91,9 +101,14 @@ def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
     return {weight.name: weight for weight in found}
 
 
-def attention_spec(model: ModelConfig) -> BlockSpec:
-    """Return the description of a model's attention."""
-    return ATTENTIONS[model.attention]
+def attention_name(model: ModelConfig, kind: str) -> str:
+    """Return the name of the attention of a layer of one of `BLOCK_KINDS`: a key of `ATTENTIONS`."""
+    return model.linear_attention if kind.endswith("L") else model.attention
+
+
+def attention_spec(model: ModelConfig, kind: str = "D") -> BlockSpec:
+    """Return the description of the attention of a layer of one of `BLOCK_KINDS`; by default, softmax attention."""
+    return ATTENTIONS[attention_name(model, kind)]
 
 
 def _prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
@@ -162,6 +177,46 @@ def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield _norm("key_value_norm", rank)
 
 
+def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `DeltaAttention`, the norm last."""
+    hidden = model.hidden_size
+    heads = model.linear_num_value_heads
+    key = model.linear_num_key_heads * model.linear_key_head_dim
+    value = heads * model.linear_value_head_dim
+    taps = model.linear_conv_kernel
+    for name, width in (("wq", key), ("wk", key), ("wv", value)):
+        yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+    yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
+    for name, width in (("conv_q", key), ("conv_k", key), ("conv_v", value)):
+        yield ParamSpec(name, (width, taps), "attention", tp_dim=0, always_adamw=True)
+    yield ParamSpec("a_log", (heads,), "attention", tp_dim=0)
+
+
+def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `GatedDeltaNet`."""
+    heads = model.linear_num_value_heads
+    hidden = model.hidden_size
+    yield from _delta_weights(model)
+    yield ParamSpec("wg", (heads * model.linear_value_head_dim, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+    yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0)
+    yield _norm("norm", model.linear_value_head_dim)
+
+
+def kda_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `KimiDeltaAttention`."""
+    rank = model.linear_value_head_dim
+    channels = model.linear_num_value_heads * model.linear_key_head_dim
+    yield from _delta_weights(model)
+    yield ParamSpec("wa_down", (rank, model.hidden_size), "attention")
+    yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
+    yield ParamSpec("wg_down", (rank, model.hidden_size), "attention")
+    yield ParamSpec("wg_up", (model.linear_num_value_heads * rank, rank), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0)
+    yield _norm("norm", rank)
+
+
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
     """Yield the parameters of `SwiGLU`."""
     yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
@@ -205,6 +260,13 @@ ATTENTIONS: dict[str, BlockSpec] = {
     for spec in (
         BlockSpec(name="gqa", weights=gqa_weights),
         BlockSpec(name="mla", weights=mla_weights, cache_width=latent_cache_width),
+        BlockSpec(
+            name="gated_deltanet",
+            weights=gated_deltanet_weights,
+            core_flops=delta_rule_flops,
+            cache_width=no_cache_width,
+        ),
+        BlockSpec(name="kda", weights=kda_weights, core_flops=delta_rule_flops, cache_width=no_cache_width),
     )
 }
 """Every attention by its name in a recipe."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.model import LAYER_KINDS, ModelConfig
+from moefold.config.model import BLOCK_KINDS, ModelConfig
 from moefold.topology.pipeline_layout import StageParts
 
 Counts = NDArray[np.float64]
@@ -93,8 +93,8 @@ class MemoryColumns:
         return [*range(self.num_kinds), self.state_column("mtp")]
 
 
-RECIPE_COLUMNS = MemoryColumns(len(LAYER_KINDS), (LAYER_KINDS.index("M"),))
-"""Columns of a recipe: `LAYER_KINDS` are its kinds of layers."""
+RECIPE_COLUMNS = MemoryColumns(len(BLOCK_KINDS), tuple(i for i, kind in enumerate(BLOCK_KINDS) if kind[0] == "M"))
+"""Columns of a recipe: `BLOCK_KINDS` are its kinds of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +117,10 @@ class ModelChunk:
 
 
 def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
-    """Return the layers of a stage, with `LAYER_KINDS` as kinds."""
-    kinds = tuple(LAYER_KINDS.index(model.layer_kinds[i]) for i in parts.layers)
-    counts = [kinds.count(kind) for kind in range(len(LAYER_KINDS))]
-    counts[LAYER_KINDS.index(model.layer_kinds[-1])] += parts.num_mtp_layers
+    """Return the layers of a stage, with `BLOCK_KINDS` as kinds."""
+    kinds = tuple(BLOCK_KINDS.index(model.block_kinds[i]) for i in parts.layers)
+    counts = [kinds.count(kind) for kind in range(len(BLOCK_KINDS))]
+    counts[BLOCK_KINDS.index(model.block_kinds[-1])] += parts.num_mtp_layers
     return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
 
 

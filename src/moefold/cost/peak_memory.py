@@ -9,6 +9,7 @@ import numpy as np
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
@@ -41,6 +42,8 @@ class RankMemory:
     optimizer_in_transit: int = 0
     """Offloaded moments in memory during the update, as far as they exceed the activations and buffers freed by
     then."""
+    graphs: int = 0
+    """Fixed addresses of CUDA graphs, see `graph_bytes`."""
 
     @property
     def total(self) -> int:
@@ -53,6 +56,7 @@ class RankMemory:
             + self.activations.total
             + self.pipeline
             + self.optimizer_in_transit
+            + self.graphs
         )
 
 
@@ -76,6 +80,7 @@ def compute_rank_memory(
     states = states or StateMemory(cfg, kernels)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
     table = activation_table(formula)
+    chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)
     for rank, (snapshots, state_bytes, moments) in enumerate(ranks):
@@ -83,7 +88,9 @@ def compute_rank_memory(
         pipeline = snapshots.num_awaited * formula.hidden_bytes
         resident = replace(state_bytes, optimizer=state_bytes.optimizer - moments.offloaded)
         update = max(0, moments.in_transit - peak.total - pipeline)
-        found.append(RankMemory(rank, resident, peak, pipeline, update))
+        in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
+        graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)
+        found.append(RankMemory(rank, resident, peak, pipeline, update, graphs))
     return tuple(found)
 
 

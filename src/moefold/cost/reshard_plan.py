@@ -12,6 +12,7 @@ round. The plan is a function of integers: every rank computes the same one.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moefold.cost.shard_boxes import Box, WeightSharding
 
@@ -145,40 +146,70 @@ def _pack_rounds(
 ) -> tuple[tuple[BoxTransfer, ...], ...]:
     """Cut transfers to at most `max_bytes`, and put each into the first round in which both ranks have room.
 
-    Transfers of a pair of ranks keep their order. Tensors of different element sizes never share a round.
+    Tensors of different element sizes never share a round.
     """
     rounds: list[list[BoxTransfer]] = []
-    for size in sorted({itemsize[transfer.name] for transfer in moved}, reverse=True):
-        same_size = [transfer for transfer in moved if itemsize[transfer.name] == size]
+    for element in sorted({itemsize[transfer.name] for transfer in moved}, reverse=True):
+        cut = [
+            (box, transfer)
+            for transfer in moved
+            if itemsize[transfer.name] == element
+            for box in split_box(transfer.box, max_bytes // element)
+        ]
+        sizes = sorted({box.numel * element for box, _ in cut}, reverse=True)
+        index_of = {size: index for index, size in enumerate(sizes)}
+        new_room = partial(_RoundRoom, sizes, max_bytes)
+        senders: defaultdict[int, _RoundRoom] = defaultdict(new_room)
+        receivers: defaultdict[int, _RoundRoom] = defaultdict(new_room)
         filled: list[list[BoxTransfer]] = []
-        send_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
-        receive_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
-        next_send: defaultdict[int, int] = defaultdict(int)
-        next_receive: defaultdict[int, int] = defaultdict(int)
-        for transfer in same_size:
-            source = transfer.source
-            target = transfer.target
-            for box in split_box(transfer.box, max_bytes // size):
-                num_bytes = box.numel * size
-                number = max(next_send[source], next_receive[target])
-                while max(send_bytes[source, number], receive_bytes[target, number]) + num_bytes > max_bytes:
-                    number += 1
-                send_bytes[source, number] += num_bytes
-                receive_bytes[target, number] += num_bytes
-                # Rounds before a full one stay closed, so that the search for room does not begin at the first again.
-                next_send[source] = _next_with_room(send_bytes, source, next_send[source], max_bytes - size)
-                next_receive[target] = _next_with_room(receive_bytes, target, next_receive[target], max_bytes - size)
-                filled.extend([] for _ in range(number + 1 - len(filled)))
-                filled[number].append(BoxTransfer(transfer.name, box, source, target))
+        for box, transfer in cut:
+            size = box.numel * element
+            sender = senders[transfer.source]
+            receiver = receivers[transfer.target]
+            number = _lowest_zero_bit(sender.full[index_of[size]] | receiver.full[index_of[size]])
+            sender.fill(number, size)
+            receiver.fill(number, size)
+            filled.extend([] for _ in range(number + 1 - len(filled)))
+            filled[number].append(
+                transfer if box is transfer.box else BoxTransfer(transfer.name, box, transfer.source, transfer.target)
+            )
         rounds += filled
     return tuple(tuple(transfers) for transfers in rounds)
 
 
-def _next_with_room(filled_bytes: Mapping[tuple[int, int], int], rank: int, number: int, most: int) -> int:
-    """Return the first round from `number` on in which a rank has room for one element."""
-    while filled_bytes.get((rank, number), 0) > most:
-        number += 1
-    return number
+class _RoundRoom:
+    """Rounds in which a rank has room for a transfer, to find the first one without a search over rounds.
+
+    Args:
+        sizes: bytes of the transfers that occur, largest first.
+        max_bytes: bytes that the rank may send, or receive, in a round.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_bytes: int) -> None:
+        self.full = [0] * len(sizes)
+        """For each size, the rounds without room for it, as the bits of an integer."""
+        self._sizes = sizes
+        self._max_bytes = max_bytes
+        self._filled: list[int] = []
+        self._largest_fitting: list[int] = []
+        """For each round, the index of the largest size that it has room for."""
+
+    def fill(self, number: int, size: int) -> None:
+        """Add bytes to a round."""
+        missing = number + 1 - len(self._filled)
+        self._filled.extend([0] * missing)
+        self._largest_fitting.extend([0] * missing)
+        self._filled[number] += size
+        room = self._max_bytes - self._filled[number]
+        index = self._largest_fitting[number]
+        while index < len(self._sizes) and self._sizes[index] > room:
+            self.full[index] |= 1 << number
+            index += 1
+        self._largest_fitting[number] = index
+
+
+def _lowest_zero_bit(bits: int) -> int:
+    return (~bits & (bits + 1)).bit_length() - 1
 
 
 def split_box(box: Box, max_numel: int) -> Iterator[Box]:

@@ -43,6 +43,26 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     return tuple(found)
 
 
+def gathered_weight_bytes(cfg: Config) -> tuple[int, ...]:
+    """Return the bytes of the weights that a model in training gathers to sample, on the first rank of each stage.
+
+    FSDP gathers all weights in the compute type. One rank gathers none, and which of its weights have copies in the
+    compute type depends on the kernels; they are not counted.
+    """
+    p = cfg.parallel
+    if has_rollout_mapping(cfg) or p.world_size == 1:
+        return (0,) * p.pp
+    whole = WeightSharding.from_config(cfg, for_training=False)
+    itemsize = sampled_itemsize(cfg)
+    names = model_weights(cfg.model).keys()
+    found = [0] * p.pp
+    for rank in range(p.world_size):
+        stage = whole.layout.attention.coordinate(rank, "pp")
+        if not found[stage]:
+            found[stage] = held_bytes({n: b for n, b in whole.boxes(rank).items() if n in names}, itemsize)
+    return tuple(found)
+
+
 def reference_weight_bytes(cfg: Config) -> tuple[int, ...]:
     """Return the bytes of the reference model on the first rank of each pipeline stage: master weights and buffers.
 

@@ -26,9 +26,10 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     formula = ActivationMemory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     state_bytes = {
-        name: states.unit_bytes(name, with_optimizer=not offloads) for name in ("embedding", "head", "D", "M")
+        name: states.unit_bytes(name, with_optimizer=not offloads)
+        for name in ("embedding", "head", *dict.fromkeys(model.block_kinds))
     }
-    layers = [(state_bytes[kind], formula.saved_by_kind[kind].total()) for kind in model.layer_kinds]
+    layers = [(state_bytes[kind], formula.saved_by_kind[kind].total()) for kind in model.block_kinds]
     loss = (
         state_bytes["head"]
         + formula.transient_loss

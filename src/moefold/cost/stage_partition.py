@@ -93,8 +93,8 @@ def embedding_cost(cfg: Config) -> StageCost:
 
 def _layer_costs(cfg: Config) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
-    first_numbers: dict[tuple[str, int], int] = {}
-    kinds = list(zip(cfg.model.layer_kinds, cfg.model.layer_windows, strict=True))
+    first_numbers: dict[tuple[str, str], int] = {}
+    kinds = list(zip(cfg.model.layer_kinds, cfg.model.attention_letters, strict=True))
     for number, kind in enumerate(kinds):
         first_numbers.setdefault(kind, number)
     loads = {kind: layer_cost(cfg, number) for kind, number in first_numbers.items()}
@@ -102,9 +102,9 @@ def _layer_costs(cfg: Config) -> list[StageCost]:
 
 
 def layer_cost(cfg: Config, number: int) -> StageCost:
-    """Return the cost of one layer, of its kind and with its sliding window."""
+    """Return the cost of one layer, of its kind and with its attention."""
     model = cfg.model
-    one_layer = _single_layer(model, model.layer_kinds[number], model.layer_windows[number])
+    one_layer = _single_layer(model, model.layer_kinds[number], model.attention_letters[number])
     count = count_parameters(one_layer)
     p = cfg.parallel
     dense = count.total - count.embedding - count.head - count.experts
@@ -126,9 +126,8 @@ def loss_cost(cfg: Config) -> StageCost:
     return StageCost(load.flops, load.num_parameters + mtp_parameters + head_copy)
 
 
-def _single_layer(model: ModelConfig, kind: str, window: int) -> ModelConfig:
-    pattern = "W" if window else "F"
-    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=pattern)
+def _single_layer(model: ModelConfig, kind: str, letter: str) -> ModelConfig:
+    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=letter)
 
 
 def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowdown_pct: int) -> list[int]:

@@ -13,7 +13,7 @@ from heapq import nlargest
 
 import numpy as np
 
-from moefold.config.model import LAYER_KINDS
+from moefold.config.model import BLOCK_KINDS
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import (
     RECIPE_COLUMNS,
@@ -163,7 +163,7 @@ class StateMemory(UnitMemory):
         """Name of each unit of the model, by its state column."""
         model = self._cfg.model
         ends = ("embedding", "head", "mtp") if model.mtp_layers else ("embedding", "head")
-        return {LAYER_KINDS.index(letter): letter for letter in sorted(set(model.layer_kinds))} | {
+        return {BLOCK_KINDS.index(kind): kind for kind in sorted(set(model.block_kinds))} | {
             RECIPE_COLUMNS.state_column(name): name for name in ends
         }
 

@@ -177,11 +177,11 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
 
 
 def unit_names(cfg: Config, stage: Stage) -> list[str]:
-    """Return the units of a stage: "embedding", layers as "D" and "M", "head", and MTP layers as "mtp"."""
+    """Return the units of a stage: "embedding", layers by `BLOCK_KINDS`, "head", and MTP layers as "mtp"."""
     model = cfg.model
     parts = stage.parts
     names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
-    names += [model.layer_kinds[i] for i in parts.layers]
+    names += [model.block_kinds[i] for i in parts.layers]
     return names + ["head"] + ["mtp"] * parts.num_mtp_layers if stage.is_last else names
 
 
@@ -239,7 +239,7 @@ class UnitMemory:
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
-            has_experts = name == "M" or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
+            has_experts = name in ("M", "ML") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,

@@ -14,7 +14,7 @@ import numpy as np
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import cache_bytes
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
@@ -308,7 +308,7 @@ def _cache_bytes(cfg: Config, requests: Sequence[Request], settings: EngineSetti
     if max_pages is not None:
         check_requests(requests, max_pages)
         num_pages = min(num_pages, max_pages)
-    return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)
+    return cache_bytes(cfg, num_pages, min(settings.slots, -(-len(requests) // dp)), settings.cache)
 
 
 def choose_inference_device(

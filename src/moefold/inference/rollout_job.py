@@ -7,7 +7,7 @@ from typing import Literal
 
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config, DataConfig
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.tasks import Problems
@@ -129,7 +129,8 @@ def prepare_rollouts(
         if max_pages is not None:
             check_requests([one], max_pages)
             num_pages = min(num_pages, max_pages)
-    cache = {f"the cache of {request.slots} rollouts": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    num_samples = min(request.slots, num_prompts * request.samples)
+    cache = {f"the cache of {request.slots} rollouts": cache_bytes(cfg, num_pages, num_samples)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, GENERATE_OOM_HINT)
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 

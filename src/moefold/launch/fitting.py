@@ -8,9 +8,11 @@ from moefold.host.memory import AvailableMemory, available_host_memory, availabl
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import device_without_torch
 from moefold.topology.layout import fold
+from moefold.topology.rollout_mapping import rollout_config
 from moefold.validate.memory_need import (
     BytesByPart,
     HostCapacity,
+    check_sampling_fits,
     check_training_fits,
     find_shortage,
     inference_weight_memory,
@@ -54,8 +56,16 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
     Raises:
         ConfigError: the ranks do not fit, and run.check_memory is true.
     """
-    if cfg.run.check_memory and (rank_env is None or rank_env.local_rank == 0):
-        check_training_fits(cfg, local_host_capacity(cfg, device_type, rank_env))
+    if not cfg.run.check_memory or (rank_env is not None and rank_env.local_rank):
+        return
+    host = local_host_capacity(cfg, device_type, rank_env)
+    if host.pp_ranks:
+        check_training_fits(cfg, host)
+    if cfg.rollout.ranks:
+        first_rank = cfg.parallel.world_size
+        sampling = local_host_capacity(rollout_config(cfg), device_type, rank_env, first_rank)
+        if sampling.pp_ranks:
+            check_sampling_fits(cfg, sampling)
 
 
 def check_inference(
@@ -80,16 +90,25 @@ def check_inference(
         raise ConfigError(f"the model does not fit into memory: {shortage_message(shortage)}; {suggestion}")
 
 
-def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None) -> HostCapacity:
-    """Return the memory of this machine and the pipeline ranks of the job's ranks on it."""
+def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None, first_rank: int = 0) -> HostCapacity:
+    """Return the memory of this machine and the pipeline ranks of those of its ranks that have a mapping.
+
+    Args:
+        cfg: a recipe with the mapping.
+        device_type: "cpu" or "cuda".
+        rank_env: see `check_training`.
+        first_rank: rank in the job of the first rank of the mapping.
+    """
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     first, count = (
-        (0, p.world_size) if rank_env is None else (rank_env.rank - rank_env.local_rank, rank_env.local_world_size)
+        (first_rank, p.world_size)
+        if rank_env is None
+        else (rank_env.rank - rank_env.local_rank, rank_env.local_world_size)
     )
-    ranks = range(first, min(first + count, p.world_size))
+    ranks = range(max(0, first - first_rank), min(first + count - first_rank, p.world_size))
     pp_ranks = tuple(layout.attention.coordinate(rank, "pp") for rank in ranks)
     if device_type == "cuda":
         return HostCapacity(device_type, pp_ranks, _smallest_gpu_memory(len(pp_ranks)))

@@ -146,7 +146,7 @@ class Watchdog:
         assert store_reporter is not None
         limit_s = self.flight_recorder.hang_timeout_s
         while not self._stopped.wait(min(REPORT_PERIOD_S, limit_s / 5)):
-            if self.flight_recorder.idle_s() > limit_s:
+            if self.flight_recorder.stalled_s() > limit_s:
                 reason = f"no progress for {limit_s:g} s (faults.timeout_s)"
                 self._request_diagnosis(store_reporter, reason, is_lost_peer=False)
                 self._report_without_store(store_reporter, reason)
@@ -207,6 +207,7 @@ class _StoreReporter(threading.Thread):
         self._reason = ""
         self._is_lost_peer = False
         self._local_peers: dict[int, _LocalPeer] = {}
+        self._awaited_report_s = 0.0
         self._store: dist.Store | None = None
 
     def run(self) -> None:
@@ -298,6 +299,7 @@ class _StoreReporter(threading.Thread):
             self._answer_and_exit()
         if not self.peers_known.is_set():
             self._discover_local_peers()
+        self._credit_awaited_rank()
         if lost := self._lost_peers():
             self._report_lost_peers(lost)
         if self._reason:
@@ -314,6 +316,22 @@ class _StoreReporter(threading.Thread):
             time.sleep(2 * self.period_s)
             self.exit_failed()
         self._diagnose_and_exit(f"{format_ranks(lost)} can no longer take part", is_lost_peer=False)
+
+    def _credit_awaited_rank(self) -> None:
+        """Record progress while the rank that this one waits for makes progress.
+
+        Ranks that train and ranks that sample wait for each other as long as a round of rollouts or a training step
+        takes. Times are compared only within the report of the other rank, whose clock may differ.
+        """
+        rank = self._flight_recorder.awaited_rank
+        if rank is None or not self._connected_store.check([f"report/{rank}"]):
+            return
+        report = json.loads(self._connected_store.get(f"report/{rank}"))
+        is_new = report["reported_at_s"] != self._awaited_report_s
+        self._awaited_report_s = report["reported_at_s"]
+        idle_s = report["reported_at_s"] - report["snapshot"]["moved_s"]
+        if is_new and idle_s < self._flight_recorder.hang_timeout_s / 2:
+            self._flight_recorder.credit_wait()
 
     def _publish_report(self) -> None:
         location, is_communicating = _source_location(self._main_thread_id)

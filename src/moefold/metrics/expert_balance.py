@@ -384,7 +384,7 @@ def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
     found = record.get("expert_load", [])
     if not isinstance(found, list):
         raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is not a list")
-    return [_number(load) for load in found]
+    return [finite_number(load) for load in found]
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -401,14 +401,14 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
     for i, record in enumerate(records):
         layers = _record_layers(record)
         if len(layers) == num_layers:
-            dropped[i] = [_number(layer.get("dropped_fraction")) for layer in layers]
-            entropy[i] = [_number(layer.get("router_entropy")) for layer in layers]
+            dropped[i] = [finite_number(layer.get("dropped_fraction")) for layer in layers]
+            entropy[i] = [finite_number(layer.get("router_entropy")) for layer in layers]
         else:
-            dropped[i] = _number(record.get("dropped_fraction"))
+            dropped[i] = finite_number(record.get("dropped_fraction"))
     return steps, dropped, entropy
 
 
-def _number(value: Any) -> float:
+def finite_number(value: Any) -> float:
     """Return a measurement as float; NaN for a value of another type or too large a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_VALUE:
         return np.nan

@@ -126,28 +126,22 @@ class AttentionMaskSpec:
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])
 
 
-class SelfAttention(nn.Module, ABC):
-    """Base class of the attention of a layer; head counts follow the local weights.
+class TokenMixer(nn.Module, ABC):
+    """Base class of the attention of a layer, softmax or linear; head counts follow the local weights.
 
-    `parallelize` replaces `sequence_parallel` (sequence parallelism), `core_attention` and `attends_in_blocks` (context
-    parallelism), `wgrad_store` (backward pass split in two) and `kernels`.
-
-    Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    `parallelize` replaces `sequence_parallel` (sequence parallelism), `wgrad_store` (backward pass split in two) and
+    `kernels`.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.window = window
-        self.core_attention: CoreAttention = CausalAttention(window)
-        self.attends_in_blocks = False
 
     @abstractmethod
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute self-attention over the whole sequence.
+        """Compute attention over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
@@ -157,6 +151,22 @@ class SelfAttention(nn.Module, ABC):
         Returns:
             [S/(cp*tp), B, H].
         """
+
+
+class SelfAttention(TokenMixer):
+    """Base class of softmax attention.
+
+    `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
+
+    Args:
+        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.core_attention: CoreAttention = CausalAttention(window)
+        self.attends_in_blocks = False
 
 
 class Attention(SelfAttention):
@@ -264,7 +274,7 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
         return None
     if cfg.qk_norm_width == "all_heads":
         return FullWidthQKNorm(width, cfg.norm_eps)
-    return RMSNorm(cfg.head_size, cfg.norm_eps)
+    return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256

@@ -25,8 +25,6 @@ MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
 """Parameters that `FusedBlock` reads, besides those of the shared expert: a layer with others keeps its modules."""
-
-
 BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
@@ -42,6 +40,7 @@ def supports_fused(block: nn.Module) -> bool:
     kernels = attention.kernels
     parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.linear_backend, kernels.gemm
     norms = attention.query_norm, attention.key_norm
+    block_norms = block.attention_norm, block.ffn_norm
     return (
         kernels.decode is not None
         and all(kernels.decode.joins(part) for part in parts)
@@ -49,6 +48,7 @@ def supports_fused(block: nn.Module) -> bool:
         and attention.head_size <= kernels.decode.max_head_dim
         and {name for name, _ in attention.named_parameters()} <= ATTENTION_PARAMETERS
         and all(norm is None or type(norm) is RMSNorm for norm in norms)
+        and all(type(norm) is RMSNorm for norm in block_norms)
         and attention.kv_rows == slice(None)
         and attention.scale is None
         and not attention.norm_after_rope
@@ -138,9 +138,7 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     if isinstance(ffn := block.ffn, MoELayer):
         router = linear(ffn.router.weight, ffn.router.bias, torch.float32)
         matrix_dtype = ffn.experts.ops.weight_dtype(like)
-        gate, up, down = (
-            local_param(weight, matrix_dtype) for weight in (ffn.experts.w_gate, ffn.experts.w_up, ffn.experts.w_down)
-        )
+        gate, up, down = (local_param(weight, matrix_dtype) for weight in ffn.experts.computed_weights)
         experts = gate, up, down
         top_k = ffn.router.top_k
     return LayerWeights(

@@ -37,7 +37,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.input_factor = 1.0 / cfg.logits_divisor
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()

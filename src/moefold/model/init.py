@@ -13,6 +13,11 @@ EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
 BIASES = ("bq", "bk", "bv", "bo", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
+CONVOLUTIONS = ("conv_q", "conv_k", "conv_v")
+DECAY_RATES = (1.0, 16.0)
+"""Range of exp(a_log), the decay rates of linear attention (arXiv:2405.21060, as in the code of arXiv:2412.06464)."""
+TIME_STEPS = (1e-3, 1e-1)
+"""Range of softplus(dt_bias), drawn uniformly in its logarithm (the same sources)."""
 
 
 @torch.no_grad()
@@ -21,9 +26,10 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
     Integer buffers keep their dtype, all others become float32, whatever the dtype of the weights.
 
-    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
-    biases zero. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is
-    drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
+    (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
+    papers. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in
+    float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
@@ -61,11 +67,21 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
-        return torch.ones(shape)
+        is_centered = cfg.zero_centered_norms and not name.endswith("attention.norm.weight")
+        return torch.zeros(shape) if is_centered else torch.ones(shape)
     if leaf in BIASES:
         return torch.zeros(shape)
-    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
     generator = torch.Generator().manual_seed(seed_for(seed, name))
+    if leaf in CONVOLUTIONS:
+        bound = shape[1] ** -0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    if leaf == "a_log":
+        return torch.empty(shape).uniform_(*DECAY_RATES, generator=generator).log()
+    if leaf == "dt_bias":
+        steps = torch.empty(shape).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
+        # The inverse of softplus.
+        return steps + torch.log(-torch.expm1(-steps))
+    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

@@ -12,10 +12,17 @@ from moefold.ops.norm import cpu_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernels`."""
+    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernels`.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        size: size of the last dim.
+        eps: added to the mean of squares.
+        zero_centered: whether values are multiplied by 1 + weight (Gemma, Qwen3-Next).
+    """
+
+    def __init__(self, size: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
+        self.zero_centered = zero_centered
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.kernels: Kernels = TORCH_KERNELS
@@ -33,8 +40,9 @@ class RMSNorm(nn.Module):
         return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)
 
     def local_weight(self, x: Tensor) -> Tensor:
-        """Return the local weight in the dtype of x."""
-        return local_param(self.weight, x.dtype)
+        """Return the factor of the normalised values in the dtype of x: the local weight, or 1 + weight."""
+        weight = local_param(self.weight, x.dtype)
+        return 1 + weight if self.zero_centered else weight
 
 
 class FullWidthQKNorm(nn.Module):

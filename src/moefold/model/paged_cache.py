@@ -37,6 +37,8 @@ class PassRows:
     """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
     counts: Sequence[int]
     """Rows of each segment, [segments]."""
+    state_slots_N: Tensor | None = None
+    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
 
     @cached_property
     def single_rows(self) -> list[int]:

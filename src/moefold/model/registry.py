@@ -6,8 +6,9 @@ from torch import nn
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.model.attention import Attention, SelfAttention
+from moefold.model.attention import Attention, TokenMixer
 from moefold.model.init import seed_for
+from moefold.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
@@ -32,11 +33,13 @@ def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
     )
 
 
-ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], SelfAttention]] = {
+ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "gqa": Attention,
     "mla": LatentAttention,
+    "gated_deltanet": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
 }
-"""How to build each attention of `cost/layer_spec.py`, for a sliding window; 0: full attention."""
+"""How to build each attention of `cost/layer_spec.py`, for a sliding window; 0: none."""
 
 FEED_FORWARD_BUILDERS: dict[str, Callable[[Config, int], nn.Module]] = {"D": _build_dense, "M": _build_moe_layer}
 """How to build each feed-forward network of `cost/layer_spec.py`, for a layer by its number in the whole model."""

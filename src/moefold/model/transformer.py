@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
@@ -43,7 +44,8 @@ class Block(nn.Module):
         has_input_norms = model.norm_placement != "post"
         has_output_norms = model.norm_placement != "pre"
         self.attention_norm = _norm(model, has_input_norms)
-        self.attention = ATTENTION_BUILDERS[model.attention](model, model.all_layer_windows[number])
+        name = attention_name(model, model.all_block_kinds[number])
+        self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
         self.attention_output_norm = _norm(model, has_output_norms)
         self.ffn_norm = _norm(model, has_input_norms)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
@@ -97,7 +99,9 @@ class Block(nn.Module):
 
 
 def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
-    return RMSNorm(model.hidden_size, model.norm_eps) if is_present else None
+    if not is_present:
+        return None
+    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 class MTPBlock(Block):
@@ -111,12 +115,13 @@ class MTPBlock(Block):
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
         eps = cfg.model.norm_eps
-        self.embedding_norm = RMSNorm(hidden, eps)
-        self.hidden_norm = RMSNorm(hidden, eps)
+        zero_centered = cfg.model.zero_centered_norms
+        self.embedding_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.hidden_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = RMSNorm(hidden, eps)
+        self.output_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
 
     def forward(
         self,
@@ -211,7 +216,8 @@ class Transformer(nn.Module):
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
-        self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
+        if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
+            self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.groups import Group
 from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
+from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
     BlockMask,
@@ -45,13 +46,15 @@ ContextKind = Literal["ring", "allgather", "ulysses"]
 
 
 def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> None:
-    """Give every attention layer the core attention of a context-parallel rank, and the head the sum over the ranks."""
+    """Replace the core attention of each layer, the segments of linear attention, and the head's sum over the ranks."""
     if stage.is_last:
         stage.head.context_parallel = ContextParallelSum(cp)
     for module in stage.modules():
         if isinstance(module, SelfAttention):
             module.core_attention = context_parallel_attention(kind, cp, module.window)
             module.attends_in_blocks = cp.size > 1 and kind != "ulysses"
+        if isinstance(module, LinearAttention) and cp.size > 1:
+            module.segments = ContextSegments(kind, cp)
 
 
 class ContextParallelSum:
@@ -478,3 +481,59 @@ def _past_chunks(cp: Group) -> list[range]:
     """Return the earlier chunks of other ranks: those visible to both local chunks, then to the second only."""
     first, second = _zigzag(cp.size, cp.rank)
     return [past for past in (range(first), range(first + 1, second)) if past]
+
+
+class ContextSegments(SequenceSegments):
+    """Segments of linear attention on a context-parallel rank, in any order of the ranks' tokens.
+
+    A segment turns the state S before it into T S + U, so each rank computes T and U of its segments, all ranks gather
+    them, and each composes those of the earlier segments. The bytes sent do not depend on the length of the sequence:
+    D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the convolution. All segments are
+    computed at the same time, so the zigzag order of ring attention, two segments a rank, is as good as any.
+
+    Args:
+        kind: ring, allgather or ulysses; see `sequence_positions`.
+        cp: the ranks that share a sample.
+    """
+
+    def __init__(self, kind: ContextKind, cp: Group) -> None:
+        self._cp = cp
+        self._kind = kind
+        segments_of_ranks = [(rank,) if kind == "ulysses" else _zigzag(cp.size, rank) for rank in range(cp.size)]
+        self._own = segments_of_ranks[cp.rank]
+        # Place of each segment in what is gathered, in the order of the sequence.
+        gathered = [number for numbers in segments_of_ranks for number in numbers]
+        self._places = [gathered.index(number) for number in range(len(gathered))]
+        self.num_segments = len(self._own)
+        self.initial_state = self._compose
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """See base class."""
+        size = self._cp.size
+        return sequence_positions(self._kind, num_tokens * size, size, self._cp.rank).to(device)
+
+    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
+        """See base class; an all-gather over cp."""
+        by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
+        gathered = all_gather(by_segment, self._cp)
+        zeros = _connected_zeros(gathered[0])
+        found = [gathered[self._places[number - 1]] if number else zeros for number in self._own]
+        return torch.stack(found, 1).flatten(1, 2)
+
+    def _compose(self, transition: Tensor, update: Tensor) -> Tensor:
+        """Return the states before this rank's segments; an all-gather over cp; see `InitialState`."""
+        value_size = update.shape[-1]
+        both = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
+        gathered = all_gather(both.contiguous(), self._cp)
+        state = _connected_zeros(gathered[0, ..., :value_size])
+        states = [state]
+        for place in self._places[: max(self._own)]:
+            new, through = gathered[place].split((value_size, gathered.shape[-1] - value_size), -1)
+            state = through @ state + new
+            states.append(state)
+        return torch.cat([states[number] for number in self._own])
+
+
+def _connected_zeros(x: Tensor) -> Tensor:
+    """Return zeros that depend on x: the rank of the first segment takes part in the adjoint of the all-gather."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)

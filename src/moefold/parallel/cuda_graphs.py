@@ -38,16 +38,36 @@ class GraphRecorder(Protocol):
         ...
 
 
+MakeRecorder = Callable[[], GraphRecorder]
+
+
+class CudaGraphRecorders:
+    """Makes recorders of CUDA graphs that share a stream.
+
+    cuBLAS keeps a workspace for each stream that it has run on, of 32 MiB on Hopper, and the allocator keeps freed
+    memory for the stream that allocated it.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> "CudaGraphRecorder":
+        """Make a recorder with a memory pool of its own."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return CudaGraphRecorder(self._stream)
+
+
 class CudaGraphRecorder:
-    """`GraphRecorder` of CUDA graphs, with a memory pool and a stream of its own.
+    """`GraphRecorder` of CUDA graphs, with a memory pool of its own.
 
     Graphs of different micro-batches that shared a pool could overwrite what another one saved: a temporary of the
     first may lie where the second, captured later, saves, and a pipeline does not replay in the order of capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = stream
 
     def run(self, function: Callable[[], object]) -> None:
         """See `GraphRecorder`."""
@@ -98,6 +118,10 @@ class CapturedPasses:
         self._is_zero = [True for _ in grads]
         remaining = iter(found)
         self._gradients = [next(remaining) if tensor.requires_grad else None for tensor in inputs]
+
+    def static_tensors(self) -> list[Tensor]:
+        """Return the tensors at fixed addresses: outputs, their gradients, and the gradients of the inputs."""
+        return [*self._outputs, *self._grads, *(gradient for gradient in self._gradients if gradient is not None)]
 
     def forward(self) -> Sequence[Tensor]:
         """Run on the values that the inputs have now; returns the same tensors each time."""

@@ -5,7 +5,6 @@ the experts on the device. Gradients and router statistics are added in place, s
 of all. The optimizer, metrics and the learning rate stay outside.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.torch_compat import foreach_zero_
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
-from moefold.parallel.cuda_graphs import NUM_WARMUP_RUNS, CudaGraphRecorder, GraphRecorder, write_inputs
+from moefold.parallel.cuda_graphs import NUM_WARMUP_RUNS, GraphRecorder, MakeRecorder, write_inputs
 from moefold.parallel.gradients import Accumulation
 
 
@@ -33,7 +32,7 @@ class GraphedAccumulation(Accumulation):
         model: Transformer,
         num_micro_batches: int,
         flight_recorder: FlightRecorder,
-        make_recorder: Callable[[], GraphRecorder] = CudaGraphRecorder,
+        make_recorder: MakeRecorder,
     ) -> None:
         super().__init__(model, num_micro_batches, zero=0)
         self._flight_recorder = flight_recorder

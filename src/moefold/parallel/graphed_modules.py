@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from moefold.comm.torch_compat import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import TokenMixer
 from moefold.model.local_param import local_param
 from moefold.model.module_wrapper import Function, wrap_method
 from moefold.model.moe.router import Router
@@ -25,10 +25,8 @@ from moefold.model.moe.token_group import TokenPositions
 from moefold.model.transformer import Transformer
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.ops.rope import Rope
-from moefold.parallel.cuda_graphs import CapturedPasses, CudaGraphRecorder, GraphRecorder, write_inputs
-
-MakeRecorder = Callable[[], GraphRecorder]
+from moefold.ops.rope import NoRope, Rope
+from moefold.parallel.cuda_graphs import CapturedPasses, MakeRecorder, write_inputs
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class GraphArguments:
     """Returns the arguments of the module, given tensors in place of `tensors`."""
 
 
-def attention_arguments(x: Tensor, rope: Rope, documents: PackedDocuments | None = None) -> GraphArguments:
-    """Return the arguments of `SelfAttention.forward`; the cosines and sines are those of the stage."""
+def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:
+    """Return the arguments of `TokenMixer.forward`; the cosines and sines are those of the stage."""
     assert documents is None, "validate_cuda_graphs refuses documents"
     return GraphArguments((x,), rope, lambda x: (x, rope))
 
@@ -121,6 +119,20 @@ class GraphedModule:
         """Return graphs after their backward pass; the next forward pass may overwrite what they hold."""
         self._idle.append(graphs)
 
+    @property
+    def num_idle(self) -> int:
+        """Graphs that no micro-batch uses: between two steps, as many as were captured."""
+        return len(self._idle)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
+        own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
+        is_copied = len(own) < len(self._weights)
+        found = list(self._weights.values()) if is_copied else []
+        for graphs in self._idle:
+            found += [*graphs.inputs, *graphs.passes.static_tensors()]
+        return found
+
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return weights at fixed addresses: copies of those that FSDP gathers in each step."""
         return {
@@ -193,7 +205,7 @@ class _Replay(torch.autograd.Function):
 def apply_cuda_graphs(
     stage: Transformer,
     weight_cache: WeightCache,
-    make_recorder: MakeRecorder = CudaGraphRecorder,
+    make_recorder: MakeRecorder,
     *,
     has_router: bool = False,
 ) -> None:
@@ -202,11 +214,11 @@ def apply_cuda_graphs(
     Args:
         stage: whose layers are changed.
         weight_cache: the scopes of the steps, inside which no weight changes.
-        make_recorder: records the passes of a module.
+        make_recorder: makes the recorder of the passes of a module.
         has_router: replay the routers too.
     """
     for module in stage.modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, TokenMixer):
             arguments: Callable[..., GraphArguments] = attention_arguments
         elif isinstance(module, Router) and has_router:
             arguments = router_arguments

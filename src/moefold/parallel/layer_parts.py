@@ -1,5 +1,6 @@
 """Parts of a layer that can be recomputed or offloaded as a whole (`train.recompute`, `train.offload`)."""
 
+from moefold.model.attention import SelfAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import Wrapper, wrap_method
 from moefold.model.moe.layer import MoELayer
@@ -21,7 +22,7 @@ def wrap_part(stage: Transformer, part: str, wrapper: Wrapper) -> None:
                 wrap_method(block, forward_method(stage), wrapper)
             case "norms":
                 wrap_method(block, "norm_checkpoint", wrapper)
-            case "core_attention":
+            case "core_attention" if isinstance(block.attention, SelfAttention):
                 wrap_method(block.attention, "core_attention", wrapper)
             case "dense_mlp" if isinstance(ffn, SwiGLU):
                 wrap_method(ffn, "forward", wrapper)

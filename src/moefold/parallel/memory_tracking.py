@@ -11,8 +11,9 @@ from torch import Tensor
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.head import Head
+from moefold.model.linear_attention import LinearAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import CallContext, Function, Wrapper, wrap_calls, wrap_method
 from moefold.model.moe.experts import Experts
@@ -29,7 +30,8 @@ from moefold.topology.schedules import SCHEDULES
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
-    (SelfAttention, "forward", "attention"),
+    (TokenMixer, "forward", "attention"),
+    (LinearAttention, "mix", "core attention"),
     (SelfAttention, "core_attention", "core attention"),
     (SwiGLU, "forward", "dense MLP"),
     (Router, "forward", "router"),

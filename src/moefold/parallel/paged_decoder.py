@@ -14,12 +14,14 @@ from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
+from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
+from moefold.model.recurrent_cache import RecurrentStates
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -108,6 +110,7 @@ class PagedDecoder:
     | attribute | becomes |
     | --- | --- |
     | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
+    | `state_cache` of linear attention | the states of each row's sample |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
     | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
@@ -128,6 +131,7 @@ class PagedDecoder:
         self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
         self._picked_rows: PickedRows | None = None
         self._caches: list[PagedAttention | PagedLatents] = []
+        self._state_caches: list[RecurrentStates] = []
         self._records_routing = records_routing
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
@@ -136,7 +140,7 @@ class PagedDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank; a layer's pages are allocated by its first pass."""
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(cache.nbytes for cache in (*self._caches, *self._state_caches))
 
     def __enter__(self) -> "PagedDecoder":
         dispatcher = _replacement_dispatcher(self._chain)
@@ -159,10 +163,15 @@ class PagedDecoder:
                 stage.set_positions(positions)
         self._replaced.clear()
         self._caches.clear()
+        self._state_caches.clear()
         self._routing.clear()
 
     def _replace_attributes(self, module: nn.Module) -> None:
         has_tp = self._chain.groups.attn.tp.size > 1
+        if isinstance(module, LinearAttention):
+            states = RecurrentStates(self._pass)
+            self._state_caches.append(states)
+            self._replace(module, "state_cache", states)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
@@ -206,10 +215,12 @@ class PagedDecoder:
         setattr(module, attribute, replacement)
 
     def _record_routing(self, stage: Transformer) -> None:
-        """Set a `RoutingCache` on the router of each MoE layer."""
+        """Set a `RoutingCache` on the router of each MoE layer; those of multi-token prediction do not run."""
         model = self._chain.cfg.model
         num_slots = self._size.num_pages * self._size.page_positions
-        for layer in stage.moe_layers().values():
+        for number, layer in stage.moe_layers().items():
+            if number >= model.num_layers:
+                continue
             cache = RoutingCache(
                 self._pass, num_slots, expert_index_dtype(model.num_experts), self._chain.groups.attn.tp
             )
@@ -240,6 +251,14 @@ class PagedDecoder:
             cache.copy_pages(source, target)
         for routing in self._routing:
             routing.copy_pages(source, target, self._size.page_positions)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of linear attention between slots in all layers, (from, to)."""
+        if not copies or not self._state_caches:
+            return
+        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        for states in self._state_caches:
+            states.copy(source, target)
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.

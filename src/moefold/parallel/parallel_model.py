@@ -14,6 +14,7 @@ from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
+from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
 from moefold.parallel.graphed_micro_batch import GraphedAccumulation
 from moefold.parallel.overlapped_schedule import OverlappedAccumulation
@@ -105,5 +106,5 @@ def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: Parall
     if cfg.parallel.overlap_experts:
         return OverlappedAccumulation(stage, cfg.num_micro_batches, cfg.parallel.zero, groups)
     if cfg.run.cuda_graphs == "full":
-        return GraphedAccumulation(stage, cfg.num_micro_batches, groups.recorder)
+        return GraphedAccumulation(stage, cfg.num_micro_batches, groups.recorder, CudaGraphRecorders())
     return Accumulation(stage, cfg.num_micro_batches, cfg.parallel.zero)

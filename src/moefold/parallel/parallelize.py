@@ -17,6 +17,7 @@ from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
+from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
 from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.graphed_modules import apply_cuda_graphs
@@ -115,6 +116,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
+    recorders = CudaGraphRecorders()
     for stage in stages:
         stage.to(master_weight_dtype(cfg) if for_training else stage.dtype)
         for layer in stage.moe_layers().values():
@@ -128,7 +130,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         if offload is not None:
             apply_offload(stage, cfg.train.offload, offload)
         if for_training and cfg.run.cuda_graphs in ("attention", "attention_router"):
-            apply_cuda_graphs(stage, kernels.weight_cache, has_router=cfg.run.cuda_graphs == "attention_router")
+            has_router = cfg.run.cuda_graphs == "attention_router"
+            apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if for_training:

@@ -122,8 +122,8 @@ class RolloutReplay:
             is_mine = self._is_from(tokens, receiver, self._own.shard)
             index = self._of_receiver(tokens.rollout_NS, receiver)[is_mine]
             index = starts[index] + self._of_receiver(tokens.offset_NS, receiver)[is_mine]
-            columns = [self._own.sampled_layers.index(layer) for layer in layers]
-            part = rows[columns][:, index] if layers else rows[:0]
+            columns = np.array([self._own.sampled_layers.index(layer) for layer in layers], np.int64)
+            part = rows[np.ix_(columns, index)]
             sent.append(np.ascontiguousarray(part, self._dtype).reshape(-1).view(np.uint8))
         masks = [self._is_from(tokens, self._own, member.shard) for member in self._members]
         item = self._top_k * self._dtype.itemsize

@@ -18,6 +18,7 @@ from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
+from moefold.ops.flash_attention_3 import use_flash_attention_3
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
@@ -59,6 +60,8 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
     kernels = _uncompiled_kernels(cfg, device)
+    message = "; ".join(filter(None, (kernels.message, use_flash_attention_3(device))))
+    kernels = replace(kernels, message=message)
     if cfg.run.compile == "none":
         return kernels
     reason = inductor_unsupported_reason(device.type)

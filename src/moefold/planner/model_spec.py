@@ -130,8 +130,10 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
-    for kind, window in zip(model.layer_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(mixer=_mixer_from_config(model, window), feed_forward=_feed_forward_from_config(model, kind))
+    for kind, window in zip(model.block_kinds, model.layer_windows, strict=True):
+        layer = LayerKind(
+            mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind)
+        )
         layers.append(kinds.setdefault(layer, len(kinds)))
     return ModelSpec(
         name=model.preset or "model",
@@ -145,8 +147,17 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     )
 
 
-def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
-    matrices = [weight for weight in attention_spec(model).weights(model) if weight.is_matrix]
+def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer:
+    spec = attention_spec(model, kind)
+    matrices = [weight for weight in spec.weights(model) if weight.is_matrix]
+    if kind.endswith("L"):
+        return TokenMixer(
+            kind="linear",
+            num_params=sum(weight.numel for weight in matrices),
+            sharded_width=sum(weight.shape[0] for weight in matrices if weight.tp_dim == 0 and weight.shape[1] > 16),
+            output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
+            state_flops=round(spec.core_flops(model, 0)),
+        )
     into_heads = [weight for weight in matrices if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
     latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
@@ -167,11 +178,11 @@ def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
 
 def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> TokenMixer:
     model = ModelConfig(hidden_size=hidden_size, num_attention_heads=heads, num_query_groups=groups, head_dim=head_size)
-    return _mixer_from_config(model, window=0)
+    return _mixer_from_config(model, "D", window=0)
 
 
 def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
-    if kind == "D":
+    if kind[0] == "D":
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
     return FeedForward(
         kind="moe",
@@ -360,27 +371,6 @@ _CONFIGS = {
     "llama3-8b": _dense_config(32, 4096, 32, 14336),
     "llama3-70b": _dense_config(80, 8192, 64, 28672),
     "llama3-405b": _dense_config(126, 16384, 128, 53248),
-    # Its RoPE scaling has equal bounds, which the runtime rejects; times and sizes do not depend on it.
-    "kimi-k2": ModelConfig(
-        num_layers=61,
-        hidden_size=7168,
-        num_attention_heads=64,
-        attention="mla",
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        ffn_hidden_size=18432,
-        vocab_size=163840,
-        layer_pattern="DM60",
-        num_experts=384,
-        top_k=8,
-        moe_ffn_hidden_size=2048,
-        router_score="sigmoid",
-        expert_bias=True,
-        shared_expert_ffn_hidden_size=2048,
-    ),
     # moonshotai/Moonlight-16B-A3B.
     "moonlight-16b": ModelConfig(
         num_layers=27,

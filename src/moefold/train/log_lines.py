@@ -32,9 +32,15 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"batch  {_describe_batch(cfg)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
-        *([f"sample {_describe_mapping(rollout_config(cfg).parallel)}"] if has_rollout_mapping(cfg) else []),
+        *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
     ]
+
+
+def _describe_sampling(cfg: Config) -> str:
+    ranks = cfg.rollout.ranks
+    further = f"{ranks} further rank{'s' * (ranks > 1)}; " if ranks else ""
+    return f"{further}{_describe_mapping(rollout_config(cfg).parallel)}"
 
 
 def _describe_batch(cfg: Config) -> str:

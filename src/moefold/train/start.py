@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import check_compatible, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import check_compatible, data_order_change, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
@@ -313,6 +313,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
 
         check_rollout_data(cfg)
         check_rollout_cache(cfg)
+        check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(
@@ -321,8 +322,26 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
 
 
+def check_saved_rollouts(setup: RunSetup) -> None:
+    """Check that rollouts of the checkpoint to resume from, which are not trained on yet, are batches of the recipe.
+
+    Raises:
+        ConfigError: they are of other groups or batches.
+    """
+    if setup.resume is None:
+        return
+    from moefold.rl.table import check_headers, table_headers
+
+    cfg = setup.folder.cfg
+    meta = read_meta(setup.resume)
+    if not data_order_change(meta, cfg):
+        check_headers(table_headers(meta.rl), cfg)
+
+
 def check_rollout_cache(cfg: Config) -> None:
-    """Check that the cache of the rollout engine holds a sample of train.seq_len, under the mapping that samples.
+    """Check that the cache of the rollout engine holds a sample of train.seq_len, under each mapping that samples.
+
+    With rl.staleness, held-out prompts are sampled under the mapping of training.
 
     Raises:
         ConfigError: it does not.
@@ -334,9 +353,13 @@ def check_rollout_cache(cfg: Config) -> None:
     settings = EngineSettings(cache_gib=rollout.cache_gib, cache=rollout.cache)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
     with reworded_errors((r"cache_gib=", "rollout.cache_gib="), ("a larger cache_gib", "a larger rollout.cache_gib")):
-        num_pages = cache_pages(rollout_config(cfg) if has_rollout_mapping(cfg) else cfg, settings)
-        assert num_pages is not None
-        check_requests([longest], num_pages)
+        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg) else cfg]
+        if cfg.rl.staleness and cfg.train.eval_every:
+            mappings.append(cfg)
+        for mapping in mappings:
+            num_pages = cache_pages(mapping, settings)
+            assert num_pages is not None
+            check_requests([longest], num_pages)
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
@@ -375,6 +398,8 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
     if has_rollout_mapping(cfg):
-        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine)
+        num_training = cfg.parallel.world_size
+        ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
+        first_rank = num_training if cfg.rollout.ranks else 0
+        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine, first_rank)
     check_training(cfg, device_type, rank_env)

@@ -81,6 +81,8 @@ def train_on_rank(
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
     joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start)
     with failing, joined as (device, link), watchdog:
+        if link is not None:
+            link.recorder = watchdog.flight_recorder
         if link is not None and split.samples(rank_env.rank):
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:

@@ -61,6 +61,12 @@ RANGES = (
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule(
+        *_at_least(1),
+        "model",
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
+    ),
+    RangeRule(*_at_least(2), "model", "linear_conv_kernel"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),

@@ -84,6 +84,11 @@ def _model(cfg: Config) -> Iterator[str]:
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
         )
+    if model.has_linear_attention:
+        yield (
+            f"model.attention_pattern={model.attention_pattern!r}: linear attention trains in chunks and decodes token "
+            "by token, whose sums differ; choose a pattern without L"
+        )
     head_dim = max(model.head_size, model.v_head_dim) if is_latent else model.head_size
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"

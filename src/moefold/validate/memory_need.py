@@ -14,7 +14,7 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
+from moefold.cost.rollout_memory import gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
@@ -79,6 +79,8 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     steps = _step_memory(cfg, device_type)
     if not cfg.is_rl:
         return steps
+    if cfg.rollout.ranks:
+        return tuple(step + further for step, further in zip(steps, further_weights(cfg), strict=True))
     # A step and sampling take turns.
     return tuple(
         max(step, sampling, key=BytesByPart.total) + further
@@ -98,11 +100,27 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "weights": states.weights,
                 "optimizer": states.optimizer - moments.offloaded,
                 "buffers": states.buffers,
+                "gathered weights": gathered,
                 CACHE_PART: cache,
             }
         )
-        for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
+        for states, moments, gathered in zip(
+            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), strict=True
+        )
     )
+
+
+def sampling_rank_memory(cfg: Config) -> tuple[BytesByPart, ...]:
+    """Return the minimum memory of a rank of rollout.ranks, of each pipeline stage of sampling; empty without them."""
+    if not cfg.rollout.ranks:
+        return ()
+    view = WeightSharding.from_config(rollout_config(cfg), for_training=False).layout.attention
+    sizes: dict[int, int] = {}
+    for rank, size in enumerate(rollout_weight_bytes(cfg)):
+        pp_rank = view.coordinate(rank, "pp")
+        sizes[pp_rank] = min(size, sizes.get(pp_rank, size))
+    cache = min_rollout_cache_bytes(cfg)
+    return tuple(BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache}) for pp_rank in sorted(sizes))
 
 
 def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
@@ -190,6 +208,24 @@ def check_training_fits(cfg: Config, host: HostCapacity) -> None:
         raise ConfigError(
             f"{_training_shortage_message(cfg, short, host)}; {_suggest_changes(cfg, short, host)}; "
             f"{DISABLING_SETTING} starts it anyway"
+        )
+
+
+def check_sampling_fits(cfg: Config, host: HostCapacity) -> None:
+    """Check that the ranks of rollout.ranks on a machine fit into its memory.
+
+    Args:
+        cfg: a recipe with rollout.ranks.
+        host: the machine, with the pipeline ranks of its sampling ranks.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    if (short := find_shortage(sampling_rank_memory(cfg), host)) is not None:
+        raise ConfigError(
+            f"the ranks of rollout.ranks={cfg.rollout.ranks} do not fit into memory: {shortage_message(short)}; lower "
+            f"rollout.cache_gib={cfg.rollout.cache_gib:g}, or raise rollout.tp, pp or ep; {DISABLING_SETTING} starts "
+            "them anyway"
         )
 
 

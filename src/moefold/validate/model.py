@@ -116,9 +116,10 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
     fast = model.rope_beta_fast
     slow = model.rope_beta_slow
     seq_len = model.rope_original_seq_len
-    if slow >= fast:
+    if slow > fast:
         yield (
-            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+            f"model.rope_beta_slow={slow} must be at most model.rope_beta_fast={fast}; the published pair is 1.0 and "
+            "32.0"
         )
         return
     minimum = math.floor(2 * math.pi * slow) + 1
@@ -182,7 +183,51 @@ def validate_sliding_window(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_linear_attention(cfg: Config) -> Iterator[str]:
+    """Check the heads of layers of kind L, and refuse what they do not have."""
+    model = cfg.model
+    if not model.has_linear_attention:
+        return
+    keys = model.linear_num_key_heads
+    values = model.linear_num_value_heads
+    if values % keys:
+        yield (
+            f"model.linear_num_value_heads={values} must be a multiple of model.linear_num_key_heads={keys}, each of "
+            f"which serves as many; choose {nearest_multiples(values, keys)}"
+        )
+    name = f"model.attention_pattern={model.attention_pattern!r}"
+    if cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} does not go with {name}: linear attention has projections of one "
+            "row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
+        )
+    if cfg.run.cuda_graphs == "attention":
+        yield (
+            f"run.cuda_graphs='attention' does not go with {name}: linear attention is recomputed in the backward "
+            "pass, which a graph cannot capture; choose 'none', or a pattern without L"
+        )
+
+
+def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
+    """Check that norms around zero are those of the residual stream and of single heads."""
+    model = cfg.model
+    if not model.zero_centered_norms:
+        return
+    if model.attention == "mla":
+        yield (
+            "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; "
+            "set zero_centered_norms=false, or attention='gqa'"
+        )
+    if model.qk_norm and model.qk_norm_width == "all_heads":
+        yield (
+            "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; "
+            "set zero_centered_norms=false, or qk_norm_width='head'"
+        )
+
+
 MODEL_RULES = (
+    validate_zero_centered_norms,
+    validate_linear_attention,
     validate_layer_pattern,
     validate_sliding_window,
     validate_heads,

@@ -175,6 +175,8 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
             f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
             f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
         )
+    if model.has_linear_attention:
+        yield from _validate_divides("tp", tp, "model.linear_num_key_heads", model.linear_num_key_heads)
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
@@ -295,6 +297,15 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     zigzag = cp > 1 and cfg.parallel.context != "ulysses"
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
+        segment = seq_len // (2 * cp if zigzag else cp)
+        taps = cfg.model.linear_conv_kernel
+        if cp > 1 and cfg.model.has_linear_attention and segment < taps - 1:
+            enough = step * -(-(taps - 1) * seq_len // segment // step)
+            yield (
+                f"train.seq_len={seq_len} gives segments of {segment} tokens with parallel.cp={cp} and "
+                f"parallel.context={cfg.parallel.context!r}, which must hold the {taps - 1} tokens before one of "
+                f"model.linear_conv_kernel={taps}; choose train.seq_len={enough}"
+            )
         return
     if seq_len % (cp * tp):
         rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"

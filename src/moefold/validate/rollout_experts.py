@@ -43,13 +43,14 @@ def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
         yield f"{FETCH} has no effect with ep=1: each rank holds all experts; set {section}.ep above 1, or leave it out"
 
 
-def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int) -> None:
+def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int, first_rank: int = 0) -> None:
     """Check that the ranks which read each other's experts can do so: they are processes of one machine, on the CPU.
 
     Args:
         cfg: the config of the model that samples.
         device_type: "cpu" or "cuda".
-        ranks_per_machine: consecutive ranks of a machine.
+        ranks_per_machine: consecutive ranks of a machine, counted from rank 0 of the job.
+        first_rank: rank of the job that is rank 0 of the config.
 
     Raises:
         ConfigError: they cannot.
@@ -66,7 +67,7 @@ def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int) 
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     for first in range(p.world_size):
-        ranks = layout.moe.group(first, "ep")
+        ranks = [first_rank + rank for rank in layout.moe.group(first, "ep")]
         if len({rank // ranks_per_machine for rank in ranks}) > 1:
             raise ConfigError(
                 f"{FETCH} reads experts from the memory of a machine, and ranks {', '.join(map(str, ranks))} share "

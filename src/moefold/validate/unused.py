@@ -4,9 +4,6 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from moefold.config.align import REWARD_METHODS
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of
@@ -19,19 +16,11 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
-
-
-@dataclass(frozen=True)
-class UnusedKeyRule:
-    """Keys without effect under a condition, with the reason and the remedy."""
-
-    keys: str
-    condition: Callable[[Config], bool]
-    reason: str
-    remedy: str
-
+from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
+from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
+    *LINEAR_ATTENTION_RULES,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "

@@ -2,7 +2,7 @@
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_optimizer` the optimizers.
+FP8 rounding, `oracle_linear` linear attention, `oracle_optimizer` the optimizers.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
+from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -232,7 +233,8 @@ class Oracle:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
-        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * self.weights[f"{name}.weight"]
+        weight = self.weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
+        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
 
     def _swiglu(self, name: str, x: Tensor) -> Tensor:
         gate, up, down = (self.weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
@@ -241,6 +243,8 @@ class Oracle:
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
+        if model.all_block_kinds[layer].endswith("L"):
+            return linear_attention(model, self.weights, name, x, documents)
         batch, length, _ = x.shape
 
         has_rope = model.rope_layers[layer]

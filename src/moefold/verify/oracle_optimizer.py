@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.optim.lr_schedule import learning_rate
 
 MUON_GROUP_PATTERNS = {
-    r"\.attention\.w(q|k|v|o|q_down|q_up|kv_down|kv_up)$": "attention",
+    r"\.attention\.w(q|k|v|g|o|a_down|a_up|g_down|g_up|q_down|q_up|kv_down|kv_up)$": "attention",
     r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
     r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
     r"\.ffn\.shared\.w_(gate|up|down)$": "shared_experts",

@@ -22,6 +22,8 @@ VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
 MAX_WINDOW = 5
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
+MAX_CONV_KERNEL = 3
+"""Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
 MAX_LAYERS_PER_STAGE = 2
@@ -196,6 +198,11 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         qk_nope_head_dim=HEAD_SIZE - 2,
         qk_rope_head_dim=HEAD_SIZE // 2,
         v_head_dim=HEAD_SIZE,
+        linear_num_key_heads=p.tp,
+        linear_num_value_heads=p.tp * min(2, model.linear_num_value_heads // model.linear_num_key_heads),
+        linear_key_head_dim=HEAD_SIZE,
+        linear_value_head_dim=HEAD_SIZE + 2,
+        linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
         ffn_hidden_size=SHARD_WIDTH * p.tp,
         vocab_size=VOCAB_SHARD_SIZE * p.tp,
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
@@ -225,8 +232,14 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
 
 
 def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
-    """Return the attention kinds of the first layers, which include both kinds as patterns alternate quickly."""
-    return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
+    """Return the attention kinds of the first layers, at least one of each kind if there are enough layers.
+
+    Patterns of F and W alternate quickly; those with L may begin with several of them.
+    """
+    letters = model.attention_letters
+    kept = letters[:num_layers]
+    missing = "".join(letter for letter in dict.fromkeys(letters) if letter not in kept)
+    return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept
 
 
 def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:

@@ -14,23 +14,37 @@ EOS = 0
 
 
 class HashModel:
-    """A cache of tokens in pages, and a "model" whose next token is a hash of all tokens that the pages hold."""
+    """A cache of tokens in pages, and a "model" whose next token is a hash of all tokens that the pages hold.
+
+    The recurrent state of a sequence is the list of its tokens, which must be those in the pages.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._pages = [[-1] * PAGE_POSITIONS for _ in range(num_pages)]
+        self._states: dict[int, list[int]] = {}
 
     def run(self, work: Pass) -> dict[int, int]:
         """Return the drawn tokens by the number of their sample."""
         for source, target in work.copies:
             self._pages[target] = list(self._pages[source])
+        self._states |= {target: self._states[source] for source, target in work.state_copies}
+        assert len({segment.state_slot for segment in work.segments}) == len(work.segments)
         for segment in work.segments:
+            before = self._states[segment.state_slot] if segment.first else []
+            self._states[segment.state_slot] = before + segment.tokens
             for position, token in enumerate(segment.tokens, segment.first):
                 page = self._pages[segment.table.page_of(position)]
                 page[position % PAGE_POSITIONS] = token
+        for segment in work.segments:
+            length = segment.first + len(segment.tokens)
+            assert self._states[segment.state_slot] == self._history(segment.table, length)
         return {s.number: self._next(s.table, s.first + len(s.tokens)) for s in work.segments if s.number >= 0}
 
+    def _history(self, table: PageTable, length: int) -> list[int]:
+        return [self._pages[table.page_of(i)][i % PAGE_POSITIONS] for i in range(length)]
+
     def _next(self, table: PageTable, length: int) -> int:
-        return next_token([self._pages[table.page_of(i)][i % PAGE_POSITIONS] for i in range(length)])
+        return next_token(self._history(table, length))
 
 
 def next_token(history: list[int]) -> int:

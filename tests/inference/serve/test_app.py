@@ -97,7 +97,7 @@ def test_a_request_of_too_many_samples_is_refused_before_they_are_made(server, m
         return call
 
     call = asyncio.run(check())
-    assert call.statuses == [429]
+    assert call.statuses == [400]
     assert "the request has 8" in json.loads(call.body)["error"]["message"]
     assert not made
 

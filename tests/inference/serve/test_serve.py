@@ -76,7 +76,16 @@ def byte_model(pool, tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("mapping", [[], pytest.param(["parallel.ep=2"], marks=pytest.mark.slow)], ids=["one", "ep2"])
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        [],
+        pytest.param(["parallel.pp=2", "parallel.ep=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel.tp=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel.ep=2", "--experts", "fetch"], marks=pytest.mark.slow),
+    ],
+    ids=["one", "pp2 ep2", "tp2", "fetch"],
+)
 def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
     body = {"prompt": "a prompt", "max_tokens": 6, "temperature": 0, "logprobs": 0}
     assert main(["generate", str(byte_model), "a prompt", "--max-tokens", "6", "--temperature", "0", "--json",
@@ -89,6 +98,7 @@ def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
         assert choice["text"] == expected["text"]
         assert choice["finish_reason"] == {"length": "length", "eos": "stop"}[expected["end"]]
         assert len(choice["logprobs"]["token_logprobs"]) == len(expected["tokens"])
+        check_alternatives(client, body)
         assert found["usage"] == {
             "prompt_tokens": 8,
             "completion_tokens": len(expected["tokens"]),
@@ -99,6 +109,26 @@ def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
         assert events[-1]["usage"] == found["usage"]
         check_chat_and_clients(client)
         check_refusals(client)
+
+
+def check_alternatives(client: Client, body: dict[str, Any]) -> None:
+    """The most likely tokens come in falling order, and are the same in a stream and under both endpoints."""
+    (choice,) = client.json("/v1/completions", body | {"logprobs": 3})["choices"]
+    found = choice["logprobs"]
+    streamed = client.events("/v1/completions", body | {"logprobs": 3})
+    assert [one for event in streamed for one in event["choices"][0]["logprobs"]["top_logprobs"]] == found[
+        "top_logprobs"
+    ]
+    for token, log_prob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert len(top) <= 3
+        # Greedy decoding draws the most likely token; the log-probability of one text is that of its likeliest token.
+        assert top[token] == log_prob == max(top.values())
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
+    (choice,) = client.json("/v1/chat/completions", chat | {"top_logprobs": 2})["choices"]
+    for one in choice["logprobs"]["content"]:
+        assert len(one["top_logprobs"]) == 2
+        assert one["top_logprobs"][0] == {key: value for key, value in one.items() if key != "top_logprobs"}
+        assert one["top_logprobs"][0]["logprob"] >= one["top_logprobs"][1]["logprob"]
 
 
 def check_chat_and_clients(client: Client) -> None:
@@ -126,13 +156,19 @@ def check_refusals(client: Client) -> None:
         ({"prompt": "x" * 90, "max_tokens": 1}, 400, "the prompt has 90 tokens"),
         ({"prompt": "x", "max_tokens": 500}, 400, "longer than 80"),
         ({"prompt": [999]}, 400, "outside the vocabulary"),
-        ({"prompt": "x", "n": 7}, 429, "takes at most 6"),
+        ({"prompt": "x", "n": 7}, 400, "takes at most 6"),
+        ({"prompt": "x", "echo": True}, 400, "echo is only supported as false"),
         ({"prompt": "x", "logit_bias": {}}, 400, "logit_bias is not supported"),
         ({"prompt": "x" * 2**21}, 413, "1024 KiB"),
     ):
         found, text = client.send(path, body)
         assert found == status, text
         assert message in json.loads(text)["error"]["message"]
+    for wrong_path, status in (("/v1/models/other", 404), ("/v1/embeddings", 404), ("/v1/completions", 405)):
+        found, text = client.send(wrong_path)
+        assert found == status
+        assert json.loads(text)["error"]["message"]
+    assert client.json("/v1/models/run")["id"] == "run"
     assert client.send(path, {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
     assert client.send(path, {"prompt": "x"}, Host="evil.example")[0] == 400
     assert client.json("/health") == {"status": "ok", "samples": 0}
@@ -162,7 +198,10 @@ def test_an_interrupted_server_exits_without_the_end_of_the_interpreter(byte_mod
         (["--cache-gib", "0.001", "--max-length", "100000"], "set a larger --cache-gib, or a smaller --max-length"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
-        (["--host", "::1", "--port", "0"], "--host ::1 must be a name or an IPv4 address"),
+        (
+            ["--host", "no-such-host.invalid", "--port", "0"],
+            "--host no-such-host.invalid --port 0: cannot listen there",
+        ),
     ],
 )
 def test_wrong_options_are_one_message(byte_model, capsys, words, message):

@@ -1,13 +1,17 @@
 """The seam of recorded and replayed choices, on one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
+from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import ReplayedRouting
+from moefold.ops.triton.router import RouterOutput
 from tests.model.moe.reference import make_weights
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
@@ -129,3 +133,47 @@ def test_evaluation_neither_records_nor_replays():
     layer.router.override = ReplayedRouting(0, _other_choices(), kept)
     assert torch.equal(layer(x, torch.tensor([0, 1])), expected)
     assert (kept == 99).all()
+
+
+def test_the_router_chooses_where_nothing_is_replayed():
+    """Padding of packed rollouts, and their last tokens."""
+    layer, x = _layer(), _x(5)
+    is_replayed = torch.arange(N * S).view(N, S) % 3 == 0
+    kept = torch.zeros(N, S, 2, dtype=torch.uint8)
+    layer.router.override = ReplayedRouting(0, _other_choices(), kept, is_replayed)
+    layer(x, torch.tensor([4, 1]))
+    own_SBE = (x @ layer.router.weight.T).topk(2).indices
+    for column, sample in enumerate((4, 1)):
+        expected = torch.where(is_replayed[sample, :, None], _other_choices()[sample], own_SBE[:, column])
+        assert torch.equal(kept[sample].long(), expected)
+        assert is_replayed[sample].any()
+        assert not is_replayed[sample].all()
+
+
+def test_log_probabilities_in_evaluation_may_replay_too():
+    layer, x = _layer().eval(), _x(6)
+    samples = torch.tensor([3, 2])
+    own = layer(x, samples)
+    layer.router.override = ReplayedRouting(0, _other_choices(), in_evaluation=True)
+    replayed = layer(x, samples)
+    layer.router.override.in_evaluation = False
+    assert torch.equal(layer(x, samples), own)
+    assert not torch.equal(replayed, own)
+
+
+def test_the_fused_kernel_does_not_run_on_replayed_choices():
+    """It chooses by itself, so a replay would be ignored."""
+    layer, x = _layer().float(), _x(7).float()
+
+    def fused(logits_TE: torch.Tensor, bias_E: torch.Tensor | None) -> RouterOutput:
+        raise NotImplementedError("the fused kernel")
+
+    layer.router.kernels = replace(TORCH_KERNELS, router=fused)
+    with pytest.raises(NotImplementedError, match="the fused kernel"):
+        layer(x, torch.tensor([0, 1]))
+    layer.router.override = ReplayedRouting(0, _other_choices(), kept := torch.zeros(N, S, 2, dtype=torch.uint8))
+    layer(x, torch.tensor([0, 1]))
+    assert torch.equal(kept[:2], _other_choices()[:2])
+    # Without a replay in evaluation, the kernel runs there.
+    with pytest.raises(NotImplementedError, match="the fused kernel"):
+        layer.eval()(x, torch.tensor([0, 1]))

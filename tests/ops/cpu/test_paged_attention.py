@@ -89,6 +89,30 @@ def test_rows_may_share_a_prefix_of_pages(kernels):
         assert torch.equal(together[row], paged(q[row], *cache.pages, table[row], lengths[row]))
 
 
+@in_each_type
+@pytest.mark.parametrize(("groups", "heads", "window"), [(2, 4, 0), (1, 40, 70)])
+def test_rows_of_any_lengths_that_share_pages_have_the_bits_of_each_alone(kernels, groups, heads, window, dtype):
+    _, paged = kernels
+    num_rows, num_pages, d = 30, 20, 24
+    generator = torch.Generator().manual_seed(heads)
+    table = torch.randint(num_pages, (num_rows, 4), generator=generator, dtype=torch.int32)
+    for row in range(1, num_rows):
+        # From no page to all of them, those of the row before.
+        num_shared = int(torch.randint(5, (1,), generator=generator))
+        table[row, :num_shared] = table[row - 1, :num_shared]
+    lengths = torch.randint(1, 4 * PAGE_SIZE + 1, (num_rows,), generator=generator, dtype=torch.int32)
+    keys, values = (
+        torch.randn(num_pages, groups, *sizes, generator=generator).to(dtype)
+        for sizes in ((d, PAGE_SIZE), (PAGE_SIZE, d))
+    )
+    q = torch.randn(num_rows, heads, d, generator=generator).to(dtype)
+    together = paged(q, keys, values, table, lengths, window)
+    assert together.isfinite().all()
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        assert torch.equal(paged(q[one], keys, values, table[one], lengths[one], window), together[one])
+
+
 def test_threads_change_no_bit(kernels):
     _, paged = kernels
     cache = _Cache((200, 4, 8, 2, 64), torch.float32)

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from heapq import nlargest
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, num_state_slots, recurrent_state_bytes
 from moefold.errors import ConfigError
 from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
+
+MIN_PAGE_BYTES = 1024
+"""Bytes that a page counts at least: in a model with linear attention alone, its entries in the page tables."""
 
 
 def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:
@@ -19,9 +22,16 @@ def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:
     """
     if settings.cache_gib == 0:
         return None
-    page_bytes = kv_cache_bytes(cfg, PAGE_POSITIONS, 1, settings.cache)
-    num_pages = int(settings.cache_gib * 2**30 // page_bytes)
-    if not num_pages:
+    page_bytes = max(kv_cache_bytes(cfg, PAGE_POSITIONS, 1, settings.cache), MIN_PAGE_BYTES)
+    state_bytes = num_state_slots(settings.slots) * recurrent_state_bytes(cfg)
+    num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
+    if num_pages < 1 and state_bytes:
+        raise ConfigError(
+            f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens and the states of "
+            f"linear attention with slots={settings.slots}, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least "
+            "that, or fewer slots"
+        )
+    if num_pages < 1:
         raise ConfigError(
             f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens, "
             f"{page_bytes / 2**30:.3g} GiB; set at least that"

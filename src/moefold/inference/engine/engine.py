@@ -124,7 +124,9 @@ class RolloutEngine:
         with self.open(num_pages) as generation:
             for number, request in enumerate(requests):
                 generation.add(number, request)
+            recorder = self._model.groups.recorder
             while generation.any_rank_has_work():
+                recorder.note_progress()
                 for new in generation.step(is_complete):
                     if on_token is not None:
                         on_token(new.number, new.token)
@@ -209,19 +211,22 @@ class Generation:
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
         """Run one forward pass, of no rows if this rank has no work; collective. Return the new tokens."""
-        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [])
+        work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
+        self._decoder.copy_states(work.state_copies)
         tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         if not numbers:
             return []
-        return self._advance(numbers, *self._draw(logits_NV, numbers), is_complete)
+        return self._advance(self._draw(logits_NV, numbers), is_complete)
 
-    def _draw(self, logits_NV: Tensor | None, numbers: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Draw the next token of each sample on the last stage; return tokens and log-probabilities on every rank."""
+    def _draw(self, logits_NV: Tensor | None, numbers: Sequence[int]) -> list[NewToken]:
+        """Draw the next token of each sample on the last stage; return the tokens on every rank."""
         groups = self._chain.groups
-        both_2N = torch.zeros(2, len(numbers), dtype=torch.float64, device=groups.device)
+        count = max(self._open[number].request.num_alternatives for number in numbers)
+        # Tokens and log-probabilities, drawn and most likely.
+        found_DN = torch.zeros(2 + 2 * count, len(numbers), dtype=torch.float64, device=groups.device)
         stage = self._chain.last_stage
         if logits_NV is not None:
             assert stage is not None
@@ -235,20 +240,34 @@ class Generation:
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
             losses_N = vocab_parallel.cross_entropy(scaled_NV, tokens_N, stage.head.cross_entropy_ops)
-            both_2N[0] = tokens_N
-            both_2N[1] = -losses_N
-        tokens, log_probs = self._chain.broadcast_from_last_stage(both_2N).tolist()
-        return [int(token) for token in tokens], log_probs
+            found_DN[0] = tokens_N
+            found_DN[1] = -losses_N
+            if count:
+                best = _divide_by_temperature(whole_NV, draws).float().log_softmax(1).topk(count)
+                found_DN[2 : 2 + count] = best.indices.t()
+                found_DN[2 + count :] = best.values.t()
+        found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
+        return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
 
-    def _advance(
-        self, numbers: Sequence[int], tokens: list[int], log_probs: list[float], is_complete: StopCondition | None
-    ) -> list[NewToken]:
+    def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
+        """Return the drawn token of a sample with as many alternatives as its request has."""
+        if not best:
+            return NewToken(number, int(token), log_prob, None)
+        half = len(best) // 2
+        ids = [int(other) for other in best[: self._open[number].request.num_alternatives]]
+        # The loss computes the log-probability of the drawn token in another order of sums.
+        log_probs = [log_prob if other == token else value for other, value in zip(ids, best[half:], strict=False)]
+        return NewToken(number, int(token), log_prob, None, tuple(zip(ids, log_probs, strict=True)))
+
+    def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
         """Append the drawn tokens to their samples, and finish complete ones."""
         found = []
-        for number, token, log_prob in zip(numbers, tokens, log_probs, strict=True):
+        for new in drawn:
+            number = new.number
+            token = new.token
             sample = self._open[number]
             sample.tokens.append(token)
-            sample.log_probs.append(log_prob)
+            sample.log_probs.append(new.log_prob)
             reason: FinishReason | None = None
             if token in sample.request.eos_ids:
                 reason = "eos"
@@ -262,7 +281,7 @@ class Generation:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
-            found.append(NewToken(number, token, log_prob, reason))
+            found.append(new if reason is None else new._replace(finish_reason=reason))
         return found
 
 
@@ -285,7 +304,8 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     tokens_R, slots_R, positions_R, tables_NP = (
         torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
     )
-    rows = PassRows(slots_R, positions_R, tables_NP, counts)
+    state_slots_N = torch.tensor([segment.state_slot for segment in segments], dtype=torch.int64, device=device)
+    rows = PassRows(slots_R, positions_R, tables_NP, counts, state_slots_N)
     return tokens_R, rows, torch.tensor(picked, dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,9 @@
-"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write."""
+"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
+
+Also the slots of recurrent states, of which a sequence has one.
+"""
+
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +62,25 @@ class PagePool:
         return self._num_references[page] > 1
 
 
+class StateSlots:
+    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
+
+    Args:
+        num_slots: slots in all, numbered from 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))
+
+    def take(self) -> int | None:
+        """Allocate a slot; None if no slot is free."""
+        return heappop(self._free) if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        heappush(self._free, slot)
+
+
 class PageTable:
     """Pages of one sequence in the order of its positions.
 
@@ -68,7 +92,8 @@ class PageTable:
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
         self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
-        self._num_shared = 0
+        self.num_shared_positions = 0
+        """Positions of the pages that were taken from another table."""
         self.num_pages = 0
         """Pages of this sequence."""
         self.capacity = 0
@@ -86,7 +111,7 @@ class PageTable:
 
     def shares_page_of(self, position: int) -> bool:
         """Return whether a position lies in a page that this table took from another one, and others refer to."""
-        return position < self._num_shared * PAGE_POSITIONS and self._pool.is_shared(self.page_of(position))
+        return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
 
     def append(self, page: int) -> None:
         """Add an allocated page at the end; this table takes over its reference."""
@@ -114,7 +139,7 @@ class PageTable:
         """Refer to the pages of the first positions of another sequence; this table must be empty."""
         assert not self.num_pages
         self._set_num_pages(pages_for(num_positions))
-        self._num_shared = self.num_pages
+        self.num_shared_positions = self.capacity
         self._pages[: self.num_pages] = other._pages[: self.num_pages]
         for page in self._pages[: self.num_pages]:
             self._pool.share(int(page))
@@ -124,5 +149,5 @@ class PageTable:
         for page in self._pages[: self.num_pages]:
             self._pool.release(int(page))
         self._pages[: self.num_pages] = 0
-        self._num_shared = 0
+        self.num_shared_positions = 0
         self._set_num_pages(0)

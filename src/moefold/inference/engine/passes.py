@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
-from moefold.inference.engine.pages import PagePool, PageTable, pages_for
+from moefold.cost.kv_cache import PAGE_POSITIONS, num_state_slots
+from moefold.inference.engine.pages import PagePool, PageTable, StateSlots, pages_for
 from moefold.inference.engine.requests import Request
 
 
@@ -41,6 +41,8 @@ class Segment(NamedTuple):
     """Pages of the sequence, those of these tokens included."""
     number: int
     """Number of the sample whose next token is drawn after the last of these tokens; -1: none is."""
+    state_slot: int
+    """Slot of the sequence's recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Pass:
     segments: list[Segment]
     copies: list[tuple[int, int]]
     """Pages to copy before the pass, (from, to), in this order."""
+    state_copies: list[tuple[int, int]]
+    """Slots whose recurrent state is copied before the pass, (from, to); all are read before any is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,10 +64,13 @@ class Pass:
 class _Sequence:
     """Tokens, and how many of them are in the cache."""
 
-    def __init__(self, tokens: list[int], table: PageTable) -> None:
+    def __init__(self, tokens: list[int], table: PageTable, slots: StateSlots) -> None:
         self.tokens = tokens
         self.table = table
         self.num_cached = 0
+        self.state_slot: int | None = None
+        """Slot of the recurrent state after the cached tokens; None while there is none."""
+        self._slots = slots
 
     @property
     def num_pending(self) -> int:
@@ -71,16 +78,19 @@ class _Sequence:
         return len(self.tokens) - self.num_cached
 
     def clear(self) -> None:
-        """Give up all pages."""
+        """Give up all pages and the slot."""
         self.table.clear()
         self.num_cached = 0
+        if self.state_slot is not None:
+            self._slots.release(self.state_slot)
+            self.state_slot = None
 
 
 class _Sample(_Sequence):
     """A request with its new tokens."""
 
-    def __init__(self, number: int, request: Request, table: PageTable) -> None:
-        super().__init__(list(request.prompt), table)
+    def __init__(self, number: int, request: Request, table: PageTable, slots: StateSlots) -> None:
+        super().__init__(list(request.prompt), table, slots)
         self.number = number
         self.prompt = request.prompt
         self.is_active = False
@@ -90,7 +100,7 @@ class _Sample(_Sequence):
     @property
     def is_decoded(self) -> bool:
         """Return whether all tokens but the last are cached."""
-        return self.prefix is None and self.num_pending == 1
+        return self.prefix is None and len(self.tokens) - self.num_cached == 1
 
 
 class PassScheduler:
@@ -114,6 +124,7 @@ class PassScheduler:
         self._prefixes: dict[tuple[int, ...], _Sequence] = {}
         self._num_unfinished: Counter[tuple[int, ...]] = Counter()
         self._copies: list[tuple[int, int]] = []
+        self._slots = StateSlots(num_state_slots(limits.slots))
         self.num_preemptions = 0
         """Times that a sample gave up its pages."""
 
@@ -137,7 +148,7 @@ class PassScheduler:
         max_pages = pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert number not in self._samples, number
-        sample = _Sample(number, request, PageTable(self._pool, max_pages))
+        sample = _Sample(number, request, PageTable(self._pool, max_pages), self._slots)
         self._samples[number] = sample
         self._num_unfinished[sample.prompt] += 1
         bisect.insort(self._waiting, sample, key=_number)
@@ -173,10 +184,13 @@ class PassScheduler:
         """Return the tokens of the next pass; they count as cached from now on."""
         self._copies = []
         self._admit()
+        state_copies = []
         for sample in self._active:
             if sample.prefix is not None and not sample.prefix.num_pending:
+                assert sample.prefix.state_slot is not None, "a cached prompt has a state"
                 sample.table.share_from(sample.prefix.table, sample.prefix.num_cached)
                 sample.num_cached = sample.prefix.num_cached
+                state_copies.append((sample.prefix.state_slot, self._state_slot(sample)))
                 sample.prefix = None
         num_decodes = sum(sample.is_decoded for sample in self._active)
         prefill_tokens = self._limits.pass_tokens - num_decodes
@@ -185,13 +199,14 @@ class PassScheduler:
         for sample in list(self._active):
             if not sample.is_active:
                 continue
-            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
-            if sample.prefix is None and len(sample.tokens) - sample.num_cached == 1:
+            if sample.is_decoded:
+                first = sample.num_cached
                 if self._reserve(sample, 1, sample.number):
-                    first = sample.num_cached
                     sample.num_cached = first + 1
-                    segments.append(Segment(sample.tokens[first:], first, sample.table, sample.number))
+                    slot = self._state_slot(sample)
+                    segments.append(Segment(sample.tokens[first:], first, sample.table, sample.number, slot))
                 continue
+            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
             sequence: _Sequence = sample if sample.prefix is None else sample.prefix
             count = self._reserve(sequence, min(sequence.num_pending, prefill_tokens), sample.number)
             if not count:
@@ -201,9 +216,25 @@ class PassScheduler:
             sequence.num_cached += count
             is_drawn = sequence is sample and not sample.num_pending
             tokens = sequence.tokens[first : first + count]
-            segments.append(Segment(tokens, first, sequence.table, sample.number if is_drawn else -1))
+            number = sample.number if is_drawn else -1
+            segments.append(Segment(tokens, first, sequence.table, number, self._state_slot(sequence)))
         assert segments or not self.has_work, "a pass without tokens"
-        return Pass(segments, self._copies)
+        return Pass(segments, self._copies, state_copies)
+
+    def _state_slot(self, sequence: _Sequence) -> int:
+        """Return the slot of a sequence's state; a new one may come from a shared prompt that no sample waits for.
+
+        Samples with a slot and shared prompts that are waited for are together at most as many as active samples, and
+        there are more slots than these.
+        """
+        if sequence.state_slot is None:
+            sequence.state_slot = self._slots.take()
+        if sequence.state_slot is None:
+            is_removed = self._remove_idle_prefix()
+            assert is_removed, "every slot belongs to a sample or to a prompt that one waits for"
+            sequence.state_slot = self._slots.take()
+        assert sequence.state_slot is not None
+        return sequence.state_slot
 
     def _admit(self) -> None:
         """Give slots to waiting samples, as long as there are pages for the tokens that they have."""
@@ -229,7 +260,7 @@ class PassScheduler:
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])
-        prefix = _Sequence(shared, PageTable(self._pool, pages_for(len(shared))))
+        prefix = _Sequence(shared, PageTable(self._pool, pages_for(len(shared))), self._slots)
         self._prefixes[sample.prompt] = prefix
         return prefix
 
@@ -243,6 +274,8 @@ class PassScheduler:
         """
         first = sequence.num_cached
         table = sequence.table
+        if first >= table.num_shared_positions and table.capacity >= first + count:
+            return count
         while table.shares_page_of(first) or table.capacity < first + count:
             page = self._pool.take()
             if page is None:
@@ -259,12 +292,8 @@ class PassScheduler:
 
         The holder is a shared part of a prompt that no sample waits for, or else the youngest sample.
         """
-        in_use = {id(sample.prefix) for sample in self._active}
-        for prompt, prefix in self._prefixes.items():
-            if id(prefix) not in in_use and prefix.table.num_pages:
-                prefix.clear()
-                del self._prefixes[prompt]
-                return True
+        if self._remove_idle_prefix():
+            return True
         youngest = self._active[-1]
         if youngest.number <= number:
             return False
@@ -275,6 +304,16 @@ class PassScheduler:
         bisect.insort(self._waiting, youngest, key=_number)
         self.num_preemptions += 1
         return True
+
+    def _remove_idle_prefix(self) -> bool:
+        """Remove a cached shared part of a prompt that no sample waits for; return False if there is none."""
+        in_use = {id(sample.prefix) for sample in self._active}
+        for prompt, prefix in self._prefixes.items():
+            if id(prefix) not in in_use and prefix.table.num_pages:
+                prefix.clear()
+                del self._prefixes[prompt]
+                return True
+        return False
 
 
 def _number(sample: _Sample) -> int:

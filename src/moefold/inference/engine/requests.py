@@ -1,7 +1,7 @@
 """Requests and completions of the rollout engine, and its settings. Torch-free."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class Request:
     """End-of-text tokens."""
     sampling: SamplingParams | None = None
     """Sampling parameters of this sample; None: those of the engine."""
+    num_alternatives: int = 0
+    """Most likely tokens at each position whose log-probabilities `NewToken` reports; 0: none."""
 
     @property
     def max_positions(self) -> int:
@@ -58,8 +60,7 @@ class Completion:
     of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records them."""
 
 
-@dataclass(frozen=True)
-class NewToken:
+class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
     number: int
@@ -68,6 +69,8 @@ class NewToken:
     log_prob: float
     finish_reason: FinishReason | None
     """None: the sample continues."""
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """The `Request.num_alternatives` most likely tokens with their log-probabilities, the most likely first."""
 
 
 @dataclass(frozen=True, kw_only=True)

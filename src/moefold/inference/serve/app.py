@@ -7,6 +7,7 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -30,7 +31,10 @@ from moefold.inference.serve.protocol import (
     usage_of,
 )
 
-LOOPBACK_NAMES = ("127.0.0.1", "localhost")
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
+"""Host headers for them; starlette before 1.0 cuts an IPv6 address at its first colon."""
+PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health")
 DISCONNECT_POLL_S = 0.5
 """Interval at which a whole response checks that its client is still there."""
 
@@ -54,12 +58,14 @@ class CompletionServer:
     def app(self) -> Starlette:
         """Return the application; on the loopback interface it takes requests for this machine's names only."""
         # A web page whose name resolves to the loopback address would otherwise be of the same origin.
-        allowed_hosts = list(LOOPBACK_NAMES) if self._job.options.host in LOOPBACK_NAMES else ["*"]
+        allowed_hosts = list(LOOPBACK_HOSTS) if self._job.options.host in LOOPBACK_NAMES else ["*"]
         return Starlette(
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)],
+            exception_handlers={404: _unknown_path, 405: _unknown_path},
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", self._endpoint("completion"), methods=["POST"]),
                 Route("/v1/chat/completions", self._endpoint("chat"), methods=["POST"]),
             ],
@@ -69,8 +75,17 @@ class CompletionServer:
         return JSONResponse({"status": "ok", "samples": self._num_open})
 
     async def _models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def _model(self, http: HttpRequest) -> Response:
+        if (name := http.path_params["name"]) != self._job.name:
+            return _error(ApiError(f"model {name!r} does not exist; this server has {self._job.name!r}", 404, "model"))
+        return JSONResponse(self._description)
+
+    @property
+    def _description(self) -> dict[str, Any]:
         model = {"id": self._job.name, "object": "model", "created": 0, "owned_by": "moefold"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self._job.max_length}]})
+        return model | {"max_model_len": self._job.max_length}
 
     def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Any]:
         async def answer(http: HttpRequest) -> Response | _EventStream:
@@ -83,7 +98,7 @@ class CompletionServer:
                         return _EventStream(self._events(request, samples), held.pop_all())
                     return JSONResponse(await self._whole(http, request, samples))
                 except ApiError as error:
-                    return JSONResponse(error.as_dict(), error.status)
+                    return _error(error)
 
         return answer
 
@@ -95,10 +110,16 @@ class CompletionServer:
             ApiError: they are more than this server takes.
         """
         num_samples = request.num_prompts * request.num_samples
-        if self._num_open + num_samples > self._job.options.max_concurrent:
+        most = self._job.options.max_concurrent
+        if num_samples > most:
+            # Not 429, after which clients try again.
+            raise ApiError(
+                f"the request has {num_samples} samples, and this server takes at most {most}; ask for fewer"
+            )
+        if self._num_open + num_samples > most:
             raise ApiError(
                 f"{self._num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
-                f"{self._job.options.max_concurrent}; try again later, or ask for fewer",
+                f"{most}; try again later, or ask for fewer",
                 429,
             )
         self._num_open += num_samples
@@ -156,6 +177,7 @@ class CompletionServer:
                         max_tokens=max_tokens,
                         eos_ids=self._encoder.eos_ids(request),
                         sampling=request.sampling,
+                        num_alternatives=min(request.num_alternatives, self._job.source.model.vocab_size),
                     )
                 )
         return samples
@@ -259,6 +281,16 @@ class _EventStream:
                 await StreamingResponse(self._events, media_type="text/event-stream")(scope, receive, send)
             finally:
                 await self._events.aclose()
+
+
+async def _unknown_path(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = f"{http.method} {http.url.path}"
+    return _error(ApiError(f"{path} is not a path of this server; it has {', '.join(PATHS)}", error.status_code))
+
+
+def _error(error: ApiError) -> Response:
+    return JSONResponse(error.as_dict(), error.status)
 
 
 def _client_gone() -> ApiError:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.data.chat import ChatTemplate
@@ -127,8 +127,12 @@ class SampleText:
             text += self._rest()
         finish_reason = "stop" if self._filter.is_stopped else new.finish_reason
         self.is_finished = finish_reason is not None
-        token = TokenLogProb(text=self._tokenizer.decode([new.token]), log_prob=new.log_prob)
+        alternatives = tuple(self._with_text(token, log_prob) for token, log_prob in new.alternatives)
+        token = replace(self._with_text(new.token, new.log_prob), alternatives=alternatives)
         return TextPiece(text, [token], finish_reason)
+
+    def _with_text(self, token: int, log_prob: float) -> TokenLogProb:
+        return TokenLogProb(text=self._tokenizer.decode([token]), log_prob=log_prob)
 
     def _rest(self) -> str:
         """Return the text that was held back."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
 from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv
@@ -25,7 +25,7 @@ class ServeOptions:
     """Settings of a server apart from the model and its mapping."""
 
     host: str = "127.0.0.1"
-    """Name or IPv4 address to listen on."""
+    """Name or address to listen on."""
     port: int = 8000
     """Port; 0: any that is free."""
     name: str = ""
@@ -117,7 +117,7 @@ def prepare_server(
             f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
             "set a larger --cache-gib, or a smaller --max-length"
         )
-    cache = {f"the cache of --cache-gib {options.cache_gib:g}": kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1)}
+    cache = {f"the cache of --cache-gib {options.cache_gib:g}": cache_bytes(cfg, num_pages, options.slots)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name
@@ -131,11 +131,6 @@ def _check_options(options: ServeOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if options.max_length == 1:
         raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
-    if ":" in options.host:
-        raise ConfigError(
-            f"--host {options.host} must be a name or an IPv4 address: the server listens on IPv4 only; give 127.0.0.1 "
-            "for this machine, or 0.0.0.0 for all of its addresses"
-        )
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port} must lie in [0, 65535] (0: any that is free)")
     if options.cache_gib <= 0:

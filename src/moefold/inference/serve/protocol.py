@@ -16,6 +16,8 @@ from moefold.inference.sampling import MIN_TEMPERATURE, SamplingParams
 MAX_STOP_STRINGS = 16
 MAX_SAMPLES = 128
 """Largest `n`."""
+MAX_ALTERNATIVES = 20
+"""Largest `logprobs` of completions and `top_logprobs` of chats."""
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where a request has none, as OpenAI's."""
 
@@ -90,7 +92,7 @@ class _SharedFields(_Strict):
 
 class _CompletionFields(_SharedFields):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
@@ -99,7 +101,7 @@ class _ChatFields(_SharedFields):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     response_format: _TextFormat | None = None
 
 
@@ -122,6 +124,8 @@ class ApiRequest:
     includes_usage: bool = False
     """Whether a stream ends with the numbers of tokens."""
     has_log_probs: bool = False
+    num_alternatives: int = 0
+    """Most likely tokens whose log-probabilities are reported at each position."""
 
     @property
     def num_prompts(self) -> int:
@@ -174,7 +178,10 @@ def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
             prompts=_prompts(fields.prompt),
             max_tokens=fields.max_tokens or DEFAULT_COMPLETION_TOKENS,
             has_log_probs=fields.logprobs is not None,
+            num_alternatives=fields.logprobs or 0,
         )
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise ApiError("top_logprobs has no effect without logprobs=true", param="top_logprobs")
     if None not in (fields.max_tokens, fields.max_completion_tokens):
         raise ApiError("max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens")
     return ApiRequest(
@@ -182,6 +189,7 @@ def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
         messages=tuple(message.as_turn() for message in fields.messages),
         max_tokens=fields.max_tokens or fields.max_completion_tokens,
         has_log_probs=bool(fields.logprobs),
+        num_alternatives=fields.top_logprobs or 0,
     )
 
 
@@ -200,12 +208,18 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
     return (tuple(ids),) if ids else tuple(prompts)
 
 
+_NEUTRAL_VALUES = {"presence_penalty": "0", "frequency_penalty": "0", "echo": "false", "best_of": "1"}
+"""The only values of fields without an implementation."""
+
+
 def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     # A union repeats the error for each of its members, whose names follow the field's.
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         return ApiError(f"{'.'.join(map(str, first['loc']))} is not supported; leave it out", param=param)
+    if param in _NEUTRAL_VALUES:
+        return ApiError(f"{param} is only supported as {_NEUTRAL_VALUES[param]}; leave it out", param=param)
     return ApiError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}", param=param)
 
 
@@ -216,6 +230,8 @@ class TokenLogProb:
     text: str
     """Text of the token by itself."""
     log_prob: float
+    alternatives: Sequence["TokenLogProb"] = ()
+    """The most likely tokens at its position."""
 
 
 class ResponseBuilder:
@@ -261,12 +277,22 @@ class ResponseBuilder:
         if not self._request.has_log_probs:
             return None
         if self._is_chat:
-            content = [
-                {"token": t.text, "logprob": t.log_prob, "bytes": list(t.text.encode()), "top_logprobs": []}
-                for t in tokens
+            return {
+                "content": [
+                    _chat_log_prob(token) | {"top_logprobs": [_chat_log_prob(other) for other in token.alternatives]}
+                    for token in tokens
+                ]
+            }
+        found: dict[str, Any] = {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+        }
+        if self._request.num_alternatives:
+            # Tokens without a text of their own have the same text: the most likely one counts.
+            found["top_logprobs"] = [
+                {other.text: other.log_prob for other in reversed(token.alternatives)} for token in tokens
             ]
-            return {"content": content}
-        return {"tokens": [t.text for t in tokens], "token_logprobs": [t.log_prob for t in tokens]}
+        return found
 
     def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -276,6 +302,10 @@ class ResponseBuilder:
             "model": self._model_name,
             "choices": list(choices),
         }
+
+
+def _chat_log_prob(token: TokenLogProb) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.log_prob, "bytes": list(token.text.encode())}
 
 
 def usage_of(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

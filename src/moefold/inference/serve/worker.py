@@ -38,8 +38,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
             loop = EngineLoop(generation, loaded.groups)
             if listener is not None:
                 _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
-                host, port = listener.getsockname()[:2]
-                print_escaped(f"moefold: {job.name} at http://{host}:{port}/v1", flush=True)
+                print_escaped(f"moefold: {job.name} at {_url(listener)}/v1", flush=True)
             loop.run()
     return 0
 
@@ -52,12 +51,23 @@ def _listen(job: ServeJob) -> socket.socket:
     """
     host, port = job.options.host, job.options.port
     try:
-        return socket.create_server((host, port), backlog=BACKLOG)
+        # A name may have several addresses; IPv4 is preferred, as clients of "localhost" try both.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        # The address :: stands for all addresses, those of IPv4 included.
+        is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, or "
             "an address of this machine"
         ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:

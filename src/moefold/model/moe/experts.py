@@ -70,6 +70,11 @@ class Experts(nn.Module):
         found = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         return [weight for weight in found if weight is not None]
 
+    @property
+    def computed_weights(self) -> Sequence[Tensor]:
+        """Weights that `forward` computes with, in this order: the parameters, or those of all ep ranks."""
+        return self.weights if self.peer_weights is None else self.peer_weights
+
     def forward(self, expert_input: ExpertInput) -> Tensor:
         """Apply each expert to its tokens; local unless experts are migrated.
 
@@ -79,7 +84,7 @@ class Experts(nn.Module):
         dtype = expert_input.x.dtype
         migration = expert_input.migration
         matrix_dtype = self.ops.weight_dtype(expert_input.x) if migration is None else dtype
-        weights = self.weights if self.peer_weights is None else self.peer_weights
+        weights = self.computed_weights
         own = [local_param(weight, matrix_dtype) for weight in weights[:NUM_MATRICES]]
         own += [local_param(bias, dtype) for bias in weights[NUM_MATRICES:]]
         if migration is None:

@@ -151,10 +151,15 @@ static void pack_last_step(packed_word *to, int width, strided_matrix x, int pac
   for (int64_t i = count; i < width; i++) to[i] = 0;
 }
 
-/* Transpose lines [width, steps] to a panel [steps, width], in 4x4 blocks; the last two blocks may overlap. */
+/* Transpose lines [width, steps] to a panel [steps, width], in whole blocks where both sizes allow them, else in 4x4
+   blocks, the last two of which may overlap. Steps are a multiple of 4. */
 ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const void *lines, int64_t stride,
                                    int64_t steps) {
-  for (int64_t k = 0; k < steps; k += 4)
+  const int64_t block_steps = width % BLOCK ? 0 : steps / BLOCK * BLOCK;
+  for (int i = 0; i < width && block_steps; i += BLOCK)
+    for (int64_t k = 0; k < block_steps; k += BLOCK)
+      transpose_block(panel + k * width + i, width, (const char *)lines + i * stride + 4 * k, stride);
+  for (int64_t k = block_steps; k < steps; k += 4)
 #pragma GCC unroll 8
     for (int i = 0; i < width; i += 4) {
       const int line = i + 4 <= width ? i : width - 4;
@@ -268,6 +273,48 @@ DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 #define LOW_PRECISION_PACKING ROUND_TO_BFLOAT16
 #endif
 
+/* Panels of b that one or two rows are multiplied by at a time: the sums of fewer would wait for each other. */
+#define WIDE_PANELS 4
+#define MAX_WIDE_ROWS 2
+
+/* As TILE, for WIDE_PANELS panels of b, `b_panel` words apart; sums [WIDE_PANELS, ROWS, LANES]. */
+#define WIDE_TILE(NAME, MULTIPLY_ADD)                                                                                  \
+  ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_step, const packed_word *b, int64_t b_step,  \
+                          int64_t b_panel, int64_t steps, int is_first, float *sums) {                                 \
+    for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
+      const int64_t stop = min_i64(steps, from + STEPS);                                                               \
+      vector s[MAX_WIDE_ROWS][2 * WIDE_PANELS];                                                                        \
+      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
+          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) s[r][v] = (vector){0};                     \
+      for (int64_t k = from; k < stop; k++) {                                                                          \
+        const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
+        _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                            \
+          const vector b_v = *(const vector *)(of_b + v / 2 * b_panel + v % 2 * VECTOR);                               \
+          _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) s[r][v] = MULTIPLY_ADD(s[r][v], of_a[r], b_v);        \
+        }                                                                                                              \
+      }                                                                                                                \
+      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
+          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                          \
+        vector *to = (vector *)(sums + (v / 2 * ROWS + r) * LANES + v % 2 * VECTOR);                                   \
+        if (from || !is_first) s[r][v] += *to;                                                                         \
+        *to = s[r][v];                                                                                                 \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }
+WIDE_TILE(wide_tile, FMA_FLOAT)
+#define DEFINE_WIDE_TILE_VARIANT(NAME, TILE, COUNT)                                                            \
+  static __attribute__((noinline)) void NAME(const packed_word *a, const packed_word *b, int64_t b_step,       \
+                                             int64_t b_panel, int64_t steps, int is_first, float *sums) {      \
+    TILE(COUNT, a, ROWS, b, b_step, b_panel, steps, is_first, sums);                                           \
+  }
+DEFINE_WIDE_TILE_VARIANT(wide_tile_1, wide_tile, 1)
+DEFINE_WIDE_TILE_VARIANT(wide_tile_2, wide_tile, 2)
+#ifdef __AVX512BF16__
+WIDE_TILE(wide_tile_of_pairs, DOT_BFLOAT16_PAIR)
+DEFINE_WIDE_TILE_VARIANT(wide_pairs_1, wide_tile_of_pairs, 1)
+DEFINE_WIDE_TILE_VARIANT(wide_pairs_2, wide_tile_of_pairs, 2)
+#endif
+
 typedef void tile_variant(const packed_word *a, int64_t a_stride, const packed_word *b, int64_t b_step, int64_t steps,
                           int is_first, float *sums);
 
@@ -360,6 +407,28 @@ ALWAYS_INLINE void compute_tile(operand_side of_a, operand_side of_b, int64_t i,
   }
 }
 
+/* Compute the tiles of at most MAX_WIDE_ROWS rows and the complete panels j to j + WIDE_PANELS - 1 of b, as compute_tile
+   does; panels of packed words are `b_panel` words apart. */
+ALWAYS_INLINE void compute_wide_tile(operand_side of_a, operand_side of_b, int64_t j, const packed_word *a_packed,
+                                     const packed_word *b_packed, int64_t b_panel, float *sums) {
+  int is_first = 1;
+  for (int t = 0; t < of_a.count; t++) {
+    const strided_matrix y = operand_of(of_b, t);
+    const int64_t steps = num_steps(of_a.terms[t].depth, of_a.packing);
+    const packed_word *b = b_packed;
+    int64_t b_step = LANES, panel = b_panel;
+    if (!is_panel_packed(of_b, LANES, t, j))
+      b = (const packed_word *)float_at(y, j * LANES, 0), b_step = y.step, panel = LANES;
+#ifdef __AVX512BF16__
+    if (of_a.packing == BFLOAT16_PAIRS)
+      (of_a.lines == 1 ? wide_pairs_1 : wide_pairs_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+    else
+#endif
+      (of_a.lines == 1 ? wide_tile_1 : wide_tile_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+    a_packed += steps * ROWS, b_packed += steps * LANES, is_first &= steps == 0;
+  }
+}
+
 static inline int64_t max_column_panels(int64_t columns, int64_t steps) {
   return min_i64(ceil_div(columns, LANES), max_i64(1, SHARED_PACK_WORDS / LANES / max_i64(1, steps)));
 }
@@ -405,7 +474,7 @@ void gemm(const gemm_args *args) {
     const operand_side of_a = {terms, count, 0, packing, rows, columns, steps},
                        of_b = {terms, count, 1, packing, columns, rows, steps};
     packed_word *const thread_rows = rows_packed + THREAD * thread_panels * ROWS * steps;
-    float sums[ROWS * LANES] __attribute__((aligned(64))) = {0};
+    float sums[WIDE_PANELS * ROWS * LANES] __attribute__((aligned(64))) = {0};
     for (int64_t first = 0; first < b_panels; first += shared_panels) {
       const int64_t num_panels = min_i64(shared_panels, b_panels - first);
       const int64_t column_chunks =
@@ -418,8 +487,15 @@ void gemm(const gemm_args *args) {
         const int64_t chunk = task % chunks, column_chunk = task / chunks;
         const int64_t from = chunk * a_panels / chunks, to = (chunk + 1) * a_panels / chunks;
         pack_operand(thread_rows, ROWS, of_a, from, to);
-        for (int64_t j = column_chunk * num_panels / column_chunks; j < (column_chunk + 1) * num_panels / column_chunks;
-             j++)
+        const int64_t last = (column_chunk + 1) * num_panels / column_chunks;
+        int64_t j = column_chunk * num_panels / column_chunks;
+        if (rows <= MAX_WIDE_ROWS)
+          for (; j + WIDE_PANELS <= last && (first + j + WIDE_PANELS) * LANES <= columns; j += WIDE_PANELS) {
+            compute_wide_tile(of_a, of_b, first + j, thread_rows, columns_packed + j * LANES * steps, LANES * steps, sums);
+            for (int64_t i = 0; i < WIDE_PANELS; i++)
+              store_tile(out, 0, (first + j + i) * LANES, sums + i * ROWS * LANES, rows, LANES);
+          }
+        for (; j < last; j++)
           for (int64_t i = from; i < to; i++) {
             const packed_word *a_packed = thread_rows + (i - from) * ROWS * steps,
                               *b_packed = columns_packed + j * LANES * steps;

@@ -63,7 +63,7 @@ class DecodeCost:
             keys: mean number of keys that a token attends to.
         """
         hidden_bytes = rows * self._model.hidden_size * self._itemsize
-        seconds = sum(self._layer_s(kind, degrees, rows, keys) for kind in self._model.layer_kinds)
+        seconds = sum(self._layer_s(kind, degrees, rows, keys) for kind in self._model.block_kinds)
         head = embedding_weight(self._model).numel / degrees.tp
         seconds += self._local_s(head * self._itemsize, 2 * head * rows, launches=1)
         stride = degrees.world_size // degrees.pp
@@ -74,7 +74,7 @@ class DecodeCost:
     def _layer_s(self, kind: str, degrees: SamplingDegrees, rows: float, keys: float) -> float:
         """Return the seconds of one layer."""
         model = self._model
-        spec = attention_spec(model)
+        spec = attention_spec(model, kind)
         shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer_weights(model, kind)]
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
@@ -83,7 +83,7 @@ class DecodeCost:
         tp_group = RankGroup(degrees.tp, 1)
         hidden_bytes = rows * model.hidden_size * self._itemsize
         # Each of the two sub-layers gathers and scatters its tokens; a MoE layer dispatches those of its tp rank.
-        comm_s = (2 if kind == "M" else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
+        comm_s = (2 if kind[0] == "M" else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
         if experts:
             tokens = rows * degrees.dp / degrees.edp
             local = model.num_experts // degrees.ep

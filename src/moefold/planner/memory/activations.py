@@ -237,12 +237,12 @@ class ActivationMemoryTable:
     def _layer_bytes(
         self, formula: ActivationMemory, letter: str, mapping: ParallelMapping
     ) -> tuple[BytesByPart, dict[int, ByteTable]]:
-        """Return the saved bytes of a layer of kind "D" or "M", and its bytes by first column.
+        """Return the saved bytes of a layer of one of `BLOCK_KINDS`, and its bytes by first column.
 
         Cached by the parts of the mapping and of the recomputation that this kind has.
         """
-        degrees = self.cache_key(mapping) if letter == "M" else (mapping.tp,)
-        key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter])
+        degrees = self.cache_key(mapping) if letter[0] == "M" else (mapping.tp,)
+        key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter[0]])
         if key not in self._layer_cache:
             found = layer_columns(formula, letter)
             self._layer_cache[key] = (

@@ -247,7 +247,7 @@ class StateMemoryTable:
         if self.model_spec.config is None:
             return 0
         letter = self._unit_name(name)
-        has_experts = letter == "M" or (letter == "mtp" and self.cfg.model.layer_kinds[-1] == "M")
+        has_experts = letter in ("M", "ML") or (letter == "mtp" and self.cfg.model.layer_kinds[-1] == "M")
         return expert_buffer_bytes(self.cfg) if has_experts else 0
 
     def _rope_bytes(self, mapping: ParallelMapping) -> int:
@@ -278,9 +278,10 @@ class StateMemoryTable:
 
 
 def layer_letter(model_spec: ModelSpec, kind: int) -> str:
-    """Return the runtime's letter of a kind of layers."""
-    layer = model_spec.kinds[kind].feed_forward
-    return "M" if layer is not None and layer.kind == "moe" else "D"
+    """Return the runtime's kind of a kind of layers, one of `BLOCK_KINDS`."""
+    layer = model_spec.kinds[kind]
+    letter = "M" if layer.feed_forward is not None and layer.feed_forward.kind == "moe" else "D"
+    return letter + "L" * (layer.mixer is not None and layer.mixer.kind == "linear")
 
 
 def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[ParamSpec, ...]:

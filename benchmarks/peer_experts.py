@@ -1,0 +1,167 @@
+"""Time the sampling of data-parallel ranks that exchange tokens, and of ranks that read each other's experts.
+
+    python benchmarks/peer_experts.py                      time as it passes on this machine
+    python benchmarks/peer_experts.py --base-ms 20 --row-ms 0.5
+
+The ranks of one ep group sample requests of log-normal lengths, of prompts and of completions (`--sigma`), under
+rollout.experts = exchange, fetch and whole in turn. With `--row-ms`, each pass is followed by a pause in proportion to
+its rows, as if a device of that speed had computed it: on few cores the ranks would otherwise wait for each other's
+processor time. Reported are the makespan, the mean time at which a rank has ended, the passes with and without rows,
+and the memory of the experts of all ranks.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.load import config_from_dict
+from moefold.config.rl import RolloutConfig
+from moefold.config.schema import Config
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.model.init import init_weights
+from moefold.model.local_param import local_tensor
+from moefold.parallel.inference_model import InferenceModel
+from moefold.testing.pool import WorkerPool
+from moefold.validate.config import check_config
+
+WAYS = ("exchange", "fetch", "whole")
+MAX_NEW = 512
+MAX_PROMPT = 480
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Times and counts of one rank."""
+
+    finished_s: float
+    """Time at which its own requests were complete."""
+    makespan_s: float
+    cpu_s: float
+    passes: int
+    empty_passes: int
+    expert_bytes: int
+    """Of its own part."""
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def _recipe(preset: str, ranks: int, experts: str) -> Config:
+    cfg = config_from_dict(
+        {
+            "run": {"dtype": "float32", "device": "cpu", "seed": 1},
+            "model": {"preset": preset},
+            "train": {"seq_len": 1024, "micro_batch_size": 1, "global_batch_size": ranks},
+            "parallel": {"world_size": ranks, "ep": 1 if experts == "whole" else ranks, "zero": 0},
+            "data": {"kind": "synthetic"},
+        }
+    )
+    return replace(cfg, rollout=RolloutConfig(experts="fetch" if experts == "fetch" else "exchange"))
+
+
+def _requests(rank: int, count: int, sigma: float) -> list[Request]:
+    generator = torch.Generator().manual_seed(rank)
+
+    def lengths(mean: float, most: int) -> list[int]:
+        drawn = torch.empty(count).log_normal_(mean, sigma, generator=generator)
+        return drawn.clamp(1, most).long().tolist()
+
+    pairs = zip(lengths(4.5, MAX_PROMPT), lengths(3.5, MAX_NEW), strict=True)
+    return [
+        Request(
+            prompt=tuple(torch.randint(256, (prompt,), generator=generator).tolist()),
+            prompt_number=rank * count + i,
+            max_tokens=new,
+        )
+        for i, (prompt, new) in enumerate(pairs)
+    ]
+
+
+def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
+    groups = ParallelGroups.create(check_config(cfg, is_training=False), torch.device("cpu"))
+    model = InferenceModel(cfg, groups)
+    with torch.no_grad(), model.writing_weights():
+        init_weights(model.stage, cfg.model, cfg.run.seed)
+    requests = _requests(groups.rank, args.requests, args.sigma)
+    engine = RolloutEngine(model, EngineSettings(slots=args.slots, pass_tokens=args.pass_tokens), SamplingParams())
+    passes = empty_passes = 0
+    finished_s = 0.0
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+    num_pages = sum(-(-(len(one.prompt) + one.max_tokens) // 64) for one in requests)
+    with engine.open(num_pages) as generation:
+        decoder: Any = generation._decoder
+        forward = decoder.forward
+
+        def forward_and_pause(tokens_R: torch.Tensor, *rest: Any) -> Any:
+            nonlocal passes, empty_passes
+            found = forward(tokens_R, *rest)
+            passes += len(tokens_R) > 0
+            empty_passes += len(tokens_R) == 0
+            if len(tokens_R):
+                time.sleep((args.base_ms + args.row_ms * len(tokens_R)) / 1e3)
+            return found
+
+        decoder.forward = forward_and_pause
+        for i, request in enumerate(requests):
+            generation.add(i, request)
+        dist.barrier()
+        started_s = time.perf_counter()
+        started_cpu_s = time.process_time()
+        while generation.any_rank_has_work():
+            for new in generation.step():
+                tokens[new.number].append(new.token)
+                if new.finish_reason is not None:
+                    generation.pop(new.number, new.finish_reason)
+            if not generation.has_work and not finished_s:
+                finished_s = time.perf_counter() - started_s
+        cpu_s = time.process_time() - started_cpu_s
+        dist.barrier()
+        makespan_s = time.perf_counter() - started_s
+    own = [local_tensor(weight) for layer in model.stage.moe_layers().values() for weight in layer.experts.weights]
+    expert_bytes = sum(weight.nbytes for weight in own)
+    texts = tuple(tuple(tokens[i]) for i in range(len(requests)))
+    return RankResult(finished_s, makespan_s, cpu_s, passes, empty_passes, expert_bytes, texts)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="tiny", help="model")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the ep group")
+    parser.add_argument("--requests", type=int, default=32, help="requests of a rank")
+    parser.add_argument("--slots", type=int, default=8, help="samples that a rank decodes at once")
+    parser.add_argument("--pass-tokens", type=int, default=512, help="most rows of a pass")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithms of the lengths")
+    parser.add_argument("--base-ms", type=float, default=0.0, help="pause after a pass")
+    parser.add_argument("--row-ms", type=float, default=0.0, help="pause after a pass for each of its rows")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of each way, in turn")
+    args = parser.parse_args()
+    pool = WorkerPool()
+    found: dict[str, list[list[RankResult]]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
+        for way in WAYS:
+            cfg = _recipe(args.preset, args.ranks, way)
+            found[way].append(pool.run(args.ranks, _measure, cfg, args, timeout_s=600))
+    texts = {tuple(rank.tokens for rank in results[0]) for results in found.values()}
+    assert len(texts) == 1, "the ways gave different completions"
+    base = statistics.median(results[0].makespan_s for results in found["exchange"])
+    for way, rounds in found.items():
+        makespan_s = statistics.median(results[0].makespan_s for results in rounds)
+        ended_s = statistics.median(statistics.mean(rank.finished_s for rank in results) for results in rounds)
+        cpu_s = statistics.median(sum(rank.cpu_s for rank in results) for results in rounds)
+        first = rounds[0]
+        print(
+            f"{way:8} makespan {makespan_s:6.2f} s ({base / makespan_s:.2f} x), a rank ends after {ended_s:6.2f} s, "
+            f"CPU {cpu_s:6.2f} s, passes {[rank.passes for rank in first]}, empty "
+            f"{[rank.empty_passes for rank in first]}, experts {sum(rank.expert_bytes for rank in first) / 1e6:.2f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Memory of CUDA graphs (`run.cuda_graphs`): the fixed addresses of what they read and return. Torch-free."""
+
+from collections.abc import Sequence
+
+from moefold.config.model import BLOCK_KINDS
+from moefold.cost.block_memory import BlockSizes
+from moefold.cost.layer_spec import layer_weights
+from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.unit_memory import master_dtype_bytes
+
+INT64_BYTES = 8
+
+
+def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
+    """Return the bytes at fixed addresses of a rank's graphs, apart from what they save, which activations count.
+
+    Each micro-batch between its passes has graphs of its own. Not counted: temporaries of the captured passes, and the
+    rounding of each memory pool to the allocator's segments. A graph of whole micro-batches has its gradients where
+    they are counted anyway, and beyond that only a copy of a micro-batch's columns.
+
+    Args:
+        sizes: sizes of a micro-batch.
+        chunks: the layers of each stage of the rank.
+        in_flight: micro-batches between their passes, for each stage.
+    """
+    mode = sizes.cfg.run.cuda_graphs
+    if mode not in ("attention", "attention_router"):
+        return 0
+    total = 0
+    for chunk, count in zip(chunks, in_flight, strict=True):
+        for kind, layers in zip(BLOCK_KINDS, chunk.kind_counts, strict=True):
+            total += layers * _attention_bytes(sizes, kind, count)
+            if mode == "attention_router" and kind.startswith("M"):
+                total += layers * _router_bytes(sizes, count)
+    return total
+
+
+def _attention_bytes(sizes: BlockSizes, kind: str, in_flight: int) -> int:
+    """Return the bytes of the output, both gradients, those of the weights, and gathered weights, of one layer."""
+    weights = _num_weights(sizes, kind, "attention.")
+    is_gathered = sizes.cfg.parallel.world_size > 1
+    item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg)
+    return in_flight * (3 * sizes.hidden_bytes + weights * item) + (weights * item if is_gathered else 0)
+
+
+def _router_bytes(sizes: BlockSizes, in_flight: int) -> int:
+    """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
+    cfg = sizes.cfg
+    value = max(sizes.high_precision_bytes, 8 if cfg.moe.router_dtype == "float64" else 4)
+    weights = _num_weights(sizes, "M", "ffn.router.") * master_dtype_bytes(cfg)
+    routed = sizes.tokens * cfg.model.top_k * (INT64_BYTES + 2 * value)
+    scores = 2 * 2 * sizes.tokens * cfg.model.num_experts * value
+    samples = cfg.train.micro_batch_size * INT64_BYTES
+    copies = weights if cfg.parallel.world_size > 1 else 0
+    return in_flight * (2 * sizes.hidden_bytes + samples + routed + scores + weights) + copies
+
+
+def _num_weights(sizes: BlockSizes, kind: str, prefix: str) -> int:
+    return sum(w.numel for w in layer_weights(sizes.cfg.model, kind) if w.name.startswith(prefix))

@@ -1,0 +1,84 @@
+"""Cached states of linear attention: for each sample of a rank, its recurrent state and the last tokens before it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.model.linear_attention import CachedStates, StateShapes
+from moefold.model.paged_cache import CurrentPass
+
+
+class _Slots(NamedTuple):
+    """Tensors of one layer, by slot."""
+
+    previous_NKC: Tensor
+    state_NADV: Tensor
+
+
+class RecurrentStates:
+    """States of one layer by slot, see `StateCacheProtocol`; they grow with the number of slots in use.
+
+    A sample's first token starts from zeros, whatever its slot held before.
+
+    Args:
+        current_pass: shared by the layers.
+    """
+
+    def __init__(self, current_pass: CurrentPass) -> None:
+        self._pass = current_pass
+        self._slots: _Slots | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states; 0 before the first pass."""
+        return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy states between slots, int64 [n] each; a slot may be both, and then its old state is copied."""
+        if self._slots is not None:
+            self._grow(int(target.max()) + 1, self._slots)
+            for tensor in self._slots:
+                tensor[target] = tensor[source]
+
+    def read(self, shapes: StateShapes, like: Tensor) -> Iterator[CachedStates]:
+        """Yield the samples with one token together, then each sample with several."""
+        rows = self._pass.current
+        if not rows.counts:
+            return
+        slots_N = rows.state_slots_N
+        assert slots_N is not None, "the pass has no slots"
+        if self._slots is None:
+            previous = like.new_zeros(0, shapes.num_previous, shapes.width)
+            state_dtype = torch.promote_types(like.dtype, torch.float32)
+            self._slots = _Slots(previous, like.new_zeros(0, *shapes.state, dtype=state_dtype))
+        self._grow(int(slots_N.max()) + 1, self._slots)
+        if rows.single_rows:
+            yield self._samples(rows.rows_of_singles, slots_N[rows.single_rows], 1)
+        for i, span in rows.chunks:
+            rows_R = torch.arange(span.start, span.stop, device=like.device)
+            yield self._samples(rows_R, slots_N[i : i + 1], len(rows_R))
+
+    def write(self, samples: CachedStates, last_KnC: Tensor, state: Tensor) -> None:
+        """See `StateCacheProtocol`."""
+        assert self._slots is not None
+        self._slots.previous_NKC[samples.slots_n] = last_KnC.transpose(0, 1)
+        self._slots.state_NADV[samples.slots_n] = state
+
+    def _samples(self, rows_R: Tensor, slots_n: Tensor, num_tokens: int) -> CachedStates:
+        assert self._slots is not None
+        num_previous_n = self._pass.current.positions_R[rows_R[::num_tokens]]
+        is_continued = num_previous_n > 0
+        previous, state = (
+            tensor[slots_n].where(is_continued.view(-1, *[1] * (tensor.dim() - 1)), 0.0) for tensor in self._slots
+        )
+        return CachedStates(rows_R, slots_n, previous.transpose(0, 1), state, num_previous_n)
+
+    def _grow(self, num_slots: int, old: _Slots) -> None:
+        """Allocate twice as many slots as before if a slot is beyond them."""
+        if num_slots <= len(old.state_NADV):
+            return
+        num_new = max(num_slots, 2 * len(old.state_NADV)) - len(old.state_NADV)
+        grown = (torch.cat((tensor, tensor.new_zeros(num_new, *tensor.shape[1:]))) for tensor in old)
+        self._slots = _Slots(*grown)

@@ -1,0 +1,118 @@
+"""FlashAttention 3 (arXiv:2407.08608) on Hopper: it takes the place of torch's flash attention, where it agrees.
+
+torch has a registry of flash attention implementations (`torch.nn.attention.register_flash_attention_impl`); an active
+one computes torch's flash operators, and so sliding windows, documents and the blocks of context parallelism.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from moefold.ops.block_attention import CudaFlash, FlashMask, Mask, MathBlockAttention
+from moefold.ops.documents import Segments
+
+IMPLEMENTATION = "FA3"
+PACKAGE = "flash_attn_interface"
+"""Module of the package flash-attn-3, with the kernels."""
+CAPABILITY = (9, 0)
+"""The only compute capability of its kernels."""
+PROBE_TOLERANCE = 3e-2
+"""Largest error of bfloat16 outputs and gradients over the largest value: a few times their rounding, 2**-8."""
+PROBE_LSE_TOLERANCE = 1e-3
+NUM_TOKENS = 256
+WINDOW_LEFT = 50
+SECOND_DOCUMENT = 100
+"""Tokens of the probe, keys before a query in its window, and the start of its second document."""
+
+
+def use_flash_attention_3(device: torch.device) -> str:
+    """Activate FlashAttention 3 where it is installed and agrees; return what to log, "" if the device has none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return ""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return ""
+    reason = activate_if_it_agrees(IMPLEMENTATION, lambda: flash_disagreement(device, torch.bfloat16))
+    return f"not FlashAttention 3, as {reason}" if reason else f"flash attention of {IMPLEMENTATION}"
+
+
+def activate_if_it_agrees(implementation: str, find_disagreement: Callable[[], str]) -> str:
+    """Activate a registered implementation of flash attention in this process, unless it fails or differs.
+
+    One that is active stays, whoever activated it.
+
+    Args:
+        implementation: name in torch's registry.
+        find_disagreement: returns how the active implementation differs from the definition, "" if it agrees.
+
+    Returns:
+        Why it is not active, "" if it is.
+    """
+    active = attention.current_flash_attention_impl()
+    if active is not None:
+        return "" if active == implementation else f"{active} is active"
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except (ImportError, RuntimeError, ValueError) as error:
+        return f"it cannot be activated: {str(error).splitlines()[0]}"
+    reason = find_disagreement()
+    if reason:
+        attention.restore_flash_attention_impl()
+    return reason
+
+
+class _Case(NamedTuple):
+    """A mask of the probe, as the flash kernel takes it, and as the definition does."""
+
+    name: str
+    flash_mask: FlashMask
+    mask: Mask
+
+
+def flash_disagreement(device: torch.device, dtype: torch.dtype) -> str:
+    """Compare torch's flash attention with the definition on small tensors; return how it differs, "" if it agrees.
+
+    Args:
+        device: of the tensors.
+        dtype: of the tensors.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 2, 64), (NUM_TOKENS, 1, 2, 64))
+    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    for case in _cases(device):
+        exact = _passes(MathBlockAttention(), [x.double() for x in given], case.mask)
+        try:
+            found = _passes(CudaFlash(), given, case.flash_mask)
+        except RuntimeError as error:
+            return f"it raises {str(error).splitlines()[0]!r} ({case.name})"
+        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+        limits = [PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3]
+        if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+            return f"it differs from the definition by {max(errors):.2g} ({case.name})"
+    return ""
+
+
+def _cases(device: torch.device) -> list[_Case]:
+    token = torch.arange(NUM_TOKENS, device=device)
+    distance = token[:, None] - token
+    is_causal = distance >= 0
+    in_window = (is_causal & (distance <= WINDOW_LEFT)).unsqueeze(0)
+    is_second = token >= SECOND_DOCUMENT
+    in_document = (is_causal & (is_second[:, None] == is_second)).unsqueeze(0)
+    bounds = torch.tensor((0, SECOND_DOCUMENT, NUM_TOKENS), dtype=torch.int32, device=device)
+    segments = Segments(bounds, max(SECOND_DOCUMENT, NUM_TOKENS - SECOND_DOCUMENT))
+    return [
+        _Case("causal", FlashMask(True), "causal"),
+        _Case("all keys", FlashMask(False), "all"),
+        _Case("sliding window", FlashMask(True, WINDOW_LEFT), in_window),
+        _Case("documents", FlashMask(True, segments=segments), in_document),
+    ]
+
+
+def _passes(kernel: CudaFlash | MathBlockAttention, given: list[Tensor], mask: FlashMask | Mask) -> list[Tensor]:
+    grad_out, q, k, v = given
+    out, lse = kernel.forward(q, k, v, mask)  # type: ignore[arg-type]
+    return [out, lse, *kernel.backward(grad_out, q, k, v, out, lse, mask)]  # type: ignore[arg-type]

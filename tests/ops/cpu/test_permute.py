@@ -1,0 +1,73 @@
+"""The combine in C equals torch's, and a token has the same bits whatever the others are."""
+
+import pytest
+import torch
+
+from moefold.model.moe.permute import plan_permutation
+from moefold.ops.interface import Permutation
+from moefold.ops.permute import TORCH_PERMUTE_OPS
+from tests.ops.c_kernels import HALF_STEPS, in_each_type, needs_compiler
+
+pytestmark = needs_compiler
+
+NUM_EXPERTS = 5
+
+
+@pytest.fixture
+def ops():
+    from moefold.ops.cpu.permute import CPermuteOps
+
+    return CPermuteOps()
+
+
+def example(
+    tokens: int, top_k: int, width: int, dtype: torch.dtype, *, drops: bool = False
+) -> tuple[torch.Tensor, Permutation, torch.Tensor]:
+    """Rows of experts, their permutation, and weights."""
+    generator = torch.Generator().manual_seed(tokens + width)
+    ids = torch.rand(tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :top_k]
+    kept = torch.rand(tokens, top_k, generator=generator) < 0.7 if drops else None
+    permutation = plan_permutation(ids, NUM_EXPERTS, kept)
+    rows = torch.randn(len(permutation.token_R), width, generator=generator).to(dtype)
+    return rows, permutation, torch.rand(tokens, top_k, generator=generator)
+
+
+@in_each_type
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(1, 1, 1), (7, 2, 33), (300, 3, 130)])
+def test_combine_equals_that_of_torch_in_float64(ops, tokens, top_k, width, is_weighted, drops, dtype):
+    rows, permutation, weights = example(tokens, top_k, width, dtype, drops=drops)
+    found = ops.combine(rows, permutation, weights if is_weighted else None)
+    expected = TORCH_PERMUTE_OPS.combine(rows.double(), permutation, weights.double() if is_weighted else None)
+    size = TORCH_PERMUTE_OPS.combine(rows.double().abs(), permutation, weights.double() if is_weighted else None)
+    assert found.dtype == dtype
+    assert ((found.double() - expected).abs() <= (HALF_STEPS[dtype] + (top_k + 1) * 2.0**-24) * size).all()
+
+
+@in_each_type
+def test_bits_of_a_token_do_not_depend_on_the_others_nor_on_threads(ops, dtype):
+    rows, permutation, weights = example(300, 3, 130, dtype)
+    whole = ops.combine(rows, permutation, weights)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(ops.combine(rows, permutation, weights), whole)
+    finally:
+        torch.set_num_threads(before)
+    for token in (0, 150, 299):
+        single = Permutation(
+            torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.arange(3).unsqueeze(0), torch.ones(3), None, None
+        )
+        alone = ops.combine(rows[permutation.row_TK[token]], single, weights[token : token + 1])
+        assert torch.equal(alone[0], whole[token])
+
+
+def test_float64_and_no_rows_are_left_to_torch(ops):
+    rows, permutation, weights = example(7, 2, 33, torch.float64)
+    assert ops.combine(rows, permutation, weights.double()).dtype == torch.float64
+    rows, permutation, weights = example(7, 2, 33, torch.float32)
+    wide = ops.combine(rows, permutation, weights.double())
+    assert torch.equal(wide, TORCH_PERMUTE_OPS.combine(rows, permutation, weights.double()))
+    empty = plan_permutation(torch.zeros(3, 1, dtype=torch.int64), NUM_EXPERTS, torch.zeros(3, 1, dtype=torch.bool))
+    assert torch.equal(ops.combine(rows[:0], empty, None), torch.zeros(3, 33))

@@ -1,0 +1,139 @@
+"""The table of rollouts that wait for training: order, skipped prompts, and its columns in a checkpoint."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefold.config.rl import RLConfig
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.data.prompts import Prompt
+from moefold.errors import ConfigError
+from moefold.rl.rollout import Group, Rollout
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import pack_step, split_steps
+from moefold.rl.table import (
+    FINISH_REASONS,
+    TABLE_KEY,
+    RolloutTable,
+    Round,
+    check_headers,
+    empty_arrays,
+    make_round,
+    restore_table,
+    table_headers,
+)
+
+GROUP_SIZE = 2
+
+
+def prompt_of(number: int) -> Prompt:
+    return Prompt(source=f"p{number}", text=f"p{number}", ids=(number % 7, 3))
+
+
+def group_of(number: int, rng: np.random.Generator) -> Group:
+    rollouts = []
+    for sample in range(GROUP_SIZE):
+        count = int(rng.integers(1, 5))
+        rollouts.append(
+            Rollout(
+                prompt_number=number,
+                sample_number=sample,
+                prompt_ids=np.array(prompt_of(number).ids),
+                tokens=rng.integers(0, 9, count),
+                log_probs=rng.normal(size=count),
+                finish_reason=FINISH_REASONS[int(rng.integers(3))],
+            )
+        )
+    scores = np.where(rng.random(GROUP_SIZE) < 0.3, np.nan, rng.normal(size=GROUP_SIZE))
+    return Group(prompt_of(number), tuple(rollouts), scores, scores - 1)
+
+
+def round_of(prompts: list[int], version: int, seed: int = 0) -> Round:
+    rng = np.random.default_rng(seed)
+    groups = [group_of(number, rng) for number in prompts]
+    statistics = RoundStatistics().add(groups, 1.0, 2.0)
+    return make_round(groups, version=version, prompts=prompts, statistics=statistics)
+
+
+def test_rounds_are_trained_on_in_the_order_in_which_they_were_sampled():
+    table = RolloutTable()
+    assert table.next_prompt is None
+    for version in range(3):
+        table.add(round_of([2 * version, 2 * version + 1], version))
+    assert table.next_prompt == 6
+    assert [table.pop().version for _ in range(3)] == [0, 1, 2]
+    assert not len(table)
+
+
+@pytest.mark.parametrize(("skipped", "kept"), [([], [0, 1, 2]), ([range(3, 4)], [0, 2]), ([range(1, 5)], [])])
+def test_rounds_with_skipped_prompts_are_dropped(skipped, kept):
+    table = RolloutTable(round_of([2 * version, 2 * version + 1], version) for version in range(3))
+    assert table.drop(skipped) == 3 - len(kept)
+    assert [header["version"] for header in table.headers()] == kept
+
+
+@given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 99))
+def test_a_checkpoint_has_every_row(sizes, seed):
+    rounds = [round_of(list(range(10 * i, 10 * i + size)), i, seed + i) for i, size in enumerate(sizes)]
+    table = RolloutTable(rounds)
+    arrays = table.arrays()
+    headers = table_headers({TABLE_KEY: table.headers()})
+    sized = empty_arrays(headers)
+    assert {name: (values.shape, values.dtype) for name, values in sized.items()} == {
+        name: (values.shape, values.dtype) for name, values in arrays.items()
+    }
+    restored = restore_table(headers, arrays, prompt_of, GROUP_SIZE)
+    assert restored.headers() == table.headers()
+    for expected in rounds:
+        found = restored.pop()
+        assert found.version == expected.version
+        assert found.prompts == expected.prompts
+        for left, right in zip(found.groups, expected.groups, strict=True):
+            assert left.prompt == right.prompt
+            assert np.array_equal(left.scores, right.scores, equal_nan=True)
+            assert np.array_equal(left.rewards, right.rewards, equal_nan=True)
+            for one, other in zip(left.rollouts, right.rollouts, strict=True):
+                assert (one.prompt_number, one.sample_number) == (other.prompt_number, other.sample_number)
+                assert one.finish_reason == other.finish_reason
+                for name in ("prompt_ids", "tokens", "log_probs"):
+                    assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_rounds_of_other_sizes_are_refused():
+    headers = RolloutTable([round_of([0, 1], 0)]).headers()
+    check_headers(headers, Config(rl=RLConfig(group_size=2), train=TrainConfig(global_batch_size=4)))
+    for group_size, batch in ((4, 4), (2, 8)):
+        other = Config(rl=RLConfig(group_size=group_size), train=TrainConfig(global_batch_size=batch))
+        with pytest.raises(ConfigError, match=f"4 a round in groups of 2, and the recipe needs {batch} in groups of"):
+            check_headers(headers, other)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"version": -1}, {"prompts": []}, {"groups": 0}, {"tokens": 1.5}, {"rollouts": None}, {"more": 1}]
+)
+def test_a_damaged_header_is_no_header(damage):
+    (header,) = RolloutTable([round_of([0, 1], 0)]).headers()
+    with pytest.raises(TypeError):
+        table_headers({TABLE_KEY: [header | damage]})
+
+
+def test_data_parallel_ranks_have_all_rows_of_a_step_between_them():
+    one = round_of(list(range(6)), 0)
+    train = TrainConfig(seq_len=8, micro_batch_size=1, global_batch_size=6)
+    alone = Config(rl=RLConfig(group_size=GROUP_SIZE), train=train)
+    two = replace(alone, parallel=ParallelConfig(world_size=2))
+    for groups in split_steps(one.groups, 2):
+        expected = pack_step(groups, alone, 0, 0)
+        parts = [pack_step(groups, two, 0, rank) for rank in range(2)]
+        assert [part.first for part in parts] == [0, parts[0].num_micro_batches]
+        columns = [part.samples.token_columns for part in (expected, *parts)]
+        for name, values in columns[0].items():
+            found = np.concatenate([part[name] for part in columns[1:]])
+            assert np.array_equal(found[: len(values)], values)
+        tokens = np.concatenate([part.samples.tokens for part in parts])
+        assert np.array_equal(tokens[: len(expected.samples.tokens)], expected.samples.tokens)
+        weights = np.concatenate([part.samples.weights for part in parts])
+        assert weights[len(expected.samples.tokens) :].sum() == 0

@@ -1,0 +1,95 @@
+"""Linear attention that must equal the oracle: hybrids under every axis, with packed documents and recomputation."""
+
+from tests.verify.cases import Case, Settings, cases, few
+
+HYBRID = {
+    "attention_pattern": "LF",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel": 3,
+}
+"""Four layers of which two are linear, so that each of two pipeline stages has both kinds."""
+QWEN3_NEXT = {
+    "attention_gate": True,
+    "zero_centered_norms": True,
+    "qk_norm": True,
+    "rope_fraction": 0.5,
+    "shared_expert_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+    "router_softmax": "pre",
+}
+DOCUMENTS = {"document_end": 2}
+TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
+AXES = (
+    {"world_size": 2, "cp": 2, "tp": 1},
+    {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
+    {"world_size": 2, "zero": 3},
+    {"world_size": 1},
+    {"world_size": 2, "tp": 2},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 2, "etp": 2, "zero": 2},
+    {"world_size": 4, "cp": 4},
+    {"world_size": 4, "cp": 4, "context": "allgather", "zero": 3},
+    {"world_size": 4, "cp": 4, "context": "ulysses"},
+    {"world_size": 4, "ep": 4},
+    {"world_size": 4, "tp": 4, "etp": 2},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
+    {"world_size": 8, "tp": 2, "cp": 4, "ep": 4, "etp": 2, "zero": 3},
+    {"world_size": 4, "pp": 2, "virtual_stages": 2, "schedule": "interleaved", "ep": 2},
+    {"world_size": 2, "pp": 2, "schedule": "zero-bubble"},
+    {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
+    {"world_size": 2, "tp": 2, "overlap_tp": True},
+)
+
+
+def _hybrid(
+    mapping: Settings, model: Settings | None = None, train: Settings | None = None, **more: object
+) -> Settings:
+    return few({"model": HYBRID | (model or {}), "train": train or {}, **more, **mapping})
+
+
+PACKED = [
+    _hybrid(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
+    for mapping, model, train in (
+        ({"world_size": 2, "cp": 2}, QWEN3_NEXT | {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+        ({"world_size": 2, "cp": 2}, {}, {}),
+        ({"world_size": 1}, {}, {}),
+        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {}),
+        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+        ({"world_size": 4, "pp": 2, "cp": 2}, {"attention_pattern": "L", "layer_pattern": "DM"}, {}),
+        ({"world_size": 2, "cp": 2, "zero": 3}, {}, {"recompute": ("layer",)}),
+        ({"world_size": 2, "tp": 2}, {}, {"recompute": ("norms", "core_attention", "moe")}),
+        ({"world_size": 2, "tp": 2}, QWEN3_NEXT, {}),
+        ({"world_size": 4, "cp": 2, "pp": 2, "zero": 3}, QWEN3_NEXT | {"mtp_layers": 1}, {}),
+        ({"world_size": 2, "pp": 2}, {"attention_pattern": "FL", "num_layers": 3}, {}),
+    )
+]
+KDA = [
+    _hybrid(
+        mapping,
+        {"linear_attention": "kda", "attention_pattern": "L", "vocab_size": 8},
+        TWO_SAMPLES | train,
+        data=DOCUMENTS,
+    )
+    for mapping, train in (
+        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
+        ({"world_size": 2, "tp": 2}, {"optimizer": "muon"}),
+        ({"world_size": 4, "pp": 2, "cp": 2, "zero": 2}, {"recompute": ("layer",)}),
+        ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}),
+        ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}),
+        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}),
+    )
+]
+MUON = [_hybrid(mapping, train={"optimizer": "muon"}) for mapping in ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3},)]
+OFFLOAD = [
+    _hybrid({"world_size": 2, "cp": 2}, train={"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True})
+]
+MAPPED = [_hybrid(mapping) for mapping in AXES]
+
+CASES: list[Case] = [
+    *cases("linear attention", MAPPED[:2], [*MAPPED[2:], *MUON, *OFFLOAD]),
+    *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
+    *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
+]
