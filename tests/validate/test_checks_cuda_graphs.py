@@ -26,7 +26,11 @@ OBSTACLES = [
     ("arf", "metrics.memory_every=2", "metrics.memory_every=2: memory of a graph is allocated once"),
     ("ar", 'train.recompute=["layer"]', "train.recompute=['layer']: what a graph saves for its backward pass stays"),
     ("ar", 'train.recompute=["norms","moe"]', "train.recompute=['norms']: what a graph saves"),
-    ("ar", "model.attention_pattern=LF", "model.attention_pattern='LF': linear attention is recomputed in the backward"),
+    (
+        "ar",
+        "model.attention_pattern=LF",
+        "model.attention_pattern='LF': linear attention is recomputed in the",
+    ),
     ("r", 'train.recompute=["moe"]', "train.recompute=['moe']: what the router saves stays in the memory"),
     ("arf", 'train.offload=["moe"]', "train.offload=['moe']: what a graph saves"),
     ("rf", "moe.trace_every=1", "moe.trace_every=1: choices are recorded by the host"),
