@@ -9,7 +9,13 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import Constant, GatedSharedExpert, HunyuanSharedExpert, SharedExperts
+from moefold.convert.config_fields import (
+    Constant,
+    GatedSharedExpert,
+    HunyuanSharedExpert,
+    MultiHeadKeyValue,
+    SharedExperts,
+)
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
 from moefold.convert.hf_config import parse_model_config as read_keys
@@ -24,7 +30,13 @@ from moefold.convert.layer_fields import (
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 
-FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
+FAMILY_OF = {
+    "qwen3-next": "qwen3_next",
+    "mixtral": "mixtral",
+    "qwen2-57b": "qwen2_moe",
+    "qwen3": "qwen3_moe",
+    "olmoe": "olmoe",
+}
 FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
@@ -63,8 +75,13 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
 _SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
-_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
+_SPECIAL |= {
+    family.name: {"num_key_value_heads": 128}
+    for family in FAMILIES.values()
+    if any(isinstance(entry, MultiHeadKeyValue) for entry in family.config_fields)
+}
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+_SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
 
 
@@ -314,3 +331,29 @@ def test_older_spellings_mean_the_published_model(preset):
 def test_a_value_of_a_newer_family_that_cannot_be_is_named(family, keys, message):
     with pytest.raises(ConfigError, match=message):
         read_keys(FAMILIES[family].write(_model_for(family)) | keys, Path("hf"))
+
+
+def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> None:
+    keys = FAMILIES["kimi_linear"].write(replace(_model_for("kimi_linear"), attention_pattern="LF", num_layers=5))
+    nested = {
+        "head_dim": keys["linear_head_dim"],
+        "num_heads": keys["linear_num_heads"],
+        "short_conv_kernel_size": keys["linear_conv_kernel_dim"],
+        "kda_layers": [1, 3, 5],
+        "full_attn_layers": [2, 4],
+    }
+    flat = read_keys(keys, Path("hf"))
+    rest = {key: value for key, value in keys.items() if not key.startswith("linear_") and key != "layer_types"}
+    assert read_keys(rest | {"linear_attn_config": nested}, Path("hf")) == flat
+    with pytest.raises(ConfigError, match=r"full_attn_layers=\[2\] and kda_layers=\[1, 3, 5\], which should hold each"):
+        read_keys(rest | {"linear_attn_config": nested | {"full_attn_layers": [2]}}, Path("hf"))
+
+
+def test_full_attention_interval_of_qwen3_next() -> None:
+    keys = FAMILIES["qwen3_next"].write(_model_for("qwen3_next")) | {"num_hidden_layers": 8}
+    del keys["layer_types"]
+    keys.pop("mlp_only_layers")
+    assert read_keys(keys | {"full_attention_interval": 2}, Path("hf")).attention_letters == "LFLFLFLF"
+    assert read_keys(keys, Path("hf")).attention_letters == "LLLFLLLF"
+    with pytest.raises(ConfigError, match="full_attention_interval=0, which should be a whole number"):
+        read_keys(keys | {"full_attention_interval": 0}, Path("hf"))

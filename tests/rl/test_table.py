@@ -96,7 +96,6 @@ def test_rounds_of_older_weights_than_allowed_are_dropped_with_those_after(
     assert [table.pop().prompts for _ in range(len(table))] == [(i,) for i in range(num_kept)]
 
 
-
 @given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 99))
 def test_a_checkpoint_has_every_row(sizes, seed):
     rounds = [round_of(list(range(10 * i, 10 * i + size)), i, seed + i) for i, size in enumerate(sizes)]

@@ -114,6 +114,10 @@ SIZES = {
         "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
         " or attention='gqa'"
     ),
+    'train.recompute=["core_attention"] model.attention_pattern=L2': (
+        "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
+        "leave it out"
+    ),
     'train.recompute=["norms"] model.norm_placement=post': (
         "train.recompute has 'norms', and model.norm_placement='post' has no norms of inputs; leave it out"
     ),

@@ -26,6 +26,11 @@ OBSTACLES = [
     ("arf", "metrics.memory_every=2", "metrics.memory_every=2: memory of a graph is allocated once"),
     ("ar", 'train.recompute=["layer"]', "train.recompute=['layer']: what a graph saves for its backward pass stays"),
     ("ar", 'train.recompute=["norms","moe"]', "train.recompute=['norms']: what a graph saves"),
+    (
+        "ar",
+        "model.attention_pattern=LF",
+        "model.attention_pattern='LF': linear attention is recomputed in the backward",
+    ),
     ("r", 'train.recompute=["moe"]', "train.recompute=['moe']: what the router saves stays in the memory"),
     ("arf", 'train.offload=["moe"]', "train.offload=['moe']: what a graph saves"),
     ("rf", "moe.trace_every=1", "moe.trace_every=1: choices are recorded by the host"),
@@ -33,6 +38,7 @@ OBSTACLES = [
     ("r", "model.layer_pattern=D", "a model without MoE layers: it has no router"),
     ("f", "run.dtype=float32", "run.kernels='auto' with run.dtype='float32': their experts read the token counts"),
     ("f", "run.kernels=plain model.moe_ffn_hidden_size=36", "run.kernels='plain' with run.dtype='bfloat16': their"),
+    ("f", "run.kernels=plain model.moe_hidden_size=36", "run.kernels='plain' with run.dtype='bfloat16': their experts"),
 ]
 MODES = {"a": "attention", "r": "attention_router", "f": "full"}
 

@@ -203,12 +203,12 @@ SCALED = {
     "mtp_layers": 1,
 }
 FAMILY_OPTIONS = [
-    *_with(GATED, ({"world_size": 2, "tp": 2}, {"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "zero": 3})),
-    *_with(SCALED, ({"world_size": 4, "tp": 2, "cp": 2, "etp": 2},)),
+    *_with(GATED, ({"world_size": 2, "tp": 2},)),
+    *_with(SCALED, ({"world_size": 2, "cp": 2},)),
 ]
 FAMILY_OPTIONS_WIDE = [
-    *_with(GATED, LATENT_AXES[1:] + LATENT_FOLDED),
-    *_with(SCALED, LATENT_AXES + LATENT_FOLDED),
+    *_with(GATED, ({"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "zero": 3}, *LATENT_AXES[1:], *LATENT_FOLDED)),
+    *_with(SCALED, ({"world_size": 4, "tp": 2, "cp": 2, "etp": 2}, *LATENT_AXES, *LATENT_FOLDED)),
     *_with(SCALED | {"tie_embeddings": True}, LATENT_FOLDED),
     *_with(LATENT | {"rope_pattern": "RN", "norm_placement": "both"}, LATENT_AXES),
 ]
@@ -218,10 +218,11 @@ FAMILY_OPTIONS_WIDE = [
 LATENT_EXPERTS = {"moe_hidden_size": 6, "shared_expert_ffn_hidden_size": 16, "expert_bias": True}
 LATENT_EXPERTS_AXES = (
     {"world_size": 2, "tp": 2},
-    {"world_size": 4, "ep": 4, "zero": 3},
-    {"world_size": 4, "pp": 2, "cp": 2, "etp": 2},
+    {"world_size": 2, "ep": 2, "zero": 3},
 )
 LATENT_EXPERTS_WIDE = (
+    {"world_size": 4, "ep": 4, "zero": 3},
+    {"world_size": 4, "pp": 2, "cp": 2, "etp": 2},
     {"world_size": 1},
     {"world_size": 2, "etp": 2},
     {"world_size": 2, "cp": 2},

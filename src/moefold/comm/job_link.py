@@ -17,8 +17,8 @@ from torch import Tensor
 from moefold.comm.flight_recorder import FlightRecorder
 
 MESSAGE_TIMEOUT = timedelta(days=30)
-"""Longest wait for a message. A round of rollouts may take longer than `faults.timeout_s`; the watchdog finds ranks that
-make no progress."""
+"""Longest wait for a message. A round of rollouts may take longer than `faults.timeout_s`; the watchdog finds ranks
+that make no progress."""
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,11 @@ class ModelConfig:
         return "L" in self.attention_pattern
 
     @property
+    def has_softmax_attention(self) -> bool:
+        """Return whether some layers have softmax attention; so also if the pattern is not valid."""
+        return set(self.attention_pattern) - set("0123456789") != {"L"}
+
+    @property
     def block_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, one of `BLOCK_KINDS`."""
         letters = self.attention_letters

@@ -22,6 +22,8 @@ def containing_part(part: str, parts: Sequence[str]) -> str | None:
 
 def missing_reason(part: str, model: ModelConfig) -> str:
     """Return why a model lacks a part; "" if it has it."""
+    if part in ("core_attention", "mla_up") and not model.has_softmax_attention:
+        return f"all layers of model.attention_pattern={model.attention_pattern!r} have linear attention"
     if part == "mla_up" and model.attention != "mla":
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):

@@ -154,7 +154,7 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
         return TokenMixer(
             kind="linear",
             num_params=sum(weight.numel for weight in matrices),
-            sharded_width=sum(weight.shape[0] for weight in matrices if weight.tp_dim == 0 and weight.shape[1] > 16),
+            sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
             output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
             state_flops=round(spec.core_flops(model, 0)),
         )
@@ -289,32 +289,6 @@ def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig
     )
 
 
-def _qwen3_next() -> ModelSpec:
-    """Build Qwen/Qwen3-Next-80B-A3B.
-
-    It has three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention.
-    """
-    hidden = 2048
-    keys = 16 * 128
-    values = 32 * 128
-    width = 2 * keys + 2 * values + 2 * 32
-    linear = TokenMixer(
-        kind="linear",
-        num_params=hidden * (width + values),
-        sharded_width=width,
-        output_width=values,
-        state_flops=8 * 32 * 128 * 128,
-    )
-    full = _gqa_mixer(hidden, 16, 2, 256)
-    # The query projection also outputs a gate of the same width.
-    full = replace(full, num_params=full.num_params + hidden * 4096, sharded_width=full.sharded_width + 4096)
-    moe = FeedForward(kind="moe", width=512, num_experts=512, top_k=10, shared_width=512)
-    kinds = (LayerKind(mixer=linear, feed_forward=moe), LayerKind(mixer=full, feed_forward=moe))
-    return ModelSpec(
-        name="qwen3-next-80b-a3b", hidden_size=hidden, vocab_size=151936, kinds=kinds, layers=(0, 0, 0, 1) * 12
-    )
-
-
 def _mamba(hidden: int, heads: int) -> TokenMixer:
     """Build a Mamba-2 mixer with heads of 64, a state of 128 and 8 groups; FLOPs of the state as in Megatron-Bridge."""
     inner = heads * 64
@@ -363,7 +337,6 @@ def _nemotron_super() -> ModelSpec:
 
 
 _HYBRIDS = {
-    "qwen3-next-80b-a3b": _qwen3_next,
     "nemotron-3-nano": _nemotron_nano,
     "nemotron-3-super": _nemotron_super,
 }

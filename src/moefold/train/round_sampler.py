@@ -83,7 +83,7 @@ class RoundSampler:
         self._records_routing = records_routing
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
-            RolloutEngine(model, engine_settings(cfg), self._sampling, records_routing=records_routing),
+            RolloutEngine(model, EngineSettings.of_recipe(cfg), self._sampling, records_routing=records_routing),
             reward,
             tokenizer,
             groups,
@@ -161,11 +161,3 @@ class RoundSampler:
             sampling,
             lambda scores, rollouts: adjust_rewards(scores, rollouts, rl, max_tokens),
         )
-
-
-def engine_settings(cfg: Config) -> EngineSettings:
-    """Return the settings of the rollout engine."""
-    rollout = cfg.rollout
-    return EngineSettings(
-        slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
-    )

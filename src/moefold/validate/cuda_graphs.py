@@ -51,6 +51,9 @@ def _module_obstacles(cfg: Config) -> Iterator[Obstacle]:
     splits_backward = p.pp > 1 and schedule_of(cfg).splits_backward
     late = "a delayed weight gradient reads memory that the next replay overwrites"
     yield f"parallel.schedule={p.schedule!r}", splits_backward, late
+    pattern = f"model.attention_pattern={cfg.model.attention_pattern!r}"
+    recomputed = "linear attention is recomputed in the backward pass"
+    yield pattern, cfg.model.has_linear_attention, f"{recomputed}, and what a graph saves stays in its memory"
     captured = [part for part in cfg.train.recompute if part not in RECOMPUTE_OUTSIDE_ATTENTION]
     saved = "what a graph saves for its backward pass stays in its memory"
     yield f"train.recompute={captured}", bool(captured), saved
@@ -88,7 +91,7 @@ def _reads_counts(cfg: Config) -> bool:
         return False
     if cfg.run.dtype != "bfloat16":
         return True
-    widths = (cfg.model.hidden_size, cfg.model.moe_ffn_hidden_size)
+    widths = (cfg.model.expert_hidden_size, cfg.model.moe_ffn_hidden_size)
     return cfg.run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
 
 

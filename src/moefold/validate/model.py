@@ -201,11 +201,6 @@ def validate_linear_attention(cfg: Config) -> Iterator[str]:
             f"train.precision={cfg.train.precision!r} does not go with {name}: linear attention has projections of one "
             "row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
         )
-    if cfg.run.cuda_graphs == "attention":
-        yield (
-            f"run.cuda_graphs='attention' does not go with {name}: linear attention is recomputed in the backward "
-            "pass, which a graph cannot capture; choose 'none', or a pattern without L"
-        )
 
 
 def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
