@@ -243,6 +243,7 @@ def main() -> None:
             for name in IMPLEMENTATIONS:
                 found = _run_process(args, name)
                 assert found["tokens"] == args.new, (name, found["tokens"])
+                print(f"{name}: CPU {statistics.median(found['cpu_s']):.3f} s a step", flush=True)
                 for key, values in results[name].items():
                     values += found[key]
     ours = results["moefold"]

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +41,9 @@ class Experiment:
     overrides: Sequence[str]
 
     def train(self, recipe: str, run: str, *overrides: str) -> float:
-        """Train a recipe from its first step; return CPU seconds."""
-        settings = (f"run.dir={self.folder / run}", f"run.seed={self.seed}", "checkpoint.resume=never", *overrides)
+        """Train a recipe from its first step, in the place of a run that was cut off; return CPU seconds."""
+        shutil.rmtree(self.folder / run, ignore_errors=True)
+        settings = (f"run.dir={self.folder / run}", f"run.seed={self.seed}", *overrides)
         return self._moefold("train", str(RECIPES / recipe), *settings)[1]
 
     def rollout(self, model: str, out: str, *options: str) -> dict[str, Any]:

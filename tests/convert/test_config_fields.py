@@ -9,7 +9,13 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import Constant, GatedSharedExpert, HunyuanSharedExpert, SharedExperts
+from moefold.convert.config_fields import (
+    Constant,
+    GatedSharedExpert,
+    HunyuanSharedExpert,
+    MultiHeadKeyValue,
+    SharedExperts,
+)
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
 from moefold.convert.hf_config import parse_model_config as read_keys
@@ -69,7 +75,11 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
 _SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
-_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
+_SPECIAL |= {
+    family.name: {"num_key_value_heads": 128}
+    for family in FAMILIES.values()
+    if any(isinstance(entry, MultiHeadKeyValue) for entry in family.config_fields)
+}
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}

@@ -23,7 +23,7 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from moefold.cost.kv_cache import kv_cache_bytes, num_state_slots, recurrent_state_bytes
+from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.errors import ConfigError
 from moefold.inference.engine.engine import RolloutEngine
@@ -317,16 +317,14 @@ def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
         check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)))
 
 
-def test_the_check_of_the_cache_counts_the_states_of_all_slots(tmp_path):
-    """The engine takes the states of linear attention from the cache first, as many as rollout.slots asks for."""
+def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
     cfg = recipe(tmp_path)
-    cfg = replace(cfg, model=replace(cfg.model, attention_pattern="L"))
-    needed = (num_state_slots(8) * recurrent_state_bytes(cfg) + (1 << 20)) / 2**30
-    few, many = (replace(cfg, rollout=replace(cfg.rollout, slots=n, cache_gib=needed)) for n in (8, 64))
+    cfg = replace(cfg, model=replace(cfg.model, attention_pattern="FL"))
+    few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
+    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_bytes(few, 1, 8) / 2**30))
     check_rollout_cache(few)
-    message = r"rollout\.cache_gib=.* linear attention with rollout\.slots=64, .* or fewer rollout\.slots"
-    with pytest.raises(ConfigError, match=message):
-        check_rollout_cache(many)
+    with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* with rollout\.slots=9, .* or fewer rollout\.slots"):
+        check_rollout_cache(replace(few, rollout=replace(few.rollout, slots=9)))
 
 
 def _reference_bytes(cfg: Config) -> int:

@@ -29,7 +29,7 @@ OBSTACLES = [
     (
         "ar",
         "model.attention_pattern=LF",
-        "model.attention_pattern='LF': linear attention is recomputed in the",
+        "model.attention_pattern='LF': linear attention is recomputed in the backward",
     ),
     ("r", 'train.recompute=["moe"]', "train.recompute=['moe']: what the router saves stays in the memory"),
     ("arf", 'train.offload=["moe"]', "train.offload=['moe']: what a graph saves"),

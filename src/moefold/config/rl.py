@@ -26,10 +26,10 @@ class RLConfig:
     """Optimizer steps on one round of rollouts: a round has updates * train.global_batch_size rollouts, each of which
     is trained on once. Above 1, the later steps are off-policy: choose objective clip, cispo or sequence."""
     staleness: int = 0
-    """Optimizer steps between the weights that sample a rollout and those that first train on it, beyond the one step
-    of an on-policy run: the rollouts of step n are sampled by the weights after step n - 1 - staleness, or by the first
-    ones of the run. A multiple of rl.updates. Above 0, rollout.ranks can sample while the other ranks train; without
-    rollout.ranks the same ranks compute the same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
+    """Optimizer steps between the weights that sample a rollout and those that first train on it: rollouts of
+    step n are sampled by the weights after step n - 1 - staleness, or by the initial ones. A multiple of rl.updates.
+    Above 0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks compute the
+    same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     clip_low: float = 0.2
     """Lower clip range of the ratio, below 1."""
     clip_high: float = 0.28

@@ -340,7 +340,7 @@ LINEAR_FAMILIES = (
         "KimiLinearForCausalLM",
         _KIMI_LINEAR,
         (merge_rules(_both(_KDA, merge_rules(BACKBONE, MLA)), _KIMI_FFN, MIXTRAL_EXPERTS),),
-        default_keys={"num_key_value_heads": 32},
+        default_keys={"num_key_value_heads": 32, "q_lora_rank": None},
     ),
     Family(
         "qwen3_next",

@@ -156,6 +156,7 @@ def test_a_change_is_seen_whole_by_all_ranks(pool, tmp_path):
     assert pool.run(4, _changed, tmp_path) == [[True] * 20] * 4
 
 
+@pytest.mark.slow
 def test_groups_of_ep_have_memory_of_their_own(pool, tmp_path):
     pool.run(1, write_checkpoint, recipe_of_kind("gpt-oss", tmp_path))
     found = pool.run(4, _inodes, tmp_path)
