@@ -26,4 +26,4 @@ def split_pool(cfg: Config) -> JobLink:
         world_size=len(ranks),
         timeout=TIMEOUT,
     )
-    return JobLink.connect(split, rank, store, TIMEOUT)
+    return JobLink.connect(split, rank, store)

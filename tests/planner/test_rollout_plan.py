@@ -9,13 +9,15 @@ from moefold.cli.main import main
 from moefold.config.model import ModelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import load_device
+from moefold.cost.kv_cache import layer_state_bytes
 from moefold.cost.reshard_plan import plan_reshard
 from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.planner.cost_model.decode import LAUNCHES_PER_BLOCK, DecodeCost, SamplingDegrees
 from moefold.planner.query import PlanQuery, make_planner, plan_request
 from moefold.planner.rollout import plan_rollouts
-from moefold.planner.rollout_cost import RolloutLengths
+from moefold.planner.rollout_cost import RolloutLengths, SamplingCost
+from moefold.recipe import load_config
 from moefold.topology.rollout_mapping import rollout_config
 
 MODEL = ModelConfig(
@@ -64,6 +66,29 @@ def test_keys_and_values_are_read_for_each_token():
     seconds = [_cost().pass_s(ALONE, rows=1, keys=keys) for keys in (1000, 3000)]
     cached = 2000 * MODEL.num_layers * 2 * 2 * 64 * 2
     assert seconds[1] - seconds[0] == pytest.approx(cached / (IDEAL.hbm_bytes_per_s * IDEAL.hbm_fraction))
+
+
+def test_states_are_read_and_written_for_each_token_whatever_its_position():
+    """Three of four layers are linear, with a state of 4 heads of 32 x 32 and the last 3 tokens of 3 x 128 channels."""
+    hybrid = replace(MODEL, attention_pattern="L3F")
+    cost = DecodeCost(hybrid, IDEAL, "bfloat16", 2)
+    short, long = (cost.pass_s(ALONE, rows=1, keys=keys) for keys in (1000, 3000))
+    rate = IDEAL.hbm_bytes_per_s * IDEAL.hbm_fraction
+    assert long - short == pytest.approx(2000 * 2 * 2 * 64 * 2 / rate)
+    state = 4 * 32 * 32 * 4 + 3 * 3 * 128 * 2
+    decoded, prefilled = (cost.pass_s(ALONE, rows=1, keys=0, chunk=chunk) for chunk in (1, 64))
+    assert decoded - prefilled == pytest.approx(3 * 2 * state * (1 - 1 / 64) / rate)
+
+
+def test_the_cache_of_a_hybrid_rollout_has_keys_of_its_softmax_layers_and_states_of_the_others(tmp_path):
+    (tmp_path / "rl.toml").write_text(RECIPE)
+    lengths = RolloutLengths(prompt=20, new=12)
+    words = ["model.num_layers=4", "model.attention_pattern=L3F"]
+    cfg = load_config(tmp_path / "rl.toml", words)
+    model = cfg.model
+    found = SamplingCost(cfg, IDEAL, lengths).times(ALONE).rollout_bytes
+    keys = 32 * 2 * model.num_query_groups * model.head_size * 2
+    assert found == keys + 3 * layer_state_bytes(model, 1, 2)
 
 
 def test_many_tokens_are_bound_by_their_flops():

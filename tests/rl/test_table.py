@@ -75,6 +75,27 @@ def test_rounds_with_skipped_prompts_are_dropped(skipped, kept):
     assert [header["version"] for header in table.headers()] == kept
 
 
+@pytest.mark.parametrize(
+    ("versions", "step", "staleness", "updates", "num_kept"),
+    [
+        ([3, 4], 5, 2, 1, 2),
+        ([3, 4], 5, 3, 1, 2),
+        ([3, 4], 5, 1, 1, 0),
+        ([5, 5], 5, 1, 1, 2),
+        ([5, 3], 5, 1, 1, 1),
+        ([0, 0, 0], 1, 3, 1, 3),
+        ([0, 2], 4, 4, 2, 2),
+        ([0, 2], 4, 2, 2, 0),
+    ],
+)
+def test_rounds_of_older_weights_than_allowed_are_dropped_with_those_after(
+    versions, step, staleness, updates, num_kept
+):
+    table = RolloutTable([round_of([i], version) for i, version in enumerate(versions)])
+    assert table.drop_older(step, staleness, updates) == len(versions) - num_kept
+    assert [table.pop().prompts for _ in range(len(table))] == [(i,) for i in range(num_kept)]
+
+
 @given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 99))
 def test_a_checkpoint_has_every_row(sizes, seed):
     rounds = [round_of(list(range(10 * i, 10 * i + size)), i, seed + i) for i, size in enumerate(sizes)]

@@ -286,3 +286,17 @@ def test_rollouts_in_a_checkpoint_of_other_groups_are_refused(pool, tmp_path):
     other = replace(cfg, rl=replace(cfg.rl, group_size=8))
     with pytest.raises(WorkerError, match=r"not trained on yet \(rl.staleness\), 16 a round in groups of 4"):
         pool.run(1, run_in_turn, other)
+
+
+@pytest.mark.parametrize(("staleness", "replay"), [(0, "on"), *slow([(1, "off")])])
+def test_rollouts_of_older_weights_than_a_new_staleness_allows_are_sampled_again(pool, tmp_path, staleness, replay):
+    """The checkpoint of step 2 has rounds of the versions 0 and 1; rounds to replay also need their expert choices."""
+    cfg = in_turn(asynchronous(tmp_path, 4, 2, {"ranks": 1}, world_size=1), tmp_path)
+    # Without C kernels sampling is inexact, so there is something to replay.
+    cfg = replace(cfg, run=replace(cfg.run, kernels="plain"))
+    pool.run(1, run_in_turn, cfg, 2)
+    rl = replace(cfg.rl, staleness=staleness, replay=replay, objective="clip" if staleness else "policy")
+    pool.run(1, run_in_turn, replace(cfg, rl=rl))
+    assert [record["rl"]["staleness"] for record in records(cfg)[2:]] == [0, staleness]
+    prompts = [json.loads(line)["prompt_number"] for line in (Path(cfg.run.dir) / "rollouts.jsonl").open()]
+    assert prompts == [number for number in range(16) for _ in range(4)]

@@ -23,7 +23,7 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.errors import ConfigError
 from moefold.inference.engine.engine import RolloutEngine
@@ -315,6 +315,16 @@ def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
     check_rollout_cache(cfg)
     with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page"):
         check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)))
+
+
+def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
+    cfg = recipe(tmp_path)
+    cfg = replace(cfg, model=replace(cfg.model, attention_pattern="FL"))
+    few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
+    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_bytes(few, 1, 8) / 2**30))
+    check_rollout_cache(few)
+    with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* with rollout\.slots=9, .* or fewer rollout\.slots"):
+        check_rollout_cache(replace(few, rollout=replace(few.rollout, slots=9)))
 
 
 def _reference_bytes(cfg: Config) -> int:

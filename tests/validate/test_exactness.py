@@ -62,6 +62,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),
     ({"model": KINDS["deepseek-v3"]}, "rollout.cache='latents'"),
     ({"model": {"head_dim": 512}}, "model.head_dim=512"),
+    ({"model": KINDS["linear"]}, "model.attention_pattern='LF'"),
     ({"train": {"seq_len": 32768}}, "train.seq_len=32768"),
     ({"moe": {"capacity_factor": 1.5}}, "moe.capacity_factor=1.5"),
     ({"moe": {"choice": "sinkhorn"}}, "moe.choice='sinkhorn'"),

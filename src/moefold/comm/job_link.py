@@ -16,6 +16,10 @@ from torch import Tensor
 
 from moefold.comm.flight_recorder import FlightRecorder
 
+MESSAGE_TIMEOUT = timedelta(days=30)
+"""Longest wait for a message. A round of rollouts may take longer than `faults.timeout_s`; the watchdog finds ranks
+that make no progress."""
+
 
 @dataclass(frozen=True)
 class JobSplit:
@@ -65,16 +69,15 @@ class JobLink:
         self._handle = handle
 
     @classmethod
-    def connect(cls, split: JobSplit, rank: int, store: dist.Store, timeout: timedelta) -> "JobLink":
-        """Connect all ranks of the job; collective over them.
+    def connect(cls, split: JobSplit, rank: int, store: dist.Store) -> "JobLink":
+        """Connect all ranks of the job; collective over them, without a timeout of its own.
 
         Args:
             split: the ranks of the job.
             rank: rank of this process in the job.
             store: store of the job.
-            timeout: longest wait for a message.
         """
-        handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, timeout)
+        handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, MESSAGE_TIMEOUT)
         return cls(split, rank, handle)
 
     def send(self, x: Tensor, target: int, tag: int) -> "PendingSend":

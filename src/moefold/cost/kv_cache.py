@@ -32,18 +32,20 @@ def num_state_slots(slots: int) -> int:
 
 
 def recurrent_state_bytes(cfg: Config) -> int:
-    """Return the bytes of the states of one sample on the rank with the most layers of linear attention.
+    """Return the bytes of the states of one sample on the rank with the most layers of linear attention."""
+    return _max_layers(cfg, "L") * layer_state_bytes(cfg.model, cfg.parallel.tp, compute_dtype_bytes(cfg))
 
-    A layer has a state in float32 at least for each value head, and the last tokens of its convolutions.
+
+def layer_state_bytes(model: ModelConfig, tp: int, item_bytes: int) -> int:
+    """Return the bytes of the states of one sample in one layer of linear attention on one of `tp` ranks.
+
+    Each value head has a state in float32 at least, and the convolutions have their last tokens.
     """
-    m = cfg.model
-    tp = cfg.parallel.tp
-    item = compute_dtype_bytes(cfg)
-    key = m.linear_num_key_heads * m.linear_key_head_dim
-    value = m.linear_num_value_heads * m.linear_value_head_dim
-    state = value * m.linear_key_head_dim * max(4, item)
-    tokens = (m.linear_conv_kernel - 1) * (2 * key + value) * item
-    return _max_layers(cfg, "L") * (state + tokens) // tp
+    key = model.linear_num_key_heads * model.linear_key_head_dim
+    value = model.linear_num_value_heads * model.linear_value_head_dim
+    state = value * model.linear_key_head_dim * max(4, item_bytes)
+    tokens = (model.linear_conv_kernel - 1) * (2 * key + value) * item_bytes
+    return (state + tokens) // tp
 
 
 def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
@@ -68,9 +70,12 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
     num_slots = min(num_rollouts, cfg.rollout.slots)
     num_tokens = num_slots * cfg.rollout.max_tokens
-    states = num_slots * recurrent_state_bytes(sampling)
+    state_bytes = recurrent_state_bytes(sampling)
+    states = num_slots * state_bytes
     needed = kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache)
-    size = min(needed, int(cfg.rollout.cache_gib * 2**30))
+    # The engine takes the states of all slots from the limit first.
+    limit = int(cfg.rollout.cache_gib * 2**30) - num_state_slots(cfg.rollout.slots) * state_bytes
+    size = min(needed, max(0, limit))
     if size:
         size = size * len(_layers(cfg.model, "FW")) // (p.pp * _max_layers(sampling, "FW"))
     if states:

@@ -227,7 +227,7 @@ def _init_process_groups(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        return JobLink.connect(split, rank_env.rank, store, timeout) if split.num_sampling else None
+        return JobLink.connect(split, rank_env.rank, store) if split.num_sampling else None
 
     return run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
 

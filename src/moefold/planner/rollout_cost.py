@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from moefold.config.schema import Config
+from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.hardware import Device
+from moefold.cost.kv_cache import layer_state_bytes
 from moefold.cost.layer_spec import attention_spec
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
@@ -74,13 +76,18 @@ class SamplingCost:
         lengths = self._lengths
         model = cfg.model
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
-        width = attention_spec(model).cache_width(model, degrees.tp) * compute_dtype_bytes(cfg)
-        rollout_bytes = lengths.total * ceil(model.num_layers / degrees.pp) * width
+        item = compute_dtype_bytes(cfg)
+        num_linear = model.attention_letters.count("L")
+        num_cached = ceil((model.num_layers - num_linear) / degrees.pp)
+        width = attention_spec(model).cache_width(model, degrees.tp) * item
+        rollout_bytes = lengths.total * num_cached * width
+        if num_linear:
+            rollout_bytes += ceil(num_linear / degrees.pp) * layer_state_bytes(model, degrees.tp, item)
         slots = max(1, min(rollout.slots, per_rank, int(rollout.cache_gib * 2**30 // rollout_bytes)))
         decode_pass_s = self._cost.pass_s(degrees, slots, lengths.prompt + lengths.new / 2)
         prompt_tokens = ceil(per_rank / cfg.rl.group_size) * lengths.prompt
         passes = ceil(prompt_tokens / rollout.pass_tokens)
-        prefill_pass_s = self._cost.pass_s(degrees, prompt_tokens / passes, lengths.prompt / 2)
+        prefill_pass_s = self._cost.pass_s(degrees, prompt_tokens / passes, lengths.prompt / 2, LINEAR_CHUNK_SIZE)
         return SamplingTimes(
             prefill_s=passes * prefill_pass_s,
             decode_s=ceil(per_rank / slots) * lengths.new * decode_pass_s,

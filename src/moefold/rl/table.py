@@ -124,6 +124,23 @@ class RolloutTable:
         self._rounds = deque(kept)
         return num_dropped
 
+    def drop_older(self, step: int, staleness: int, updates: int) -> int:
+        """Remove the first round that is older than a staleness allows, and those after it; return how many.
+
+        Args:
+            step: optimizer steps of the run before the oldest round is trained on.
+            staleness: rl.staleness.
+            updates: rl.updates.
+        """
+        num_kept = 0
+        for one in self._rounds:
+            if one.version < max(0, step + num_kept * updates - staleness):
+                break
+            num_kept += 1
+        num_dropped = len(self._rounds) - num_kept
+        self._rounds = deque(list(self._rounds)[:num_kept])
+        return num_dropped
+
     def headers(self) -> list[dict[str, Any]]:
         """Return the JSON values of all rounds, for a checkpoint."""
         return [one.header() for one in self._rounds]

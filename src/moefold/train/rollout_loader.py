@@ -234,6 +234,12 @@ class RolloutLoader(DataLoader):
         arrays = empty_arrays(headers)
         load_entries(path, {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()})
         self._table = restore_table(headers, arrays, self._prompts.train.prompt, self._cfg.rl.group_size)
+        rl = self._cfg.rl
+        if num_dropped := self._table.drop_older(meta.step, rl.staleness, rl.updates):
+            self.message += (
+                f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
+                f"rl.staleness={rl.staleness} allows, are sampled again"
+            )
 
     def prepare_save(self) -> None:
         """Wait for the ordered rounds, which a checkpoint must have; collective."""

@@ -85,7 +85,8 @@ class RoundSampler:
         self._records_routing = records_routing
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
-            engine or RolloutEngine(model, engine_settings(cfg), self._sampling, records_routing=records_routing),
+            engine
+            or RolloutEngine(model, EngineSettings.of_recipe(cfg), self._sampling, records_routing=records_routing),
             reward,
             tokenizer,
             groups,
@@ -163,11 +164,3 @@ class RoundSampler:
             sampling,
             lambda scores, rollouts: adjust_rewards(scores, rollouts, rl, max_tokens),
         )
-
-
-def engine_settings(cfg: Config) -> EngineSettings:
-    """Return the settings of the rollout engine."""
-    rollout = cfg.rollout
-    return EngineSettings(
-        slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
-    )

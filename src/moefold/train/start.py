@@ -375,9 +375,10 @@ def check_rollout_cache(cfg: Config) -> None:
     from moefold.inference.engine.requests import EngineSettings, Request
 
     rollout = cfg.rollout
-    settings = EngineSettings(cache_gib=rollout.cache_gib, cache=rollout.cache)
+    settings = EngineSettings.of_recipe(cfg)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
-    with reworded_errors((r"cache_gib=", "rollout.cache_gib="), ("a larger cache_gib", "a larger rollout.cache_gib")):
+    words = ("a larger cache_gib", "a larger rollout.cache_gib"), ("fewer slots", "fewer rollout.slots")
+    with reworded_errors((r"\bcache_gib=", "rollout.cache_gib="), (r"\bslots=", "rollout.slots="), *words):
         mappings = [rollout_config(cfg) if has_rollout_mapping(cfg) else cfg]
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.schema import Config
 from moefold.cost.kv_cache import CacheKind
 from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams
@@ -87,6 +88,14 @@ class EngineSettings:
     """What latent attention caches: latents, or heads, which take more memory and are computed as in training."""
     share_prompts: bool = True
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
+
+    @classmethod
+    def of_recipe(cls, cfg: Config) -> "EngineSettings":
+        """Return the settings with which reinforcement learning samples, those of [rollout]."""
+        rollout = cfg.rollout
+        return cls(
+            slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
+        )
 
     def check(self) -> None:
         """Check the ranges of the settings.

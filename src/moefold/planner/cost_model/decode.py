@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.cost.hardware import Device
+from moefold.cost.kv_cache import layer_state_bytes
 from moefold.cost.layer_spec import attention_spec, embedding_weight, layer_weights
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_to_all_s, p2p_s
 
@@ -54,16 +55,17 @@ class DecodeCost:
         self._flops_per_s = device.peak("bf16") * device.gemm_fraction["bf16"] / device.dtype_slowdown(dtype)
         self._bytes_per_s = device.hbm_bytes_per_s * device.hbm_fraction
 
-    def pass_s(self, degrees: SamplingDegrees, rows: float, keys: float) -> float:
+    def pass_s(self, degrees: SamplingDegrees, rows: float, keys: float, chunk: int = 1) -> float:
         """Return the seconds of one pass through all layers, which pipeline ranks run one after the other.
 
         Args:
             degrees: the mapping.
             rows: tokens of each data-parallel rank.
             keys: mean number of keys that a token attends to.
+            chunk: tokens for which a state of linear attention is read and written once.
         """
         hidden_bytes = rows * self._model.hidden_size * self._itemsize
-        seconds = sum(self._layer_s(kind, degrees, rows, keys) for kind in self._model.block_kinds)
+        seconds = sum(self._layer_s(kind, degrees, rows, keys, rows / chunk) for kind in self._model.block_kinds)
         head = embedding_weight(self._model).numel / degrees.tp
         seconds += self._local_s(head * self._itemsize, 2 * head * rows, launches=1)
         stride = degrees.world_size // degrees.pp
@@ -71,7 +73,7 @@ class DecodeCost:
         # The host reads the new tokens before it starts the next pass.
         return seconds + self._device.sync_s
 
-    def _layer_s(self, kind: str, degrees: SamplingDegrees, rows: float, keys: float) -> float:
+    def _layer_s(self, kind: str, degrees: SamplingDegrees, rows: float, keys: float, states: float) -> float:
         """Return the seconds of one layer."""
         model = self._model
         spec = attention_spec(model, kind)
@@ -79,6 +81,8 @@ class DecodeCost:
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
         num_bytes = dense * self._itemsize + rows * keys * spec.cache_width(model, degrees.tp) * self._itemsize
+        if kind.endswith("L"):
+            num_bytes += 2 * states * layer_state_bytes(model, degrees.tp, self._itemsize)
         flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp
         tp_group = RankGroup(degrees.tp, 1)
         hidden_bytes = rows * model.hidden_size * self._itemsize
