@@ -59,7 +59,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
         check_vllm(cfg, None)
         pool.run(mapping["world_size"], _train, cfg)
         assert server.calls.count("/collective_rpc") == 2
-        assert server.calls.count("/inference/v1/generate") == 2 * cfg.train.global_batch_size
+        assert server.calls.count("/inference/v1/generate") == 2 * cfg.train.global_batch_size + 1
     found = records(cfg)
     assert len(found) == 2
     for record in found:
@@ -100,6 +100,8 @@ def test_a_server_that_fails_ends_the_run_on_all_ranks(pool, tmp_path, served):
         ("/v1/models", {"data": []}, "answers otherwise than vLLM"),
         ("/v1/models", b"<html>", "answers otherwise than vLLM"),
         ("/server_info?config_format=json", 404, "has no /server_info; start vLLM"),
+        ("/inference/v1/generate", 403, "has no /inference/v1/generate; start vLLM .* --tokens-only"),
+        ("/inference/v1/generate", {"choices": [{"token_ids": [1]}]}, "answers otherwise than vLLM"),
         (
             "/server_info?config_format=json",
             {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}},
@@ -147,6 +149,7 @@ REQUEST = Request(prompt=(1, 2), max_tokens=3, eos_ids=frozenset({0}), prompt_nu
         ({"finish_reason": "abort"}, "answers otherwise"),
         ({"finish_reason": "stop"}, "answers otherwise"),
         ({"logprobs": None}, "answers otherwise"),
+        ({"logprobs": {"content": [{"token_id": token, "logprob": 1.0} for token in (7, 8, 9)]}}, "answers otherwise"),
     ],
 )
 def test_a_strange_completion_is_refused(tmp_path, served, change, message):

@@ -1,6 +1,6 @@
 """Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
 
-The interface is that of vLLM 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out: /v1/models, /server_info,
+The interface is that of vLLM 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models, /server_info,
 /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
 """
 
@@ -31,6 +31,8 @@ from moefold.inference.sampling import SamplingParams
 
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the law that was sampled from: softmax(logits / temperature)."""
+MAX_ROUNDING = 1e-3
+"""A log-probability above 0 by less than this is 0, rounded."""
 MAX_SHOWN = 300
 """Characters of a server's answer that a message shows."""
 
@@ -43,7 +45,7 @@ def serve_command(folder: str, *, returns_experts: bool) -> str:
     """Return the command that starts the server."""
     experts = " --enable-return-routed-experts" if returns_experts else ""
     return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --enable-scale-out --generation-config vllm "
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --tokens-only --generation-config vllm "
         f"--logprobs-mode {LOGPROBS_MODE}{experts}"
     )
 
@@ -101,6 +103,9 @@ class VllmServer:
                 f"rollout.url={self.url!r} returns no experts, which rl.replay needs; start it by: {self._command()}; "
                 "or set rl.replay='off'"
             )
+        self.complete(
+            SampleRequest(prompt=(0,), max_tokens=1), SamplingParams(), None, time.monotonic() + self.timeout_s
+        )
 
     def load_weights(self, folder: Path, version: str) -> None:
         """Load the weights of a folder, forget the keys and values of the former ones, and name the new ones.
@@ -121,14 +126,14 @@ class VllmServer:
             raise self._strange("/update_weight_version", answer)
 
     def complete(
-        self, request: SampleRequest, sampling: SamplingParams, version: str, deadline_s: float
+        self, request: SampleRequest, sampling: SamplingParams, version: str | None, deadline_s: float
     ) -> tuple[Completion, NDArray[np.integer] | None]:
         """Sample the continuation of a prompt.
 
         Args:
             request: the prompt.
             sampling: sampling parameters, without top-k and top-p.
-            version: the weights that must sample.
+            version: the weights that must sample; None: any.
             deadline_s: latest end, on the clock of time.monotonic.
 
         Returns:
@@ -150,7 +155,7 @@ class VllmServer:
             experts = _parse_experts(choice["routed_experts"]) if self.returns_experts else None
         except (KeyError, TypeError, ValueError, IndexError, Base64Error):
             raise self._strange(path, answer) from None
-        if versions != {version}:
+        if version is not None and versions != {version}:
             raise VllmError(
                 f"rollout.url={self.url!r} sampled with weights {sorted(versions)}, not with {version!r}; give the run "
                 "a server of its own"
@@ -179,7 +184,7 @@ class VllmServer:
                 found = json.loads(answer.read())
         except HTTPError as error:
             text = error.read(MAX_SHOWN).decode(errors="replace")
-            if error.code in (404, 405):
+            if error.code in (403, 404, 405):
                 raise VllmError(
                     f"rollout.url={self.url!r} has no {path.partition('?')[0]}; start vLLM 0.33.0 or newer by: "
                     f"{self._command()}"
@@ -258,12 +263,12 @@ def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Comp
     """
     tokens = tuple(int(token) for token in choice["token_ids"])
     content: Sequence[Mapping[str, Any]] = choice["logprobs"]["content"]
-    log_probs = tuple(float(entry["logprob"]) for entry in content)
+    log_probs = tuple(min(0.0, float(entry["logprob"])) for entry in content if entry["logprob"] < MAX_ROUNDING)
     is_ended = bool(tokens) and tokens[-1] in request.eos_ids
     finish = {"stop": "eos", "length": "length"}[choice["finish_reason"]]
     if [entry["token_id"] for entry in content] != list(tokens):
         raise ValueError("log-probabilities of other tokens")
-    if not all(math.isfinite(value) and value <= 0 for value in log_probs):
+    if len(log_probs) != len(tokens) or not all(math.isfinite(value) for value in log_probs):
         raise ValueError("no log-probabilities")
     if is_ended != (finish == "eos") or not 1 <= len(tokens) <= request.max_tokens:
         raise ValueError("another end than was asked for")
