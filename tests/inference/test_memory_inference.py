@@ -66,6 +66,20 @@ def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys,
     assert message in err
 
 
+def test_the_states_of_linear_attention_are_those_of_the_prompts(tmp_path, capsys):
+    """`generate` has no option for the number of slots: its message must not name one."""
+    described_run(tmp_path, model={"preset": "tiny", "attention_pattern": "LF"})
+    sizes = []
+    for prompts in (["x"], ["x", "y", "z"]):
+        assert main(["generate", str(tmp_path), *prompts, "--cache-gib", "1e-9", "--device", "cpu"]) == 2
+        err = capsys.readouterr().err
+        assert "states of linear attention, " in err
+        assert "slots" not in err
+        assert err.endswith("set at least that, or fewer prompts\n")
+        sizes.append(float(err.split("linear attention, ")[1].split()[0]))
+    assert sizes[0] < sizes[1]
+
+
 def test_a_batch_larger_than_the_file_is_as_large_as_the_file(mixtral, capsys, tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(64) % 60)
     said = []

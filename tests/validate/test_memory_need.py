@@ -8,7 +8,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import kv_cache_bytes, min_rollout_cache_bytes
+from moefold.cost.kv_cache import kv_cache_bytes, min_rollout_cache_bytes, num_state_slots, recurrent_state_bytes
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
@@ -140,6 +140,17 @@ def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
     assert min_rollout_cache_bytes(replace(cfg, rollout=replace(cfg.rollout, slots=8))) == full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=full / 2 / GIB))
     assert min_rollout_cache_bytes(half) == full // 2
+
+
+def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
+    """The states of all slots come first, also of those that shared prompts may take; pages have the rest."""
+    cfg = recipe(*RL, "rollout.max_tokens=64", "model.attention_pattern=LF")
+    states = 16 * recurrent_state_bytes(cfg)
+    full = kv_cache_bytes(cfg, 16 * 64, 1)
+    assert min_rollout_cache_bytes(cfg) == full + states
+    limit = num_state_slots(16) * recurrent_state_bytes(cfg) + full // 2
+    half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=limit / GIB))
+    assert min_rollout_cache_bytes(half) == full // 2 + states
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

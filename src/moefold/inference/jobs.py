@@ -276,8 +276,8 @@ def prepare_generation(
         Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=eos_ids)
         for i, prompt in enumerate(ids)
     )
-    settings = EngineSettings(slots=MAX_GENERATED_AT_ONCE, cache_gib=options.cache_gib)
-    with reworded_errors(*ENGINE_OPTIONS):
+    settings = EngineSettings(slots=min(MAX_GENERATED_AT_ONCE, len(requests)), cache_gib=options.cache_gib)
+    with reworded_errors((r" with slots=\d+", ""), ("fewer slots", "fewer prompts"), *ENGINE_OPTIONS):
         settings.check()
         num_bytes = _cache_bytes(cfg, requests, settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"

@@ -52,8 +52,8 @@ def _module_obstacles(cfg: Config) -> Iterator[Obstacle]:
     late = "a delayed weight gradient reads memory that the next replay overwrites"
     yield f"parallel.schedule={p.schedule!r}", splits_backward, late
     pattern = f"model.attention_pattern={cfg.model.attention_pattern!r}"
-    recomputed = "linear attention is recomputed in the backward pass"
-    yield pattern, cfg.model.has_linear_attention, f"{recomputed}, and what a graph saves stays in its memory"
+    recomputed = "linear attention is recomputed in the backward pass, and each graph would keep the memory for it"
+    yield pattern, cfg.model.has_linear_attention, recomputed
     captured = [part for part in cfg.train.recompute if part not in RECOMPUTE_OUTSIDE_ATTENTION]
     saved = "what a graph saves for its backward pass stays in its memory"
     yield f"train.recompute={captured}", bool(captured), saved

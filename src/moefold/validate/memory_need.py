@@ -11,7 +11,7 @@ from typing import Any
 
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, min_rollout_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.rollout_memory import gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
@@ -295,7 +295,8 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
     if left <= 0:
         return 0.0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
-    least = kv_cache_bytes(sampling, cfg.train.seq_len + PAGE_POSITIONS, 1, cfg.rollout.cache)
+    num_pages = -(-cfg.train.seq_len // PAGE_POSITIONS) + 1
+    least = cache_bytes(sampling, num_pages, cfg.rollout.slots, cfg.rollout.cache)
     fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
     rounded = floor(fitting * 1000) / 1000
     return rounded if rounded * GIB >= least else 0.0
