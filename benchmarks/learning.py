@@ -159,7 +159,7 @@ def _write_pairs(source: Path, target: Path) -> Path:
 def prolong(experiment: Experiment) -> None:
     """Compare GRPO with recipes/prorl.toml from one start, for four times the steps of recipes/countdown.toml."""
     experiment.evaluate("sft", "countdown", experiment.train("countdown-sft.toml", "sft"))
-    common = (f"checkpoint.init_from={experiment.folder / 'sft'}", "run.steps=1000", *experiment.overrides)
+    common = (f"checkpoint.init_from={experiment.folder / 'sft'}", "run.steps=800", *experiment.overrides)
     for recipe in ("countdown", "prorl"):
         cpu_s = experiment.train(f"{recipe}.toml", recipe, *common)
         experiment.evaluate(recipe, "countdown", cpu_s)

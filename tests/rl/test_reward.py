@@ -204,10 +204,13 @@ def test_dropped_prompts_that_hang_end_before_the_other_ranks_give_up(module):
 
 
 def test_a_single_rank_waits_for_all_prompts(module):
+    """The watchdog, which ends a run without progress for faults.timeout_s, hears of each prompt."""
     cfg = config(f"{module}:hangs", timeout_s=0.5, on_error="drop")
+    scored = []
     with Reward(replace(cfg, faults=FaultsConfig(timeout_s=1.0))) as reward:
-        scores = reward.score([PROMPT] * 3, [["slow"]] * 3, [[[1]]] * 3)
+        scores = reward.score([PROMPT] * 3, [["slow"]] * 3, [[[1]]] * 3, lambda: scored.append(1))
     assert np.isnan(scores).all()
+    assert len(scored) == 3
 
 
 def test_a_worker_ends_with_the_process_that_started_it(module):

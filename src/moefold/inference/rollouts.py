@@ -173,7 +173,7 @@ class RolloutCollector:
         of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
         texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
         ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
-        scores = self._reward.score(prompts, texts, ids)
+        scores = self._reward.score(prompts, texts, ids, self._groups.recorder.note_progress)
         return [
             Group(prompt, group, score, adjust(score, group))
             for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +65,11 @@ class Reward:
             self._pool = RewardPool(*reference, workers=cfg.reward.workers, timeout_s=cfg.reward.timeout_s)
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]], ids: Sequence[Sequence[Sequence[int]]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[str]],
+        ids: Sequence[Sequence[Sequence[int]]],
+        on_scored: Callable[[], None] | None = None,
     ) -> list[NDArray[np.float64]]:
         """Return the scores of the completions of each prompt, [completions] each; NaN where there is none.
 
@@ -73,6 +77,7 @@ class Reward:
             prompts: the prompts.
             completions: texts of the completions of each prompt.
             ids: their tokens.
+            on_scored: called after each prompt.
 
         Raises:
             RunError: the function failed and reward.on_error is "stop"; or the other ranks would give up before all
@@ -94,6 +99,8 @@ class Reward:
             for prompt, result, texts in zip(prompts, results, completions, strict=True):
                 num_timeouts += isinstance(result, RewardTimeoutError)
                 scores.append(self._checked(prompt, result, len(texts)))
+                if on_scored is not None:
+                    on_scored()
         except TimeoutError:
             raise RunError(self._slowness(len(scores), len(prompts), num_timeouts)) from None
         return scores
