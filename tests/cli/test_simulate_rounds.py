@@ -103,10 +103,11 @@ def test_timelines_of_rounds(recipe, tmp_path, capsys):
         (["--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
         (["--reward-s", "-1"], "--reward-s -1 must be at least 0"),
         (["--rounds", "2000"], "--rounds 2000 must be 1 to 1000"),
+        (["--rounds", "3"], "--rounds 3 has no effect without --timeline and --json"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_options_out_of_range_are_refused(recipe, words, message):
+def test_options_out_of_range_and_without_effect_are_refused(recipe, words, message):
     with pytest.raises(ConfigError, match=message):
         run([recipe, *words])
 

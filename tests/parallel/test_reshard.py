@@ -24,6 +24,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.slow import slow
+from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
 
 pytestmark = pytest.mark.parity
@@ -182,8 +183,15 @@ def test_an_inference_model_gets_the_weights_in_its_own_dtype(pool, tmp_path, be
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [LATENT | {"qk_norm": False, "mtp_layers": 1, "tie_embeddings": False}])
-def test_latents_and_multi_token_prediction(pool, tmp_path, model):
+@pytest.mark.parametrize(
+    "model",
+    [
+        LATENT | {"qk_norm": False, "mtp_layers": 1, "tie_embeddings": False},
+        HYBRID | {"linear_attention": "kda", "mtp_layers": 1, "moe_hidden_size": 8, "attention_gate": True},
+        HYBRID | {"mtp_layers": 1, "norm_placement": "both", "zero_centered_norms": True},
+    ],
+)
+def test_parameters_of_other_blocks_and_multi_token_prediction(pool, tmp_path, model):
     pool.run(8, _reshard, _recipe("folded", **model), _recipe("context", **model), str(tmp_path), 4096, False)
     for mtp_layers in (0, 1):
         sample = _sampling_recipe("pipeline", **model | {"mtp_layers": mtp_layers})

@@ -410,6 +410,33 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
     assert first["mismatch_max"] < 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
+@pytest.mark.parametrize(
+    ("mapping", "sampling"),
+    [
+        ({"world_size": 2, "tp": 2}, {"tp": 1, "ep": 2}),
+        ({"world_size": 2, "cp": 2, "zero": 3}, {}),
+        ({"world_size": 2, "pp": 2, "ep": 1}, {"pp": 1, "tp": 2}),
+    ],
+)
+def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sampling):
+    """States of few slots, shared prompts, replayed choices, latent experts: training has the same probabilities."""
+    cfg = under(recipe(tmp_path, 3, replay="on"), tmp_path / "run", **mapping)
+    hybrid = {"linear_key_head_dim": 6, "linear_num_value_heads": 8, "linear_attention": kind, "moe_hidden_size": 8}
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, attention_pattern="LF", attention_gate=True, **hybrid),
+        rollout=replace(cfg.rollout, slots=3, pass_tokens=7, **sampling),
+    )
+    pool.run(2, _train, cfg)
+    found = records(cfg)
+    assert len(found) == 3
+    for record in found:
+        assert record["grad_norm"] > 0
+        assert record["rl"]["mismatch_max"] < 1e-11
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):

@@ -98,6 +98,9 @@ REINFORCEMENT = {
         "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
     ),
     f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 does not go with reinforcement learning: ...",
+    f"{RL} train.eval_every=2 moe.eval_capacity_factor=1.0": (
+        "moe.eval_capacity_factor=1.0 does not go with reinforcement learning: ..."
+    ),
     f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
     f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
     f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",

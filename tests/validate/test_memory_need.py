@@ -237,6 +237,12 @@ def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
         fitting.check_training(cfg, "cpu", sampling)
     with pytest.raises(ConfigError, match="a step of 4 ranks on the CPU does not fit"):
         fitting.check_training(cfg, "cpu", training)
+    both = need + 4 * (min_training_memory(cfg, "cpu")[0].total() + MIN_PROCESS_BYTES)
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(both, "free"))
+    fitting.check_training(cfg, "cpu", None)
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(both - 1, "free"))
+    with pytest.raises(ConfigError, match=r"ranks of rollout\.ranks=4 do not fit into memory: the 8 ranks .*cache_gib"):
+        fitting.check_training(cfg, "cpu", None)
 
 
 def test_a_machine_without_a_driver_is_known_without_torch(tmp_path):

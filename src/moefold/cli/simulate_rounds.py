@@ -37,7 +37,7 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
     """Check the options.
 
     Raises:
-        ConfigError: an option is out of its range, or the recipe is not one of reinforcement learning.
+        ConfigError: an option is out of its range, or has no effect.
     """
     if cfg.is_rl and cfg.rollout.engine == "vllm":
         raise ConfigError(
@@ -57,6 +57,11 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
         if not least <= value <= most or not math.isfinite(value):
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise ConfigError(f"{option} {value:g} must be {bounds}")
+    if args.rounds is not None and not (args.timeline or args.json):
+        raise ConfigError(
+            f"--rounds {args.rounds} has no effect without --timeline and --json, which show the rounds; add one of "
+            "them, or leave --rounds out"
+        )
 
 
 def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths:

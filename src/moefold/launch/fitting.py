@@ -65,7 +65,7 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
         first_rank = cfg.parallel.world_size
         sampling = local_host_capacity(rollout_config(cfg), device_type, rank_env, first_rank)
         if sampling.pp_ranks:
-            check_sampling_fits(cfg, sampling)
+            check_sampling_fits(cfg, sampling, host.pp_ranks)
 
 
 def check_inference(

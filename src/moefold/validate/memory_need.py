@@ -211,17 +211,22 @@ def check_training_fits(cfg: Config, host: HostCapacity) -> None:
         )
 
 
-def check_sampling_fits(cfg: Config, host: HostCapacity) -> None:
-    """Check that the ranks of rollout.ranks on a machine fit into its memory.
+def check_sampling_fits(cfg: Config, host: HostCapacity, training_pp_ranks: tuple[int, ...]) -> None:
+    """Check that the ranks of rollout.ranks on a machine fit into its memory, on a CPU with its training ranks.
 
     Args:
         cfg: a recipe with rollout.ranks.
         host: the machine, with the pipeline ranks of its sampling ranks.
+        training_pp_ranks: pipeline ranks of its training ranks.
 
     Raises:
         ConfigError: they do not fit.
     """
-    if (short := find_shortage(sampling_rank_memory(cfg), host)) is not None:
+    required = sampling_rank_memory(cfg)
+    if host.device_type == "cpu":
+        host = replace(host, pp_ranks=(*host.pp_ranks, *(len(required) + rank for rank in training_pp_ranks)))
+        required += min_training_memory(cfg, host.device_type)
+    if (short := find_shortage(required, host)) is not None:
         raise ConfigError(
             f"the ranks of rollout.ranks={cfg.rollout.ranks} do not fit into memory: {shortage_message(short)}; lower "
             f"rollout.cache_gib={cfg.rollout.cache_gib:g}, or raise rollout.tp, pp or ep; {DISABLING_SETTING} starts "

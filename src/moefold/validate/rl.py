@@ -136,6 +136,11 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
     obstacles = {
         f"moe.choice={moe.choice!r}": (moe.choice != "topk", depends, "choose 'topk'"),
         f"moe.capacity_factor={moe.capacity_factor}": (moe.capacity_factor > 0, depends, "set 0.0"),
+        f"moe.eval_capacity_factor={moe.eval_capacity_factor}": (
+            moe.eval_capacity_factor > 0,
+            "log-probabilities of the reference and of the weights that sampled would lack experts",
+            "leave it out",
+        ),
         f"moe.input_jitter={moe.input_jitter}": (
             moe.input_jitter > 0,
             "the noise would differ between sampling and training",
