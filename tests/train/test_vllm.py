@@ -1,11 +1,14 @@
 """Rollouts of a vLLM server, against a stand-in with its interface: no vLLM runs here."""
 
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moefold.cli.plan_rollouts import rollout_lengths
+from moefold.cli.simulate_rounds import check_round_options
 from moefold.comm.groups import World
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.export_folder import ExportOptions, export_folder
@@ -135,6 +138,30 @@ def test_a_short_server_a_missing_server_and_another_folder_are_refused(tmp_path
         gone = by_vllm(cfg, server)
     with pytest.raises(ConfigError, match="cannot be reached .*refused.*; start the server by: VLLM_SERVER"):
         check_vllm(gone, None)
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run(pool, tmp_path, served):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in served.iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "rollout_weights").write_text("")
+    with stand_in(recipe(tmp_path, 1), folder) as server:
+        cfg = under(by_vllm(recipe(tmp_path, 1), server), tmp_path / "run", world_size=2)
+        with pytest.raises(Exception, match="rollout_weights' cannot be written: File exists"):
+            pool.run(2, _train, cfg)
+
+
+def test_the_planner_does_not_price_a_server(tmp_path):
+    cfg = recipe(tmp_path)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, engine="vllm", folder="hf"))
+    options = Namespace(prompt_tokens=None, new_tokens=None, reward_s=None, rounds=None)
+    assert rollout_lengths(cfg, options) is None
+    with pytest.raises(ConfigError, match="--new-tokens 4 has no effect: a server of rollout.engine='vllm'"):
+        rollout_lengths(cfg, Namespace(prompt_tokens=None, new_tokens=4))
+    with pytest.raises(ConfigError, match="rollout.engine='vllm' samples on a server, whose time is not simulated"):
+        check_round_options(cfg, options)
 
 
 REQUEST = Request(prompt=(1, 2), max_tokens=3, eos_ids=frozenset({0}), prompt_number=5, sample_number=1)

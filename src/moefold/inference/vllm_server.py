@@ -103,9 +103,8 @@ class VllmServer:
                 f"rollout.url={self.url!r} returns no experts, which rl.replay needs; start it by: {self._command()}; "
                 "or set rl.replay='off'"
             )
-        self.complete(
-            SampleRequest(prompt=(0,), max_tokens=1), SamplingParams(), None, time.monotonic() + self.timeout_s
-        )
+        probe = SampleRequest(prompt=(0,), max_tokens=1)
+        self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
 
     def load_weights(self, folder: Path, version: str) -> None:
         """Load the weights of a folder, forget the keys and values of the former ones, and name the new ones.
