@@ -6,6 +6,7 @@ from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
 
 RL = ["data.kind=task", "rl.group_size=4"]
+VLLM = [*RL, "rollout.engine=vllm"]
 EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
@@ -182,6 +183,13 @@ CASES = [
     ("rollout.experts=whole", [*RL, "parallel.world_size=2"], [*RL, "parallel.world_size=2", "parallel.ep=2"]),
     ("rollout.experts=fetch", [*RL, "model.layer_pattern=D"], RL),
     ("rollout.experts=fetch", [], RL),
+    ("rollout.engine=vllm", [], VLLM),
+    ("rollout.url=http://node:8000", RL, VLLM),
+    ("rollout.folder=hf", RL, VLLM),
+    ("rollout.timeout_s=30", RL, VLLM),
+    ("rollout.pass_tokens=512", VLLM, RL),
+    ("rollout.cache_gib=2", VLLM, RL),
+    ("rollout.cache=heads", [*VLLM, "model.attention=mla"], [*RL, "model.attention=mla"]),
     ("rollout.max_tokens=8", [], RL),
     ("rollout.temperature=0.5", [], RL),
     ("rollout.slots=8", [], RL),

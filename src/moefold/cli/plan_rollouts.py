@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | None:
-    """Return the lengths to plan for; None if the recipe is not one of reinforcement learning.
+    """Return the lengths to plan for; None without reinforcement learning, or with a vLLM server, which is not priced.
 
     Raises:
         ConfigError: an option is out of its range, or has no effect.
@@ -29,7 +29,11 @@ def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | N
             )
         if value is not None and value < 1:
             raise ConfigError(f"--{name}-tokens {value} must be at least 1")
-    if not cfg.is_rl:
+        if value is not None and cfg.rollout.engine == "vllm":
+            raise ConfigError(
+                f"--{name}-tokens {value} has no effect: a server of rollout.engine='vllm' is not priced; leave it out"
+            )
+    if not cfg.is_rl or cfg.rollout.engine == "vllm":
         return None
     default = default_lengths(cfg)
     return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)

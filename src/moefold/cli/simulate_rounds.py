@@ -39,6 +39,11 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option is out of its range, or has no effect.
     """
+    if cfg.is_rl and cfg.rollout.engine == "vllm":
+        raise ConfigError(
+            "rollout.engine='vllm' samples on a server, whose time is not simulated; leave out rollout.engine, url, "
+            "folder and timeout_s to simulate the own engine"
+        )
     for option, value, least, most in (
         ("--prompt-tokens", args.prompt_tokens, 1, math.inf),
         ("--new-tokens", args.new_tokens, 1, math.inf),

@@ -74,6 +74,16 @@ class RLConfig:
 class RolloutConfig:
     """Sampling of rollouts for reinforcement learning."""
 
+    engine: Literal["own", "vllm"] = "own"
+    """What samples. own: the model in training, or a copy of it. vllm: a vLLM server that the user starts
+    ([rl.md](rl.md#vllm-as-the-sampler))."""
+    url: str = "http://127.0.0.1:8000"
+    """Address of the vLLM server."""
+    folder: str = ""
+    """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; of the model of
+    the recipe. Each round's weights are written to its subfolder rollout_weights."""
+    timeout_s: float = 300.0
+    """Maximum time in which the vLLM server loads weights, or samples the rollouts of a round."""
     ranks: int = 0
     """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
     The degrees below are those of these ranks. 0: the ranks that train sample in turn."""
@@ -97,7 +107,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divides the logits, in sampling and in the loss."""
     slots: int = 256
-    """Maximum number of rollouts that a rank decodes at once."""
+    """Maximum number of rollouts that a rank decodes at once, or has in flight at a vLLM server."""
     pass_tokens: int = 2048
     """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together; at least slots."""
     cache_gib: float = 1.0

@@ -63,6 +63,8 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     Args:
         cfg: a recipe of reinforcement learning that `check_config` passed.
     """
+    if cfg.rollout.engine == "vllm":
+        return 0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import end_of_turn_marker, has_stop_string
@@ -54,6 +54,14 @@ class CollectedRollouts:
     """Experts chosen for the rollouts that this rank sampled, as in `Completion`, if the engine records them."""
 
 
+class CompletionEngine(Protocol):
+    """Generates completions: the own `RolloutEngine`, or a server. Collective over the ranks of a mapping."""
+
+    def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
+        """Return a completion of every request, in their order, see `RolloutEngine.generate`."""
+        ...
+
+
 class RolloutCollector:
     """Samples and scores groups of rollouts on all ranks of a mapping.
 
@@ -68,7 +76,7 @@ class RolloutCollector:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: CompletionEngine,
         reward: Reward,
         tokenizer: Tokenizer,
         groups: ParallelGroups,

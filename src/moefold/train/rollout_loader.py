@@ -123,7 +123,13 @@ class RolloutLoader(DataLoader):
             layers = [number for stage in stages for number in stage.moe_layers()]
             self._replay = RolloutReplay(model, sampling.groups, layers, cfg)
         self._sampler = RoundSampler(
-            cfg, sampling.model, sampling.groups, self._reward, self._tokenizer, records_routing=replays
+            cfg,
+            sampling.model,
+            sampling.groups,
+            self._reward,
+            self._tokenizer,
+            records_routing=replays,
+            engine=sampling.engine(records_routing=replays),
         )
         self._evaluator = self._sampler
         if cfg.rl.staleness and sampling.model is not model:

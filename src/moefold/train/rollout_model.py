@@ -1,7 +1,8 @@
-"""Model that samples the rollouts of a run: that of training in place, or a second one under another mapping."""
+"""Model that samples the rollouts of a run: that of training, one under another mapping, or vLLM's."""
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.inference.vllm_engine import VllmEngine
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import WeightTransfer
@@ -24,6 +25,7 @@ class RolloutModel:
         self.groups = groups
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
+        self._vllm: VllmEngine | None = None
         if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
@@ -31,8 +33,25 @@ class RolloutModel:
             self.model = InferenceModel(self.cfg, self.groups)
             self._transfer = WeightTransfer(trained, self.model)
 
+    def engine(self, *, records_routing: bool) -> VllmEngine | None:
+        """Return the engine of rollout.engine="vllm", which the ranks make once; None for the own one. Collective.
+
+        Raises:
+            ConfigError: rollout.folder is of another model, or cannot be written to.
+        """
+        if self.cfg.rollout.engine == "vllm" and self._vllm is None:
+            assert isinstance(self.model, ParallelModel), "checked before the run"
+            self._vllm = VllmEngine(self.cfg, self.groups, self.model, records_routing=records_routing)
+        return self._vllm
+
     def update(self) -> float:
-        """Bring the weights up to those of training; collective. Returns the seconds that it took."""
+        """Bring the weights up to those of training; collective. Returns the seconds that it took.
+
+        Raises:
+            RunError: the vLLM server did not load them.
+        """
+        if self._vllm is not None:
+            return self._vllm.update()
         if self._transfer is None:
             return 0.0
         self.groups.recorder.set_phase("copying the weights to the mapping of sampling")

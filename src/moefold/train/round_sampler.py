@@ -14,7 +14,7 @@ from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.rollouts import CollectedRollouts, RolloutCollector, RolloutKey, stop_rule
+from moefold.inference.rollouts import CollectedRollouts, CompletionEngine, RolloutCollector, RolloutKey, stop_rule
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
@@ -67,6 +67,7 @@ class RoundSampler:
         reward: scores the completions.
         tokenizer: makes text of them.
         records_routing: whether rounds have the experts that were chosen, for routing replay.
+        engine: samples in place of the model; None: the own engine, by the model.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class RoundSampler:
         tokenizer: Tokenizer,
         *,
         records_routing: bool = False,
+        engine: CompletionEngine | None = None,
     ) -> None:
         self._cfg = cfg
         self._records_routing = records_routing
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
-            RolloutEngine(model, EngineSettings.of_recipe(cfg), self._sampling, records_routing=records_routing),
+            engine
+            or RolloutEngine(model, EngineSettings.of_recipe(cfg), self._sampling, records_routing=records_routing),
             reward,
             tokenizer,
             groups,

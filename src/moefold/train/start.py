@@ -312,7 +312,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         from moefold.rl.preflight import check_rollout_data
 
         check_rollout_data(cfg)
-        check_rollout_cache(cfg)
+        if cfg.rollout.engine == "vllm":
+            check_vllm(cfg, rank_env)
+        else:
+            check_rollout_cache(cfg)
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
@@ -336,6 +339,28 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     meta = read_meta(setup.resume)
     if not data_order_change(meta, cfg):
         check_headers(table_headers(meta.rl), cfg)
+
+
+def check_vllm(cfg: Config, rank_env: RankEnv | None) -> None:
+    """Check that rollout.folder is of the model of the recipe, and that a vLLM server runs with it.
+
+    Raises:
+        ConfigError: it is of another model, the server cannot be reached, or it was started with other options.
+    """
+    from moefold.convert.preflight import init_from_unsupported_reason
+    from moefold.inference.vllm_server import VllmError, vllm_server
+    from moefold.validate.replay import replays_routing
+
+    rollout = cfg.rollout
+    # The ranks of other machines need the server, and not the folder.
+    is_first = rank_env is None or rank_env.rank == 0
+    if is_first and (reason := init_from_unsupported_reason(cfg, Path(rollout.folder))):
+        raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
+    replays, _ = replays_routing(cfg, is_exact=False)
+    try:
+        vllm_server(cfg, returns_experts=replays).check(max_tokens=cfg.train.seq_len + 1)
+    except VllmError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_rollout_cache(cfg: Config) -> None:

@@ -25,6 +25,7 @@ from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
+from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -42,6 +43,7 @@ def _at_least(low: int) -> tuple[str, Callable[[Any], bool]]:
     return f"must be at least {low}", lambda value: value >= low
 
 
+HTTP = ("http://", "https://")
 POSITIVE: tuple[str, Callable[[Any], bool]] = ("must be greater than 0", lambda value: value > 0)
 FRACTION: tuple[str, Callable[[Any], bool]] = (
     "must lie in [0, 1): at least 0 and below 1",
@@ -159,7 +161,8 @@ RANGES = (
     RangeRule("must be at least 0 (0: the training ranks sample)", lambda count: count >= 0, "rollout", "ranks"),
     RangeRule("must be at least 0 (0: as in training)", lambda degree: degree >= 0, "rollout", "tp pp ep etp"),
     RangeRule(*_at_least(1), "rollout", "max_tokens slots pass_tokens"),
-    RangeRule(*POSITIVE, "rollout", "temperature cache_gib"),
+    RangeRule(*POSITIVE, "rollout", "temperature cache_gib timeout_s"),
+    RangeRule("must begin with http:// or https://", lambda url: url.startswith(HTTP), "rollout", "url"),
     RangeRule(*POSITIVE, "reward", "timeout_s"),
     RangeRule(*_at_least(1), "reward", "workers"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
@@ -190,6 +193,8 @@ RULES = (
 )
 
 
+ROLLOUT_RULES = (validate_rollout_experts, validate_vllm)
+
 _DEGREE_KEY = re.compile(r"\bparallel\.(tp|pp|ep|etp)\b")
 
 
@@ -210,7 +215,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES, validate_rollout_experts) if is_training else ()
+    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES) if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

@@ -15,6 +15,7 @@ from moefold.topology.schedules import schedule_of
 from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
+from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
@@ -283,11 +284,13 @@ UNUSED_KEY_RULES = (
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
+        "rollout.engine rollout.url rollout.folder rollout.timeout_s "
         "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
     ),
+    *UNUSED_VLLM_RULES,
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),

@@ -1,0 +1,143 @@
+"""Export of the weights of a model in training in the layout of a Hugging Face folder, over and over in one place."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moefold.checkpoint.streaming_io import split_into_chunks
+from moefold.comm.groups import World, current_world
+from moefold.convert.atomic_dir import raise_on_all_ranks
+from moefold.convert.hf_config import QUANTIZATION_KEY
+from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.hf_shards import TensorSpecs, write_index
+from moefold.convert.mtp import INDEX_FILE
+from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
+from moefold.convert.tensor_mapping import StateDictMapping
+from moefold.convert.weights import HfSource, assemble_rows, group_by_parameters
+from moefold.errors import ConfigError, format_list
+from moefold.parallel.gathered_weights import GatheredWeights
+from moefold.parallel.parallel_model import ParallelModel
+
+WEIGHTS_DIR = "rollout_weights"
+"""Folder of the written weights, inside of the Hugging Face folder whose layout they have."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Tensors to write: names, dtypes and files are those of the original folder."""
+
+    mapping: StateDictMapping
+    files: Mapping[str, TensorSpecs]
+
+
+class WeightExport:
+    """Writes the weights of a model into `folder`/rollout_weights, by rank 0, some rows of one tensor at a time.
+
+    The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
+    Constructor and `write` are collective over all ranks; only rank 0 reads and writes files.
+
+    Args:
+        model: the model in training.
+        folder: a Hugging Face folder of the same model, which stays as it is.
+
+    Raises:
+        ConfigError: the folder is of another model, quantised or in float16, or cannot be written to.
+    """
+
+    def __init__(self, model: ParallelModel, folder: Path) -> None:
+        self._source = GatheredWeights(model)
+        self._world: World = current_world()
+        self.out = folder / WEIGHTS_DIR
+        layout = None
+        reason = ""
+        self._locations: dict[str, TensorLocation] = {}
+        if self._world.is_rank0:
+            try:
+                layout = _read_layout(folder, self._source)
+                self._create_files(folder, layout)
+            except ConfigError as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"{str(self.out)!r} cannot be written: {error.strerror or error}"
+        raise_on_all_ranks(self._world, reason)
+        found = self._world.all_gather_object(layout)[0]
+        assert isinstance(found, _Layout)
+        self._mapping = found.mapping
+        self._dtypes = {name: dtype for specs in found.files.values() for name, (dtype, _) in specs.items()}
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the current weights; call it between two training steps.
+
+        Raises:
+            ConfigError: on all ranks, rank 0 cannot write.
+        """
+        self._source.refresh()
+        reason = ""
+        with FileWriter() as writer:
+            for group in group_by_parameters(self._mapping):
+                for name in group:
+                    # The other ranks send on after a failure of rank 0, so it keeps receiving.
+                    failure = self._write_tensor(writer, name)
+                    reason = reason or failure
+        raise_on_all_ranks(self._world, reason)
+
+    def _write_tensor(self, writer: FileWriter, name: str) -> str:
+        """Write a tensor; return why rank 0 cannot write it, empty if it can. Collective, also after a failure."""
+        dtype = DTYPES[self._dtypes[name]]
+        offset = 0
+        reason = ""
+        for chunk in split_into_chunks(name, self._mapping.hf_shapes[name], dtype):
+            values = assemble_rows(self._source, self._mapping, chunk, dtype)
+            if not self._world.is_rank0 or reason:
+                continue
+            data = bytes_of(values)
+            try:
+                writer.write(self._locations[name], data, offset)
+            except OSError as error:
+                reason = f"{str(self.out)!r} cannot be written: {error.strerror or error}"
+            offset += len(data)
+        return reason
+
+    def _create_files(self, folder: Path, layout: _Layout) -> None:
+        """Create the files at their full size; those of an earlier run are replaced."""
+        self.out.mkdir(exist_ok=True)
+        for file in (*self.out.glob("*.safetensors"), self.out / INDEX_FILE):
+            file.unlink(missing_ok=True)
+        layouts = {name: plan_file_layout(self.out / name, tensors) for name, tensors in layout.files.items()}
+        for name, file_layout in layouts.items():
+            create_file(self.out / name, file_layout)
+            self._locations |= file_layout.tensors
+        write_index(self.out, layouts, None)
+        shutil.copyfile(folder / "config.json", self.out / "config.json")
+
+
+def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
+    """Return the tensors of a folder that holds the model of `source`.
+
+    Raises:
+        ConfigError: the folder is of another model, quantised or in float16.
+    """
+    opened = open_hf_folder(folder)
+    if opened.hf_config.get(QUANTIZATION_KEY) is not None:
+        raise ConfigError(f"rollout.folder={str(folder)!r} is quantised; name one in bfloat16 or float32")
+    hf = HfSource(opened, leaves_out_mtp=True)
+    names = hf.mapping.shapes.keys() | source.shapes.keys()
+    if wrong := sorted(name for name in names if hf.mapping.shapes.get(name) != source.shapes.get(name)):
+        raise ConfigError(
+            f"rollout.folder={str(folder)!r} is of another model than the recipe, which differs in "
+            f"{format_list(wrong)}; name a folder of the model in training"
+        )
+    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name in (name for group in group_by_parameters(hf.mapping) for name in group):
+        stored = hf.location(name)
+        if stored.dtype == "F16":
+            raise ConfigError(
+                f"rollout.folder={str(folder)!r} is in float16, which may not hold trained weights; name one in "
+                "bfloat16 or float32 (moefold export --dtype)"
+            )
+        files.setdefault(stored.file.name, {})[name] = (stored.dtype, hf.mapping.hf_shapes[name])
+    return _Layout(hf.mapping, files)

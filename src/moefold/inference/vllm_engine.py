@@ -1,0 +1,160 @@
+"""Sampling of rollouts by a vLLM server: weights through a folder, requests by the first rank of each dp rank."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.comm.collectives import broadcast_object
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.schema import Config
+from moefold.convert.weight_export import WeightExport
+from moefold.errors import RunError
+from moefold.inference.engine.engine import StopCondition
+from moefold.inference.engine.requests import Completion, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.vllm_server import VllmError, vllm_server
+from moefold.parallel.parallel_model import ParallelModel
+
+
+class VllmEngine:
+    """Generates completions by a vLLM server, whose weights `update` brings up to those of training.
+
+    All methods are collective over all ranks.
+
+    Args:
+        cfg: the recipe.
+        groups: the process groups of training.
+        model: the model in training.
+        records_routing: whether completions have the experts that were chosen for their tokens.
+
+    Raises:
+        ConfigError: rollout.folder is of another model, or cannot be written to.
+    """
+
+    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel, *, records_routing: bool) -> None:
+        self._groups = groups
+        self._server = vllm_server(cfg, returns_experts=records_routing)
+        self._slots = cfg.rollout.slots
+        self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
+        self._layers = [number for stage in model.stages for number in stage.moe_layers()]
+        self._model = cfg.model
+        self._export = WeightExport(model, Path(cfg.rollout.folder))
+        self._version = ""
+
+    def update(self) -> float:
+        """Write the current weights to the folder and let the server load them. Returns the seconds that it took.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunError: the server did not load them.
+        """
+        started_s = time.perf_counter()
+        self._groups.recorder.set_phase("sending the weights to vLLM")
+        self._export.write()
+        world = current_world()
+        version = f"moefold-{uuid4().hex}"
+        reason = ""
+        if world.is_rank0:
+            try:
+                self._server.load_weights(self._export.out.resolve(), version)
+            except VllmError as error:
+                reason = str(error)
+        self._version, reason = world.all_gather_object((version, reason))[0]
+        if reason:
+            raise RunError(reason)
+        return time.perf_counter() - started_s
+
+    def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
+        """Generate a completion of every request, in their order.
+
+        Args:
+            requests: of this data-parallel rank, maybe none; the same on its ranks of tp and pp.
+            is_complete: stop condition: a completion is cut off after the first token after which it holds.
+
+        Raises:
+            RunError: on all ranks, the server failed.
+        """
+        assert self._version, "update() before the first round"
+        tp = self._groups.attn.tp
+        pp = self._groups.pp
+        found: list[tuple[Completion, NDArray[np.integer] | None]] = []
+        reason = ""
+        if tp.rank == 0 and pp.rank == 0:
+            try:
+                found = self._send(requests)
+            except VllmError as error:
+                reason = str(error)
+        if reasons := [given for given in current_world().all_gather_object(reason) if given]:
+            raise RunError(reasons[0])
+        if pp.rank == 0:
+            found = broadcast_object(found, tp, 0)
+        found = broadcast_object(found, pp, 0)
+        completions = [self._with_experts(completion, experts) for completion, experts in found]
+        if is_complete is None:
+            return completions
+        return [_cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
+
+    def _send(self, requests: Sequence[Request]) -> list[tuple[Completion, NDArray[np.integer] | None]]:
+        """Send all requests, at most rollout.slots at once, and return the answers in their order."""
+        if not requests:
+            return []
+        deadline_s = time.monotonic() + self._server.timeout_s
+        with ThreadPoolExecutor(min(self._slots, len(requests))) as pool:
+            futures = [
+                pool.submit(
+                    self._server.complete, request, request.sampling or self._sampling, self._version, deadline_s
+                )
+                for request in requests
+            ]
+            try:
+                found = [future.result() for future in futures]
+            except VllmError:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        for _, experts in found:
+            if experts is not None:
+                self._check_experts(experts)
+        return found
+
+    def _check_experts(self, experts: NDArray[np.integer]) -> None:
+        """Check that experts are those of the model in training.
+
+        Raises:
+            VllmError: they are not.
+        """
+        num_layers, top_k = experts.shape[1:]
+        highest = int(experts.max(initial=0))
+        if (num_layers, top_k) != (self._model.num_layers, self._model.top_k) or highest >= self._model.num_experts:
+            raise VllmError(
+                f"vLLM returned {top_k} experts of each token in {num_layers} layers, numbered up to {highest}, and "
+                f"the model has {self._model.top_k} of {self._model.num_experts} in {self._model.num_layers} layers; "
+                "set rl.replay='off'"
+            )
+
+    def _with_experts(self, completion: Completion, experts: NDArray[np.integer] | None) -> Completion:
+        """Return a completion with the experts of the MoE layers of this rank."""
+        if experts is None:
+            return completion
+        return replace(completion, expert_ids=experts[:, self._layers].transpose(1, 0, 2))
+
+
+def _cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:
+    """End a completion after the first token with which a stop condition holds, the end-of-text token apart."""
+    is_eos = completion.finish_reason == "eos"
+    for count in range(1, len(completion.tokens) + 1 - is_eos):
+        if is_complete(number, completion.tokens[:count]):
+            removed = len(completion.tokens) - count
+            experts = completion.expert_ids
+            return Completion(
+                tokens=completion.tokens[:count],
+                log_probs=completion.log_probs[:count],
+                finish_reason="stop",
+                expert_ids=None if experts is None else experts[:, : experts.shape[1] - removed],
+            )
+    return completion

@@ -1,0 +1,292 @@
+"""Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
+
+The interface is that of vLLM 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models, /server_info,
+/collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
+"""
+
+import json
+import math
+import os
+import time
+from base64 import b64decode
+from binascii import Error as Base64Error
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from http.client import HTTPException
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import Config
+from moefold.errors import RunError
+from moefold.inference.engine.requests import Completion
+from moefold.inference.engine.requests import Request as SampleRequest
+from moefold.inference.sampling import SamplingParams
+
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the law that was sampled from: softmax(logits / temperature)."""
+MAX_ROUNDING = 1e-3
+"""A log-probability above 0 by less than this is 0, rounded."""
+MAX_SHOWN = 300
+"""Characters of a server's answer that a message shows."""
+
+
+class VllmError(RunError):
+    """The server cannot be reached, or answers otherwise than vLLM does; the message has the way out."""
+
+
+def serve_command(folder: str, *, returns_experts: bool) -> str:
+    """Return the command that starts the server."""
+    experts = " --enable-return-routed-experts" if returns_experts else ""
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --tokens-only --generation-config vllm "
+        f"--logprobs-mode {LOGPROBS_MODE}{experts}"
+    )
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """A vLLM server.
+
+    Args:
+        url: its address.
+        folder: the Hugging Face folder that it was started with.
+        timeout_s: maximum time of loading weights, and of sampling the rollouts of one round on one rank.
+        returns_experts: whether completions have the experts that were chosen for their tokens.
+    """
+
+    url: str
+    folder: str
+    timeout_s: float
+    returns_experts: bool = False
+
+    def check(self, *, max_tokens: int) -> None:
+        """Check that the server runs, with the model of `folder` and the options of `serve_command`.
+
+        Args:
+            max_tokens: length of the longest prompt with its completion.
+
+        Raises:
+            VllmError: it does not.
+        """
+        model = self._served_model()
+        root = str(model.get("root"))
+        if os.path.realpath(root) != os.path.realpath(self.folder):
+            raise VllmError(
+                f"rollout.url={self.url!r} serves {root!r}, and rollout.folder is {self.folder!r}; start it by: "
+                f"{self._command()}"
+            )
+        longest = model.get("max_model_len")
+        if not isinstance(longest, int) or longest < max_tokens:
+            raise VllmError(
+                f"rollout.url={self.url!r} has max_model_len={longest!r}, and rollouts have up to train.seq_len + 1 = "
+                f"{max_tokens} tokens; start it with --max-model-len {max_tokens}, or lower train.seq_len"
+            )
+        info = self._call("/server_info?config_format=json")
+        config = info.get("vllm_config")
+        if not isinstance(config, dict):
+            raise self._strange("/server_info", info)
+        mode = _at(config, "model_config", "logprobs_mode")
+        if mode != LOGPROBS_MODE:
+            raise VllmError(
+                f"rollout.url={self.url!r} has logprobs_mode={mode!r}, and rollouts need the log-probabilities of the "
+                f"law that is sampled from; start it by: {self._command()}"
+            )
+        if self.returns_experts and _at(config, "aux_output_config", "enable_return_routed_experts") is not True:
+            raise VllmError(
+                f"rollout.url={self.url!r} returns no experts, which rl.replay needs; start it by: {self._command()}; "
+                "or set rl.replay='off'"
+            )
+        probe = SampleRequest(prompt=(0,), max_tokens=1)
+        self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
+
+    def load_weights(self, folder: Path, version: str) -> None:
+        """Load the weights of a folder, forget the keys and values of the former ones, and name the new ones.
+
+        Raises:
+            VllmError: the server did not do it.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self.timeout_s}
+        self._call("/collective_rpc", body)
+        answer = self._call("/reset_prefix_cache", {})
+        if answer.get("success") is not True:
+            raise VllmError(
+                f"rollout.url={self.url!r} keeps keys and values of former weights, as other requests run on it; give "
+                "the run a server of its own"
+            )
+        answer = self._call("/update_weight_version", {"new_version": version})
+        if answer.get("new_version") != version:
+            raise self._strange("/update_weight_version", answer)
+
+    def complete(
+        self, request: SampleRequest, sampling: SamplingParams, version: str | None, deadline_s: float
+    ) -> tuple[Completion, NDArray[np.integer] | None]:
+        """Sample the continuation of a prompt.
+
+        Args:
+            request: the prompt.
+            sampling: sampling parameters, without top-k and top-p.
+            version: the weights that must sample; None: any.
+            deadline_s: latest end, on the clock of time.monotonic.
+
+        Returns:
+            The completion, and the experts of each token but the last [prompt + new tokens - 1, layers, K], None
+            without `returns_experts`.
+
+        Raises:
+            VllmError: the server failed, or other weights sampled.
+        """
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise self._slow()
+        path = "/inference/v1/generate"
+        answer = self._call(path, generate_body(request, sampling), remaining_s)
+        try:
+            (choice,) = answer["choices"]
+            completion = _parse_completion(choice, request)
+            versions = {span["version"] for span in choice["weight_versions"]}
+            experts = _parse_experts(choice["routed_experts"]) if self.returns_experts else None
+        except (KeyError, TypeError, ValueError, IndexError, Base64Error):
+            raise self._strange(path, answer) from None
+        if version is not None and versions != {version}:
+            raise VllmError(
+                f"rollout.url={self.url!r} sampled with weights {sorted(versions)}, not with {version!r}; give the run "
+                "a server of its own"
+            )
+        if experts is not None and len(experts) != len(request.prompt) + len(completion.tokens) - 1:
+            raise VllmError(
+                f"rollout.url={self.url!r} returned the experts of {len(experts)} tokens for a prompt of "
+                f"{len(request.prompt)} and {len(completion.tokens)} new ones; set rl.replay='off'"
+            )
+        return completion, experts
+
+    def _served_model(self) -> Mapping[str, Any]:
+        answer = self._call("/v1/models")
+        models = answer.get("data")
+        if not (isinstance(models, list) and models and isinstance(models[0], dict)):
+            raise self._strange("/v1/models", answer)
+        return models[0]
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 0.0) -> dict[str, Any]:
+        """Send a request, a POST if it has a body, and return the JSON object of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        try:
+            # A proxy of the environment is not meant for a server of the job.
+            with build_opener(ProxyHandler({})).open(request, timeout=timeout_s or self.timeout_s) as answer:
+                found = json.loads(answer.read())
+        except HTTPError as error:
+            text = error.read(MAX_SHOWN).decode(errors="replace")
+            if error.code in (403, 404, 405):
+                raise VllmError(
+                    f"rollout.url={self.url!r} has no {path.partition('?')[0]}; start vLLM 0.33.0 or newer by: "
+                    f"{self._command()}"
+                ) from None
+            raise VllmError(
+                f"rollout.url={self.url!r}{path}: HTTP {error.code}: {text}; see the server's log"
+            ) from None
+        except TimeoutError:
+            raise self._slow() from None
+        except (URLError, OSError, HTTPException) as error:
+            if isinstance(error, URLError) and isinstance(error.reason, TimeoutError):
+                raise self._slow() from None
+            reason = error.reason if isinstance(error, URLError) else error
+            raise VllmError(
+                f"rollout.url={self.url!r} cannot be reached ({reason}); start the server by: {self._command()}"
+            ) from None
+        except ValueError:
+            raise self._strange(path, "no JSON") from None
+        if not isinstance(found, dict):
+            raise self._strange(path, found)
+        return found
+
+    def _command(self) -> str:
+        return serve_command(self.folder, returns_experts=self.returns_experts)
+
+    def _slow(self) -> VllmError:
+        return VllmError(
+            f"rollout.url={self.url!r} has not answered within rollout.timeout_s={self.timeout_s:g} s; raise it (and "
+            "faults.timeout_s), or sample fewer tokens a round"
+        )
+
+    def _strange(self, path: str, answer: object) -> VllmError:
+        return VllmError(
+            f"rollout.url={self.url!r}{path} answers otherwise than vLLM 0.33.0: {str(answer)[:MAX_SHOWN]}; name a "
+            "vLLM server of this interface"
+        )
+
+
+def vllm_server(cfg: Config, *, returns_experts: bool) -> VllmServer:
+    """Return the server of a recipe."""
+    rollout = cfg.rollout
+    return VllmServer(rollout.url, rollout.folder, rollout.timeout_s, returns_experts)
+
+
+def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str, Any]:
+    """Return the body of /inference/v1/generate: vLLM's `SamplingParams`, each that changes the law set to none."""
+    key = f"{sampling.seed} {request.prompt_number} {request.sample_number}".encode()
+    return {
+        "token_ids": list(request.prompt),
+        "sampling_params": {
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1,
+            # The recipe's tokens end a rollout, not those of the folder's generation_config.json.
+            "ignore_eos": True,
+            "stop_token_ids": sorted(request.eos_ids),
+            "max_tokens": request.max_tokens,
+            "min_tokens": 0,
+            "logprobs": 0,
+            "detokenize": False,
+        },
+    }
+
+
+def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Completion:
+    """Return the completion of a choice.
+
+    Raises:
+        ValueError: its parts contradict each other.
+    """
+    tokens = tuple(int(token) for token in choice["token_ids"])
+    content: Sequence[Mapping[str, Any]] = choice["logprobs"]["content"]
+    log_probs = tuple(min(0.0, float(entry["logprob"])) for entry in content if entry["logprob"] < MAX_ROUNDING)
+    is_ended = bool(tokens) and tokens[-1] in request.eos_ids
+    finish = {"stop": "eos", "length": "length"}[choice["finish_reason"]]
+    if [entry["token_id"] for entry in content] != list(tokens):
+        raise ValueError("log-probabilities of other tokens")
+    if len(log_probs) != len(tokens) or not all(math.isfinite(value) for value in log_probs):
+        raise ValueError("no log-probabilities")
+    if is_ended != (finish == "eos") or not 1 <= len(tokens) <= request.max_tokens:
+        raise ValueError("another end than was asked for")
+    return Completion(tokens=tokens, log_probs=log_probs, finish_reason="eos" if is_ended else "length")
+
+
+def _parse_experts(text: str) -> NDArray[np.integer]:
+    """Return an array in NumPy's file format, in base64.
+
+    Raises:
+        ValueError: the text is none, or the array has not three dimensions of integers.
+    """
+    array: NDArray[np.integer] = np.load(BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError("no experts")
+    return array
+
+
+def _at(tree: Mapping[str, Any], section: str, key: str) -> object:
+    """Return an entry of a nested mapping; None if it is missing."""
+    found = tree.get(section)
+    return found.get(key) if isinstance(found, dict) else None

@@ -1,0 +1,101 @@
+"""Weights of a model in training, gathered region by region on rank 0; a source for writers of Hugging Face folders."""
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_to_all
+from moefold.comm.groups import World
+from moefold.cost.shard_boxes import Box
+from moefold.model.local_param import local_tensor
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_sharding, weight_tensors
+
+
+class GatheredWeights:
+    """Reads regions of the weights of a model under any mapping; at most one region is in memory.
+
+    The constructor, `refresh` and `read` are collective: all ranks call them in the same order.
+
+    Args:
+        model: the model in training.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._world = model.groups.world
+        sharding = weight_sharding(model)
+        self.shapes = dict(sharding.shapes)
+        own = sharding.boxes(self._world.rank)
+        check_boxes(weight_tensors(model), own)
+        self._own_boxes = own
+        self._owners = _owners([sharding.boxes(rank) for rank in range(self._world.size)])
+        self._dtypes = gather_dtypes(weight_tensors(model), World(self._world.rank, self._world.size))
+        self._local: dict[str, Tensor] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the current weights from now on; call it between two training steps."""
+        # A gathered parameter is no shard.
+        reshard_parameters(self._model.stages)
+        self._local = {name: local_tensor(tensor).detach() for name, tensor in weight_tensors(self._model).items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor in training."""
+        return self._dtypes[name]
+
+    def clear_cache(self) -> None:
+        """Do nothing: this source has no cache."""
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Return the values of a region on rank 0, on the CPU; other ranks get undefined values of its shape.
+
+        One all-to-all, in which only rank 0 receives; none if rank 0 holds the region.
+        """
+        box = Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
+        dtype = self._dtypes[name]
+        values = torch.empty(box.size, dtype=dtype)
+        parts = [(rank, common) for rank, owned in self._owners[name] if (common := owned.intersect(box)) is not None]
+        rank = self._world.rank
+        received = None
+        if any(owner != 0 for owner, _ in parts):
+            received = self._send_to_first(name, [(owner, part) for owner, part in parts if owner != 0])
+        if rank != 0:
+            return values
+        first = 0
+        for owner, part in parts:
+            target = values[part.index_in(box)]
+            if owner == 0:
+                target.copy_(self._local[name][part.index_in(self._own_boxes[name])])
+                continue
+            assert received is not None
+            num_bytes = part.numel * dtype.itemsize
+            target.copy_(received[first : first + num_bytes].view(dtype).view(part.size))
+            first += num_bytes
+        return values
+
+    def _send_to_first(self, name: str, parts: list[tuple[int, Box]]) -> Tensor:
+        """Send parts of a tensor to rank 0 as bytes; return what this rank receives, in the order of the ranks."""
+        rank = self._world.rank
+        itemsize = self._dtypes[name].itemsize
+        mine = [part for owner, part in parts if owner == rank]
+        send_splits = [0] * self._world.size
+        receive_splits = [0] * self._world.size
+        buffer = torch.empty(0, dtype=torch.uint8, device=self._model.groups.device)
+        for part in mine:
+            values = self._local[name][part.index_in(self._own_boxes[name])].contiguous()
+            buffer = values.flatten().view(torch.uint8)
+            send_splits[0] = buffer.numel()
+        if rank == 0:
+            for owner, part in parts:
+                receive_splits[owner] = part.numel * itemsize
+        return all_to_all(buffer, self._world, send_splits, receive_splits).cpu()
+
+
+def _owners(boxes_of_rank: list[dict[str, Box]]) -> dict[str, list[tuple[int, Box]]]:
+    """Return the different boxes of each tensor with the first rank that holds each, in the order of the ranks."""
+    owners: dict[str, dict[Box, int]] = {}
+    for rank, boxes in enumerate(boxes_of_rank):
+        for name, box in boxes.items():
+            owners.setdefault(name, {}).setdefault(box, rank)
+    return {name: [(rank, box) for box, rank in of_box.items()] for name, of_box in owners.items()}
