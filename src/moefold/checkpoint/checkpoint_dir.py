@@ -532,9 +532,8 @@ def _with_skip_corrupt(cfg: Config) -> Config:
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
     if "num_layers" in wrong:
-        wrong.pop("layer_kinds", None)
-        wrong.pop("layer_windows", None)
-        wrong.pop("linear_layers", None)
+        for key in ("layer_kinds", "layer_windows", "linear_layers", "rope_layers"):
+            wrong.pop(key, None)
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
 
 
