@@ -1,7 +1,7 @@
 """A run, checkpoint, tokens and recipe written by commit ad78ce5 load, and training continues with equal numbers."""
 
 import json
-import tarfile
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture
 def folder(tmp_path):
     """Unpack what the earlier commit wrote: a run of 4 steps as it was after step 2, in float64 on one rank."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(tmp_path)], check=True)
     return tmp_path
 
 
