@@ -54,11 +54,14 @@ class Experiment:
         summary: dict[str, Any] = json.loads(printed)
         return summary
 
-    def evaluate(self, model: str, task: str, cpu_s: float, stage: str = "") -> None:
-        """Record rewards of held-out problems: greedy, and pass@k of eight samples at temperature 1."""
+    def evaluate(self, model: str, task: str, cpu_s: float, stage: str = "", want: str = "") -> None:
+        """Record rewards of held-out problems: greedy, and pass@k of eight samples at temperature 1.
+
+        `want` is the reward that the prompts ask for, instead of the `align.want` of the model.
+        """
         name, size, max_tokens = TASKS[task]
         problems = ("--task", name, "--task-size", size, "--held-out", "--count", str(HELD_OUT))
-        options = (*problems, "--max-tokens", max_tokens)
+        options = (*problems, "--max-tokens", max_tokens, *(("--want", want) if want else ()))
         greedy = self.rollout(model, "greedy.jsonl", *options, "--samples", "1", "--temperature", "0")
         sampled = self.rollout(model, "sampled.jsonl", *options, "--samples", "8")
         pass_at = sampled["pass_at"]
@@ -123,25 +126,13 @@ def align_offline(experiment: Experiment) -> None:
         if stage != "condition":
             experiment.evaluate(stage, "sort", cpu_s)
             continue
-        for wanted in (1, 0):
-            asked = _ask(folder / "sampled.jsonl", folder / f"ask-{wanted}.jsonl", f"{wanted}:")
-            options = ("--prompts", str(asked), "--reward", "exact", "--max-tokens", "10", "--samples", "4")
-            summary = experiment.rollout(stage, f"asked-{wanted}.jsonl", *options)
-            experiment.record(f"condition, asked for {wanted}", pass_at_1=summary["reward"], cpu_s=cpu_s)
+        for wanted in ("1", "0"):
+            experiment.evaluate(stage, "sort", cpu_s, f"condition, asked for {wanted}", wanted)
     pairs = _write_pairs(folder / "scored.jsonl", folder / "pairs.jsonl")
     preference = ("data.kind=preference", f"data.path={pairs}", "align.method=dpo", "align.threshold=best")
     rates = ("train.optimizer=adamw", "train.lr=2e-4", "align.beta=1.0")
     cpu_s = experiment.train("sort-align.toml", "dpo", init, *preference, *rates, *experiment.overrides)
     experiment.evaluate("dpo", "sort", cpu_s)
-
-
-def _ask(source: Path, target: Path, prefix: str) -> Path:
-    """Write the held-out problems of scored samples with a prefix before the prompt."""
-    rows = {row["prompt"]: row["answer"] for row in _rows(source)}
-    with target.open("w") as file:
-        for prompt, answer in rows.items():
-            file.write(json.dumps({"prompt": prefix + prompt, "answer": answer}) + "\n")
-    return target
 
 
 def _write_pairs(source: Path, target: Path) -> Path:
