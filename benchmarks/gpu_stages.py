@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.training_step import build_training_step, random_batch
 from moefold.bench.implementations import LayerSteps
 from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
 from moefold.bench.shape import bench_config, bench_shapes, step_flops
@@ -490,8 +490,8 @@ def step(stage: Stage) -> None:
         for case in STEPS:
             cfg = step_config(stage, case)
             title = case[0]
-            training = _training_step(cfg, groups)
-            batch = _random_batch(cfg, device)
+            training = build_training_step(cfg, groups)
+            batch = random_batch(cfg, device)
             losses = [training.run(batch, number).loss for number in range(1, 6)]
             flops = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True).total * batch.tokens.numel()
             ms = _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
@@ -531,8 +531,8 @@ def graphs(stage: Stage) -> None:
                 cfg = step_config(stage, (title, "qwen3-30b-a3b", 2, tokens, 1, train))
                 cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
                 torch.manual_seed(0)
-                training = _training_step(cfg, groups)
-                batch = _random_batch(cfg, device)
+                training = build_training_step(cfg, groups)
+                batch = random_batch(cfg, device)
                 losses = [training.run(batch, number).loss for number in range(1, 4)]
                 expected = expected or losses
                 if not all(abs(a - b) <= MAX_LOSS_DIFFERENCE * b for a, b in zip(losses, expected, strict=True)):
@@ -541,32 +541,6 @@ def graphs(stage: Stage) -> None:
                 _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 4), flops)
                 del training, batch
                 stage.free()
-
-
-def _random_batch(cfg: Config, device: torch.device) -> Any:
-    """Return a batch of random tokens."""
-    from moefold.parallel.batch import Batch
-
-    samples = cfg.train.global_batch_size
-    tokens = torch.randint(cfg.model.vocab_size, (samples, cfg.train.seq_len), device=device)
-    weights = torch.full(tokens.shape, 1.0 / tokens.numel(), device=device)
-    columns = {"labels": tokens.roll(-1, 1), "weights": weights, "sample_ids": torch.arange(samples).to(device)}
-    return Batch(tokens, columns)
-
-
-def _training_step(cfg: Config, groups: Any) -> Any:
-    """Build the trainer's step with weights that are drawn on the device."""
-    from moefold.bench.layers import draw_weights
-    from moefold.parallel.parallel_model import ParallelModel, make_runner
-    from moefold.parallel.parallelize import build_sharded_stages
-    from moefold.train.train_step import TrainingStep
-
-    sharded = build_sharded_stages(cfg, groups, for_training=True)
-    for module in sharded.stages:
-        draw_weights(module, cfg)
-    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
-    model = ParallelModel(sharded.stages, sharded.stage_plan, runner, groups, sharded.positions)
-    return TrainingStep(model, cfg)
 
 
 def fp8(stage: Stage) -> None:

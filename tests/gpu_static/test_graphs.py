@@ -1,15 +1,11 @@
 """The launches of the host that `run.cuda_graphs` leaves, traced without a GPU; nothing in a graph needs the host."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu_static.uninterpreted import run_uninterpreted
+
 LAUNCHES = {
     "none": 133,
     "attention": 113,
@@ -30,11 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_static.trace_graphs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_uninterpreted("-m", "tests.gpu_static.trace_graphs")
 
 
 def test_no_more_launches_are_left_than_the_table_says(traced):

@@ -1,9 +1,6 @@
 """Every launch of ops/triton compiles for Hopper and Blackwell without a GPU, and uses what the table says."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,7 +8,7 @@ import pytest
 
 from moefold.testing.kernel_compile import KernelResources
 from tests.gpu_static.kernel_table import COMMAND, TABLE, from_json, launched_kernels, rule_faults, table_faults
-from tests.gpu_static.test_traces import ROOT
+from tests.gpu_static.uninterpreted import run_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 PRODUCT = KernelResources(
@@ -21,11 +18,7 @@ PRODUCT = KernelResources(
 
 def compile_apart(*options):
     """Return the column of the table and the resources by launch, compiled in a process that does not interpret."""
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_static.kernel_table", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_uninterpreted("-m", "tests.gpu_static.kernel_table", *options, timeout_s=590)
     return found["column"], {name: from_json(row) for name, row in found["rows"].items()}
 
 

@@ -1,15 +1,11 @@
 """The loss on CUDA, traced without a GPU: each kernel reads the logits once, and no torch operation reads them."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
-from tests.gpu_static.test_traces import ROOT
 from tests.gpu_static.trace_loss import TOKENS, VOCAB_SIZE
+from tests.gpu_static.uninterpreted import run_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 NUM_CHUNKS = 10
@@ -19,11 +15,7 @@ NUM_CHUNKS = 10
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_static.trace_loss"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_uninterpreted("-m", "tests.gpu_static.trace_loss")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """The arithmetic of the roofline estimate, and the FLOPs of the traces that it is made of."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
 
@@ -23,7 +19,7 @@ from benchmarks.gpu_roofline import (
 )
 from moefold.ops.autotune import Autotuner, TuningKey
 from moefold.testing.cuda_trace import CUDA, Event, Trace, trace_cuda
-from tests.gpu_static.test_traces import ROOT
+from tests.gpu_static.uninterpreted import run_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 GEMM = Event("op", "mm", "model/linear.py:1", flops=790e9, contraction=8192, width=8192)
@@ -130,11 +126,7 @@ def test_parts_of_a_layer():
 
 
 def test_traced_experts_have_the_models_flops_and_no_layer_is_ideal():
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COUNT_FLOPS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_uninterpreted("-c", COUNT_FLOPS)
     assert set(found) == {layer.name for layer in LAYERS}
     for name, (traced, of_model, share) in found.items():
         assert traced == pytest.approx(of_model), name

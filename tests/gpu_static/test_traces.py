@@ -1,15 +1,13 @@
 """The CUDA step traced without a GPU: host waits of a MoE layer, launches, bytes moved and bytes sent."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu_static.uninterpreted import run_uninterpreted
+
 TABLE = Path(__file__).parent / "traces.json"
 MAPPINGS = json.loads(TABLE.read_text())
 COMMAND = "python -m tests.gpu_static.trace_mappings --write"
@@ -25,11 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_static.trace_mappings"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_uninterpreted("-m", "tests.gpu_static.trace_mappings")
 
 
 def test_the_table_has_every_mapping(traced):

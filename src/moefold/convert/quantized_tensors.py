@@ -5,6 +5,7 @@ read, some rows at a time, so that the code that maps, compares and writes tenso
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def _pair_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, TensorLocati
 
 
 @dataclass(frozen=True, kw_only=True)
-class DequantizedTensor(TensorLocation):
+class DequantizedTensor(TensorLocation, ABC):
     """A bfloat16 tensor that is computed from quantised values and their scales while it is read.
 
     `file` and `start` are those of the values.
@@ -108,13 +109,13 @@ class DequantizedTensor(TensorLocation):
     values: TensorLocation
     scales: TensorLocation
 
+    @abstractmethod
     def has_matching_parts(self) -> bool:
         """Return whether dtype and shape of the parts fit each other."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, name: str) -> dict[str, TensorLocation]:
         """Return the stored tensors of the weight of this name, by their own names."""
-        raise NotImplementedError
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of the dequantised values, some rows at a time."""
