@@ -13,6 +13,8 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+INDEX_BYTES = 4
+"""Bytes of the number of a selected key, int32."""
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
 
@@ -365,7 +367,6 @@ def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
 
 def _saved_by_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
     """Return the bytes of grouped-query attention over selected keys, and of its indexer."""
-    model = sizes.cfg.model
     _, key_value = _gqa_widths(sizes)
     return _saved_by_gqa(sizes) + _saved_by_selection(sizes, key_value)
 
@@ -393,7 +394,7 @@ def _saved_by_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
     model = sizes.cfg.model
     p = sizes.cfg.parallel
     selected = min(model.index_topk, sizes.cfg.train.seq_len)
-    saved = BytesByPart({"core attention": sizes.gathered_tokens * selected * INT_BYTES // 2})
+    saved = BytesByPart({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
     if p.cp > 1:
         saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
     own = model.index_heads * model.index_head_dim * sizes.item_bytes

@@ -157,12 +157,12 @@ class LightningIndexer(nn.Module):
     def project_rows(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
         """Compute the projections of the rows of a decoder's pass, on every rank of tp those of all rows."""
         query, weight, key = self._project_own(x, source)
-        parts = query.flatten(2), weight.to(query.dtype), key
-        gathered = self.sequence_parallel.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
+        gather = self.sequence_parallel.gather
+        query, key = gather(torch.cat((query.flatten(2), key), -1)).split((query.shape[2:].numel(), key.shape[-1]), -1)
         if isinstance(rope, Rope):
             rope = replace(rope, is_interleaved=self._is_interleaved)
-        query = rope(gathered[0].unflatten(-1, (-1, self._head_dim)))
-        return IndexTensors(query, gathered[1], rope(gathered[2].unsqueeze(2)).squeeze(2))
+        query = rope(query.unflatten(-1, (-1, self._head_dim)))
+        return IndexTensors(query, gather(weight), rope(key.unsqueeze(2)).squeeze(2))
 
     def _project_own(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [S, B, J, D], weights [S, B, J] and keys [S, B, D] of this rank's own tokens, without RoPE."""

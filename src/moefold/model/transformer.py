@@ -13,8 +13,8 @@ from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
-from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.indexer import LightningIndexer
+from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum

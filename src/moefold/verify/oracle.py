@@ -2,7 +2,8 @@
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the optimizers.
+FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer`
+the optimizers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Indexer of the oracle (arXiv:2512.02556 eq. 1 to 4): scores with an explicit loop over heads, selection by sorting."""
+"""Indexer of the oracle (arXiv:2512.02556 eq. 1 to 4): scores by a loop over heads, selection by sorting."""
 
 import math
 from collections.abc import Mapping
