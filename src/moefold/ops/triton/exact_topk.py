@@ -56,8 +56,11 @@ def _kth_largest(keys, count, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select(keys, positions, count, kth, ties, out_keys, out, STORES_KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the survivors above the k-th key and the first `ties` equal to it, in order; out may be the survivors."""
+def _select(keys, positions, count, kth, ties, out, STORES_KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the positions above the k-th key and the first `ties` equal to it in `out`, which may be `positions`.
+
+    STORES_KEYS: move the keys to the same places of `keys`.
+    """
     kept = 0
     ties_seen = 0
     for first in range(0, count, BLOCK):
@@ -71,7 +74,7 @@ def _select(keys, positions, count, kth, ties, out_keys, out, STORES_KEYS: tl.co
         tl.debug_barrier()
         tl.store(out + target, position, mask=is_kept)
         if STORES_KEYS:
-            tl.store(out_keys + target, key, mask=is_kept)
+            tl.store(keys + target, key, mask=is_kept)
         kept += tl.sum(is_kept.to(tl.int32), 0)
         ties_seen += tl.sum(is_tie, 0)
     tl.debug_barrier()
@@ -131,10 +134,7 @@ def _topk_kernel(
             if tl.max(key, 0) >= threshold:
                 if count + BLOCK > room:
                     kth, ties = _kth_largest(survivor_keys, count, k, BLOCK)
-                    _select(
-                        survivor_keys, survivor_positions, count, kth, ties, survivor_keys, survivor_positions,
-                        True, BLOCK,
-                    )  # fmt: skip
+                    _select(survivor_keys, survivor_positions, count, kth, ties, survivor_positions, True, BLOCK)
                     count = k
                     threshold = kth + 1
                 passes = (key >= threshold).to(tl.int32)
@@ -150,7 +150,7 @@ def _topk_kernel(
         place = first + tl.arange(0, BLOCK)
         tl.store(out + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= chosen) & (place < k))
     kth, ties = _kth_largest(survivor_keys, count, chosen, BLOCK)
-    _select(survivor_keys, survivor_positions, count, kth, ties, survivor_keys, out, False, BLOCK)
+    _select(survivor_keys, survivor_positions, count, kth, ties, out, False, BLOCK)
     tl.store(has_nan + row, found_nan)
 
 
