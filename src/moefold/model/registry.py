@@ -12,6 +12,7 @@ from moefold.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
+from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 
 
 def _build_dense(cfg: Config, number: int) -> SwiGLU:
@@ -36,6 +37,8 @@ def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
 ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "gqa": Attention,
     "mla": LatentAttention,
+    "sparse_gqa": SparseAttention,
+    "sparse_mla": SparseLatentAttention,
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
 }
