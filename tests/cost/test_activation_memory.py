@@ -53,6 +53,7 @@ LINEAR = {
     "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
+SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
     ("layer",), ("norms", "moe"), ("norms", "dense_mlp", "expert_activation"),
@@ -207,6 +208,9 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LINEAR},
         {"model": LINEAR | {"linear_attention": "kda"}},
         {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
+        {"model": SPARSE},
+        {"model": LATENT | SPARSE},
+        {"model": SPARSE, "train": {"recompute": ("layer",)}},
         {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
         {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
@@ -226,6 +230,9 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "linear",
         "kda",
         "linear, recomputed",
+        "sparse",
+        "sparse latent",
+        "sparse, recomputed",
         "gate and latent experts",
         "norms of outputs",
         "dense",
