@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
+from moefold.cost.block_memory import LINEAR_CHUNK_SIZE, MAX_BLOCK_ELEMENTS
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
@@ -26,7 +26,7 @@ from moefold.model.loss import chunked_cross_entropy
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
-from moefold.ops import gemm
+from moefold.ops import gemm, sparse_attention
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
@@ -165,6 +165,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
 
 
 def test_sizes_of_the_loss_and_of_chunks_are_those_of_the_runtime():
+    assert MAX_BLOCK_ELEMENTS == sparse_attention.MAX_BLOCK_ELEMENTS
     assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
     assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
