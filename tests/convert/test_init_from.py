@@ -139,6 +139,10 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     steps = [json.loads(Path("runs", name, "metrics.jsonl").read_text())["indexer_loss"] for name in STAGES]
     assert steps[0] == 0.0
     assert min(steps[1:]) > 0.0
-    assert main(["generate", "runs/sparse", "The", "--tokens", "8", "--temperature", "0"]) == 0
+    assert main(["generate", "runs/sparse", "The", "--max-tokens", "8", "--temperature", "0"]) == 0
+    # A warm-up run resumes; its checkpoints have no moments of the frozen weights.
+    resumed = ["train.indexer_stage=warmup", "run.dir=runs/warm", "train.weight_decay=0.1", "run.steps=2"]
+    assert main(["train", *sparse, *resumed]) == 0
+    assert "at step 1" in capsys.readouterr().out
     assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/warm", "model.index_topk=5", "run.dir=b"]) == 2
     assert "index_topk 6 there, 5 here" in capsys.readouterr().err

@@ -12,11 +12,6 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
     if not model.index_topk:
         return
     top_k = model.index_topk
-    if top_k > cfg.train.seq_len:
-        yield (
-            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
-            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
-        )
     rotated = model.rotary_dim
     if "R" in model.rope_pattern and model.index_head_dim < rotated:
         yield (
@@ -27,6 +22,16 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
         yield (
             f"model.index_topk={top_k} selects all keys of model.sliding_window={model.sliding_window}; choose less "
             f"than {model.sliding_window}, or a model.attention_pattern without W"
+        )
+
+
+def validate_selection_length(cfg: Config) -> Iterator[str]:
+    """Check that a sample of training has as many tokens as a query selects."""
+    top_k = cfg.model.index_topk
+    if top_k > cfg.train.seq_len:
+        yield (
+            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
+            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
         )
 
 
@@ -42,7 +47,9 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
 
-SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_indexer_warmup)
+SPARSE_ATTENTION_RULES = (validate_sparse_attention,)
+SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
+"""Rules for recipes that train: a model is also used with longer and shorter texts than those of its training."""
 
 UNUSED_SPARSE_KEYS = (
     UnusedKeyRule(
