@@ -57,6 +57,8 @@ typedef struct {
   float *solved;
   /* [1 or D]. */
   float *decay;
+  /* Products of keys with the decays of channels between them, [C, C]: for the backward pass; else NULL. */
+  float *products;
 } chunk_tensors;
 
 /* The tensors of one chunk of one head. */
@@ -64,7 +66,7 @@ static inline chunk_tensors chunk_at(chunk_tensors x, linear_sizes s, int64_t pl
   const int64_t rows = chunk_rows(s);
   return (chunk_tensors){x.read_keys + place * rows * key_width(s), x.scores + place * rows * rows,
                          x.write_keys + place * rows * key_width(s), x.solved + place * rows * solved_width(s),
-                         x.decay + place * decay_width(s)};
+                         x.decay + place * decay_width(s), x.products + place * rows * rows};
 }
 
 /* Tokens of chunk n. */
@@ -93,14 +95,14 @@ static inline void transpose(float *to, const float *from, int64_t from_width, i
 
 /* Products of the lower triangle: out[i, j] (+)= sum over d of a[i, d] * b[d, j] for columns j up to the block of row i;
    other columns are not written. */
-static void lower_products(const int adds, int64_t rows, int64_t depth, const float *a, int64_t a_width, const float *b,
+static inline void lower_products(const int adds, int64_t rows, int64_t depth, const float *a, int64_t a_width, const float *b,
                            float *out) {
   for (int64_t i = 0; i < rows; i += BLOCK_ROWS)
     tiled_gemm(adds, BLOCK_ROWS, i + BLOCK_ROWS, depth, a + i * a_width, a_width, 1, b, rows, out + i * rows, rows);
 }
 
 /* out (+)= triangle b, with a triangle [rows, rows] that is zero above the diagonal, at least in the diagonal's blocks. */
-static void lower_times(const int adds, int64_t rows, int64_t width, const float *triangle, const float *b,
+static inline void lower_times(const int adds, int64_t rows, int64_t width, const float *triangle, const float *b,
                         int64_t b_width, float *out, int64_t out_width) {
   for (int64_t i = 0; i < rows; i += BLOCK_ROWS)
     tiled_gemm(adds, BLOCK_ROWS, width, i + BLOCK_ROWS, triangle + i * rows, rows, 1, b, b_width, out + i * out_width,
@@ -108,7 +110,7 @@ static void lower_times(const int adds, int64_t rows, int64_t width, const float
 }
 
 /* out (+)= triangle^T b. */
-static void upper_times(const int adds, int64_t rows, int64_t width, const float *triangle, const float *b,
+static inline void upper_times(const int adds, int64_t rows, int64_t width, const float *triangle, const float *b,
                         int64_t b_width, float *out, int64_t out_width) {
   for (int64_t i = 0; i < rows; i += BLOCK_ROWS)
     tiled_gemm(adds, BLOCK_ROWS, width, rows - i, triangle + i * rows + i, 1, rows, b + i * b_width, b_width,
@@ -132,6 +134,74 @@ static inline void add_scaled(float *y, float factor, const float *x, int64_t wi
 /* y = factor * x. */
 static inline void scale_row(float *restrict y, float factor, const float *restrict x, int64_t width) {
   for (int64_t i = 0; i < width; i++) y[i] = factor * x[i];
+}
+
+/* Tensors of the tokens, [S, B, heads, ...]. log_decay [S, B, A, 1 or D] and beta [S, B, A]
+   are float32; beta is not read without the delta rule. */
+typedef struct {
+  tokens_view q, k, v, log_decay, beta;
+  /* Whether a document starts at a token, [S, B]; NULL: no document starts. */
+  const uint8_t *starts;
+} linear_inputs;
+
+/* Gradients of the tensors of the tokens, [S, B, heads, ...]; those of log_decay and beta are float32. */
+typedef struct {
+  tokens_view q, k, v, log_decay, beta;
+} linear_grads;
+
+/* Find the first row of the document of each row of chunk n. Returns whether its first row begins a document, whose
+   tokens have no earlier ones either. */
+static inline int load_documents(int64_t *to, linear_inputs x, linear_sizes s, int64_t n, int64_t sample) {
+  const int64_t count = chunk_tokens(s, n);
+  const uint8_t *starts = x.starts ? x.starts + n * s.chunk_size * s.samples + sample : NULL;
+  int64_t document = 0;
+  for (int64_t i = 0; i < chunk_rows(s); i++) {
+    if (starts && i < count && starts[i * s.samples]) document = i;
+    to[i] = document;
+  }
+  return starts && starts[0];
+}
+
+/* Load the write strengths of chunk n of a head, zero-padded. */
+static inline void load_beta(float *to, linear_inputs x, linear_sizes s, int64_t n, int64_t sample, int64_t head) {
+  memset(to, 0, chunk_rows(s) * sizeof *to);
+  if (!s.has_delta) return;
+  const rows_view beta = token_rows(x.beta, n * s.chunk_size, sample, head);
+  for (int64_t i = 0; i < chunk_tokens(s, n); i++) to[i] = ((const float *)beta.start)[i * beta.stride];
+}
+
+/* Store the gradients of the values and write strengths of chunk n of a head; `of_values` has rows `width` apart. */
+static inline void store_value_grads(linear_grads to, linear_sizes s, int64_t n, int64_t sample, int64_t head,
+                                     const float *of_values, int64_t width, const float *beta, const float *of_beta) {
+  const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size;
+  const rows_view v = token_rows(to.v, first, sample, head);
+  for (int64_t i = 0; i < count; i++) store_row(v, i, of_values + i * width, s.value_size, s.has_delta ? beta[i] : 1.0f);
+  if (!s.has_delta) return;
+  const rows_view strengths = token_rows(to.beta, first, sample, head);
+  for (int64_t i = 0; i < count; i++) ((float *)strengths.start)[i * strengths.stride] = of_beta[i];
+}
+
+/* Add the products with earlier rows of x to the rows of x: x_i += sum over j < i of system[i, j] x_j. */
+static inline void solve_forward(const float *system, float *x, int64_t rows, int64_t width) {
+  const int64_t step = 8;
+  for (int64_t i = 0; i < rows; i += step) {
+    if (i) tiled_gemm(1, step, width, i, system + i * rows, rows, 1, x, width, x + i * width, width);
+    for (int64_t row = i + 1; row < i + step; row++)
+      for (int64_t j = i; j < row; j++) add_scaled(x + row * width, system[row * rows + j], x + j * width, width);
+  }
+}
+
+/* The same with the transposed system: x_i += sum over j > i of system[j, i] x_j. */
+static inline void solve_backward(const float *system, float *x, int64_t rows, int64_t width) {
+  const int64_t step = 8;
+  for (int64_t i = rows - step; i >= 0; i -= step) {
+    const int64_t after = i + step;
+    if (after < rows)
+      tiled_gemm(1, step, width, rows - after, system + after * rows + i, 1, rows, x + after * width, width,
+                 x + i * width, width);
+    for (int64_t row = after - 2; row >= i; row--)
+      for (int64_t j = row + 1; j < after; j++) add_scaled(x + row * width, system[j * rows + row], x + j * width, width);
+  }
 }
 
 #endif

@@ -30,6 +30,9 @@ SELF_TEST_SHAPE = (41, 2, 2, 4, 12, 9)
 """Tokens, samples, key heads, value heads, and widths of keys and values of the self-test."""
 
 
+_CHUNK_TENSORS = ("read_keys", "scores", "write_keys", "solved", "decay", "products")
+
+
 class _TokensStruct(ctypes.Structure):
     """C struct `tokens_view`: address of [S, B, heads, ...], strides of the first three dims in elements, and dtype."""
 
@@ -64,7 +67,7 @@ class _GradsStruct(ctypes.Structure):
 class _ChunksStruct(ctypes.Structure):
     """C struct `chunk_tensors`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("read_keys", "scores", "write_keys", "solved", "decay"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _CHUNK_TENSORS)
 
 
 class _SizesStruct(ctypes.Structure):
@@ -88,6 +91,21 @@ class _SizesStruct(ctypes.Structure):
     )
 
 
+class _ChunkFunctions:
+    """C functions of the products within chunks: of one decay of a head, or of one decay of each channel."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        pointer = ctypes.c_void_p
+        self.forward = library[f"{name}_forward"]
+        self.forward.argtypes = [_InputsStruct, _ChunksStruct, pointer, _SizesStruct]
+        self.backward = library[f"{name}_backward"]
+        self.backward.argtypes = [_InputsStruct, *[_ChunksStruct] * 2, _GradsStruct, pointer, _SizesStruct]
+        self.forward.restype = self.backward.restype = None
+        self.scratch_floats = library[f"{name}_scratch_floats"]
+        self.scratch_floats.argtypes = [_SizesStruct]
+        self.scratch_floats.restype = ctypes.c_int64
+
+
 class CLinearAttention:
     """Gated linear attention in chunks, for tensors of float32 or bfloat16 and decays in float32.
 
@@ -96,30 +114,24 @@ class CLinearAttention:
     """
 
     def __init__(self) -> None:
-        chunks = load_library("linear_chunks")
         scan = load_library("linear_scan")
         pointer = ctypes.c_void_p
         self.vector_width: int = scan.linear_vector_width()
-        self._chunks_forward = chunks.linear_chunks_forward
-        self._chunks_forward.argtypes = [_InputsStruct, _ChunksStruct, pointer, _SizesStruct]
-        self._chunks_backward = chunks.linear_chunks_backward
-        self._chunks_backward.argtypes = [_InputsStruct, *[_ChunksStruct] * 2, _GradsStruct, pointer, _SizesStruct]
+        self._of_heads = _ChunkFunctions(load_library("linear_chunks"), "linear_chunks")
+        self._of_channels = _ChunkFunctions(load_library("linear_channel_chunks"), "linear_channel_chunks")
         self._scan_forward = scan.linear_scan_forward
         self._scan_forward.argtypes = [_ChunksStruct, pointer, _TokensStruct, *[pointer] * 4, _SizesStruct]
         self._scan_backward = scan.linear_scan_backward
         self._scan_backward.argtypes = [_TokensStruct, pointer, _ChunksStruct, pointer, pointer, _ChunksStruct]
         self._scan_backward.argtypes += [pointer, pointer, _SizesStruct]
-        self._chunks_scratch_floats = chunks.linear_chunks_scratch_floats
         self._scan_scratch_floats = scan.linear_scan_scratch_floats
-        for function in (self._chunks_forward, self._chunks_backward, self._scan_forward, self._scan_backward):
-            function.restype = None
-        for function in (self._chunks_scratch_floats, self._scan_scratch_floats):
-            function.argtypes = [_SizesStruct]
-            function.restype = ctypes.c_int64
+        self._scan_forward.restype = self._scan_backward.restype = None
+        self._scan_scratch_floats.argtypes = [_SizesStruct]
+        self._scan_scratch_floats.restype = ctypes.c_int64
         self._self_test()
 
     def supports(self, inputs: Sequence[Tensor]) -> bool:
-        """See `ChunkKernel`: decays of heads only."""
+        """See `ChunkKernel`."""
         q, k, v, *decays = inputs
         return (
             all(x.is_cpu for x in inputs)
@@ -127,7 +139,6 @@ class CLinearAttention:
             and all(x.dtype == torch.float32 for x in decays)
             and 0 < q.shape[-1] <= MAX_HEAD_DIM
             and 0 < v.shape[-1] <= MAX_HEAD_DIM
-            and decays[0].shape[-1] == 1
             and v.numel() > 0
         )
 
@@ -137,10 +148,11 @@ class CLinearAttention:
         return CChunks(self, sizes, *_PrepareChunks.apply(self, sizes, is_start_SB, *inputs))
 
     def chunks_forward(self, sizes: "_Sizes", starts: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return read_keys, scores, write_keys, solved and decay of the chunks; see `CChunks`."""
+        """Return read_keys, scores, write_keys, solved, decay (see `CChunks`), and products if backward reads them."""
         chunks = [inputs[0].new_empty(shape, dtype=torch.float32) for shape in sizes.chunk_shapes(self.vector_width)]
-        scratch, struct = self._scratch_and_sizes(sizes, self._chunks_scratch_floats)
-        self._chunks_forward(_to_inputs_struct(inputs, starts), _to_chunks_struct(chunks), scratch.data_ptr(), struct)
+        functions = self._chunk_functions(sizes)
+        scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
+        functions.forward(_to_inputs_struct(inputs, starts), _to_chunks_struct(chunks), scratch.data_ptr(), struct)
         return chunks
 
     def chunks_backward(
@@ -153,8 +165,9 @@ class CLinearAttention:
     ) -> list[Tensor]:
         """Return the gradients of the tensors of the tokens, from those of the tensors of the chunks."""
         found = [x.new_empty(x.shape) for x in inputs]
-        scratch, struct = self._scratch_and_sizes(sizes, self._chunks_scratch_floats)
-        self._chunks_backward(
+        functions = self._chunk_functions(sizes)
+        scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
+        functions.backward(
             _to_inputs_struct(inputs, starts),
             _to_chunks_struct(chunks),
             _to_chunks_struct(grads),
@@ -207,6 +220,9 @@ class CLinearAttention:
         )
         return [*found, grad_state]
 
+    def _chunk_functions(self, sizes: "_Sizes") -> _ChunkFunctions:
+        return self._of_heads if sizes.decay_size == 1 else self._of_channels
+
     @staticmethod
     def _scratch_and_sizes(sizes: "_Sizes", scratch_floats: Any) -> tuple[Tensor, _SizesStruct]:
         struct = sizes.struct(torch.get_num_threads())
@@ -228,7 +244,9 @@ class CLinearAttention:
         is_start_SB = torch.arange(tokens).unsqueeze(1) == torch.tensor([0, 30])
         for dtype, error in TOLERANCES.items():
             narrow = [x.to(dtype) for x in (q / 4, k / 4, v)]
-            for inputs in ([*narrow, -decay.square()], [*narrow, -decay.square(), beta.sigmoid()]):
+            log_decay = -decay.square()
+            channels = log_decay * torch.linspace(0.1, 2, keys)
+            for inputs in ([*narrow, log_decay, beta.sigmoid()], [*narrow, channels, beta.sigmoid()], [*narrow, channels]):
                 actual = _forward_backward(inputs, is_start_SB, self)
                 expected = _forward_backward([x.double() for x in inputs], is_start_SB, None)
                 for a, e in zip(actual, expected, strict=True):
@@ -283,7 +301,9 @@ class _Sizes:
         solved = self.padded(self.value_size, vector_width) + (keys if self.has_delta else 0)
         decays = 1 if self.decay_size == 1 else keys
         rows = self.rows
-        return [(*heads, rows, keys), (*heads, rows, rows), (*heads, rows, keys), (*heads, rows, solved), (*heads, decays)]
+        widths = [keys, rows, keys, solved]
+        shapes = [*((*heads, rows, width) for width in widths), (*heads, decays)]
+        return [*shapes, (*heads, rows, rows)] if self.has_delta and self.decay_size > 1 else shapes
 
     def struct(self, threads: int) -> _SizesStruct:
         """Return the C struct."""
@@ -350,17 +370,18 @@ class _PrepareChunks(torch.autograd.Function):
         starts = None if is_start_SB is None else is_start_SB.contiguous()
         inputs = tuple(unit_stride(x) for x in inputs)
         chunks = kernel.chunks_forward(sizes, starts, inputs)
-        _, scores, _, solved, _ = chunks
+        _, scores, _, solved, *_ = chunks
+        products = chunks.pop() if len(chunks) == len(_CHUNK_TENSORS) else None
         ctx.kernel = kernel
         ctx.sizes = sizes
-        ctx.save_for_backward(starts, scores, solved if sizes.has_delta else None, *inputs)
+        ctx.save_for_backward(starts, scores, solved if sizes.has_delta else None, products, *inputs)
         return tuple(chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        starts, scores, solved, *inputs = ctx.saved_tensors
-        chunks = (None, scores, None, solved, None)
+        starts, scores, solved, products, *inputs = ctx.saved_tensors
+        chunks = (None, scores, None, solved, None, products)
         grads = tuple(grad.contiguous() for grad in grads)
         return (None, None, None, *ctx.kernel.chunks_backward(ctx.sizes, starts, inputs, chunks, grads))
 

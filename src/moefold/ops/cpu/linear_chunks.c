@@ -13,13 +13,6 @@
 
 #include "linear_attention.h"
 
-/* Tensors of the tokens, [S, B, heads, ...]. log_decay and beta are [S, B, A] and float32; beta may be NULL. */
-typedef struct {
-  tokens_view q, k, v, log_decay, beta;
-  /* Whether a document starts at a token, [S, B]; NULL: no document starts. */
-  const uint8_t *starts;
-} linear_inputs;
-
 /* Decays of the rows of a chunk, [C] each. */
 typedef struct {
   float *total, *beta;
@@ -38,28 +31,18 @@ static row_decays decays_in(float *scratch, int64_t rows) {
 
 /* Compute the decays of chunk n of a head; returns the decay of a state over the chunk. */
 static float load_decays(row_decays to, linear_inputs x, linear_sizes s, int64_t n, int64_t sample, int64_t head) {
-  const int64_t rows = chunk_rows(s), count = chunk_tokens(s, n), first = n * s.chunk_size;
-  const rows_view log_decay = token_rows(x.log_decay, first, sample, head);
+  const int64_t rows = chunk_rows(s), count = chunk_tokens(s, n);
+  const rows_view log_decay = token_rows(x.log_decay, n * s.chunk_size, sample, head);
+  const int starts_first = load_documents(to.document, x, s, n, sample);
+  load_beta(to.beta, x, s, n, sample, head);
   float total = 0.0f;
-  int64_t document = 0;
   for (int64_t i = 0; i < rows; i++) {
-    if (i < count) {
-      total += ((const float *)log_decay.start)[i * log_decay.stride];
-      if (x.starts && x.starts[(first + i) * s.samples + sample]) document = i;
-    }
+    if (i < count) total += ((const float *)log_decay.start)[i * log_decay.stride];
     to.total[i] = total;
-    to.document[i] = document;
-    to.beta[i] = 0.0f;
   }
-  if (s.has_delta) {
-    const rows_view beta = token_rows(x.beta, first, sample, head);
-    for (int64_t i = 0; i < count; i++) to.beta[i] = ((const float *)beta.start)[i * beta.stride];
-  }
-  /* A document that starts at the first row has no earlier tokens either. */
-  const int starts_first = x.starts && x.starts[first * s.samples + sample];
   for (int64_t i = 0; i < rows; i++) {
     to.since_start[i] = starts_first || to.document[i] ? 0.0f : exp_or_zero(to.total[i]);
-    to.to_end[i] = to.document[i] == document ? exp_or_zero(total - to.total[i]) : 0.0f;
+    to.to_end[i] = to.document[i] == to.document[rows - 1] ? exp_or_zero(total - to.total[i]) : 0.0f;
   }
   return to.since_start[rows - 1];
 }
@@ -70,29 +53,6 @@ static void decay_row(float *row, row_decays decays, int64_t i) {
   const float total = decays.total[i];
   for (int64_t j = 0; j < stop; j++) row[j] = exp_or_zero(j > i ? -100.0f : total - decays.total[j]);
   memset(row, 0, decays.document[i] * sizeof *row);
-}
-
-/* Add the products with earlier rows of x to the rows of x: x_i += sum over j < i of system[i, j] x_j. */
-static void solve_forward(const float *system, float *x, int64_t rows, int64_t width) {
-  const int64_t step = 8;
-  for (int64_t i = 0; i < rows; i += step) {
-    if (i) tiled_gemm(1, step, width, i, system + i * rows, rows, 1, x, width, x + i * width, width);
-    for (int64_t row = i + 1; row < i + step; row++)
-      for (int64_t j = i; j < row; j++) add_scaled(x + row * width, system[row * rows + j], x + j * width, width);
-  }
-}
-
-/* The same with the transposed system: x_i += sum over j > i of system[j, i] x_j. */
-static void solve_backward(const float *system, float *x, int64_t rows, int64_t width) {
-  const int64_t step = 8;
-  for (int64_t i = rows - step; i >= 0; i -= step) {
-    const int64_t after = i + step;
-    if (after < rows)
-      tiled_gemm(1, step, width, rows - after, system + after * rows + i, 1, rows, x + after * width, width,
-                 x + i * width, width);
-    for (int64_t row = after - 2; row >= i; row--)
-      for (int64_t j = row + 1; j < after; j++) add_scaled(x + row * width, system[j * rows + row], x + j * width, width);
-  }
 }
 
 /* Floats of scratch memory of each thread. */
@@ -141,11 +101,6 @@ void linear_chunks_forward(linear_inputs x, chunk_tensors chunks, float *scratch
     }
   }
 }
-
-/* Gradients of the tensors of the tokens, [S, B, heads, ...]; those of log_decay and beta are float32. */
-typedef struct {
-  tokens_view q, k, v, log_decay, beta;
-} linear_grads;
 
 /* Scratch memory of the backward pass of a chunk. */
 typedef struct {
@@ -242,18 +197,13 @@ static float row_grads(backward_scratch own, chunk_tensors grads, linear_sizes s
 /* Store the gradients of the values, decays and write strengths of one head. */
 static void store_head_grads(backward_scratch own, linear_grads to, linear_sizes s, int64_t n, int64_t sample,
                              int64_t head) {
-  const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size, rows = chunk_rows(s), width = solved_width(s);
-  const rows_view v = token_rows(to.v, first, sample, head), log_decay = token_rows(to.log_decay, first, sample, head);
+  const rows_view log_decay = token_rows(to.log_decay, n * s.chunk_size, sample, head);
   float of_later = 0.0f;
-  for (int64_t i = rows - 1; i >= 0; i--) {
+  for (int64_t i = chunk_rows(s) - 1; i >= 0; i--) {
     of_later += own.dtotal[i];
-    if (i < count) ((float *)log_decay.start)[i * log_decay.stride] = of_later;
+    if (i < chunk_tokens(s, n)) ((float *)log_decay.start)[i * log_decay.stride] = of_later;
   }
-  for (int64_t i = 0; i < count; i++)
-    store_row(v, i, own.solved + i * width, s.value_size, s.has_delta ? own.decays.beta[i] : 1.0f);
-  if (!s.has_delta) return;
-  const rows_view beta = token_rows(to.beta, first, sample, head);
-  for (int64_t i = 0; i < count; i++) ((float *)beta.start)[i * beta.stride] = own.dbeta[i];
+  store_value_grads(to, s, n, sample, head, own.solved, solved_width(s), own.decays.beta, own.dbeta);
 }
 
 /* Backward of the tensors of one value head; adds to the gradients of its key head. */
