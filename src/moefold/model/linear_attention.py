@@ -207,7 +207,7 @@ class DeltaAttention(LinearAttention):
         query, key, value = self._convolve(qkv, torch.cat(conv_weights), previous, num_previous_SB)
         log_decay, beta = _gates(a, b, a_log, dt_bias)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
-        chunked = ChunkedLinearAttention(initial_state=segments.initial_state)
+        chunked = ChunkedLinearAttention(initial_state=segments.initial_state, kernel=self.kernels.linear_attention)
         out, _ = chunked(query, key, value, log_decay, beta, is_start_SB=is_start_SB)
         return self._output(_join_segments(out, segments.num_segments), gate)
 
@@ -247,7 +247,8 @@ class DeltaAttention(LinearAttention):
             num_previous_SB = samples.num_previous_n + distance
             parts = self._convolve(new, weight_CK, samples.previous_KnC, num_previous_SB)
             log_decay, beta = _gates(a_SB, b_SB, a_log, dt_bias)
-            function = recurrent_linear_attention if len(new) == 1 else ChunkedLinearAttention()
+            chunked = ChunkedLinearAttention(kernel=self.kernels.linear_attention)
+            function = recurrent_linear_attention if len(new) == 1 else chunked
             found, state = function(*parts, log_decay, beta, samples.state)
             both = torch.cat((samples.previous_KnC, new))
             cache.write(samples, both[len(new) :], state)

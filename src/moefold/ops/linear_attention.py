@@ -66,7 +66,7 @@ def recurrent_linear_attention(
 
 
 class PreparedChunks(Protocol):
-    """What is known of all chunks before the states between them are."""
+    """Products within all chunks, from which the states between them and the outputs follow."""
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [B, A, D, D] and update [B, A, D, Dv] of the states by all chunks."""
@@ -128,8 +128,8 @@ class ChunkedLinearAttention:
             Outputs [S, B, A, Dv] and the last states, both in float32 at least.
         """
         inputs = [q, k, v, log_decay] if beta is None else [q, k, v, log_decay, beta]
-        is_supported = self.kernel is not None and self.kernel.supports(inputs)
-        prepare = self.kernel.prepare if is_supported else _prepare
+        kernel = self.kernel
+        prepare = _prepare if kernel is None or not kernel.supports(inputs) else kernel.prepare
         chunks = prepare(inputs, is_start_SB, self.chunk_size)
         if state is None and self.initial_state is not None:
             state = self.initial_state(*chunks.summary())

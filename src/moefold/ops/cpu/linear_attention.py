@@ -18,6 +18,8 @@ from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.interface import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 
+LIBRARIES = ("linear_chunks", "linear_channel_chunks", "linear_scan")
+"""Sources of the kernel."""
 MAX_HEAD_DIM = 256
 """Maximum width of a key or value."""
 MAX_CHUNK_SIZE = 128
@@ -180,7 +182,7 @@ class CLinearAttention:
     def scan_forward(
         self, sizes: "_Sizes", chunks: Sequence[Tensor], state: Tensor, *, saves: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the outputs, the last states, and what the backward pass needs: states before chunks, written values."""
+        """Return the outputs, the last states, and for the backward pass states before chunks and written values."""
         out = state.new_empty(sizes.tokens, sizes.samples, sizes.key_heads * sizes.repeats, sizes.value_size)
         last = torch.empty_like(state)
         states = written = None
@@ -246,7 +248,8 @@ class CLinearAttention:
             narrow = [x.to(dtype) for x in (q / 4, k / 4, v)]
             log_decay = -decay.square()
             channels = log_decay * torch.linspace(0.1, 2, keys)
-            for inputs in ([*narrow, log_decay, beta.sigmoid()], [*narrow, channels, beta.sigmoid()], [*narrow, channels]):
+            for decays in ([log_decay, beta.sigmoid()], [channels, beta.sigmoid()], [channels]):
+                inputs = [*narrow, *decays]
                 actual = _forward_backward(inputs, is_start_SB, self)
                 expected = _forward_backward([x.double() for x in inputs], is_start_SB, None)
                 for a, e in zip(actual, expected, strict=True):
