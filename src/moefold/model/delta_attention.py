@@ -144,11 +144,13 @@ class KimiDeltaAttention(DeltaAttention):
         """Return q, k, v, the gate, a and b; the ranks of tp compute low ranks of their own tokens, and gather them."""
         if self.wa is not None and self.wg is not None:
             return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb))
-        assert self.wa_down is not None and self.wa_up is not None
-        assert self.wg_down is not None and self.wg_up is not None
         q, k, v, b = self.column_linear(x, self.wq, self.wk, self.wv, self.wb)
-        a, gate = (self.low_rank_linear(x, *pair) for pair in ((self.wa_down, self.wa_up), (self.wg_down, self.wg_up)))
-        return q, k, v, gate, a, b
+        parts = []
+        for down, up in ((self.wg_down, self.wg_up), (self.wa_down, self.wa_up)):
+            assert down is not None
+            assert up is not None
+            parts.append(self.low_rank_linear(x, down, up))
+        return q, k, v, *parts, b
 
     def activate_gate(self, gate: Tensor) -> Tensor:
         """Return the sigmoid of the gate."""

@@ -213,7 +213,7 @@ class LinearAttention(TokenMixer):
         else:
             previous = segments.previous_tokens(convolved, self.state_shapes(weights).num_previous)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
-        chunked = ChunkedLinearAttention(initial_state=segments.initial_state)
+        chunked = ChunkedLinearAttention(initial_state=segments.initial_state, kernel=self.kernels.linear_attention)
         recurrence = partial(chunked, is_start_SB=is_start_SB)
         out, _ = self.compute(parts, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)
@@ -226,7 +226,8 @@ class LinearAttention(TokenMixer):
         for samples in cache.read(shapes, rows[0]):
             parts = [x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1) for x in rows]
             length = len(parts[0])
-            function = recurrent_linear_attention if length == 1 else ChunkedLinearAttention()
+            chunked = ChunkedLinearAttention(kernel=self.kernels.linear_attention)
+            function = recurrent_linear_attention if length == 1 else chunked
             distance = torch.arange(length, device=parts[0].device).unsqueeze(1)
             preceding = PrecedingTokens(
                 samples.previous_KnC, samples.num_previous_n + distance, partial(function, state=samples.state)
