@@ -371,24 +371,33 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def causal_convolution(x_SBC: Tensor, weight_CK: Tensor, previous_KBC: Tensor, num_previous_SB: Tensor) -> Tensor:
-    """Compute a short causal convolution of each channel, followed by SiLU.
+def causal_convolution(
+    x_SBC: Tensor,
+    weight_CK: Tensor,
+    previous_KBC: Tensor,
+    num_previous_SB: Tensor,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compute a short causal convolution of each channel; taps are added in float32 at least and rounded once.
 
     Args:
         x_SBC: tokens, [S, B, C].
         weight_CK: [C, K], the last column for the token itself.
         previous_KBC: the K-1 tokens before the first one, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
+        activation: function of the sums before they are rounded; None: none.
 
     Returns:
-        [S, B, C].
+        [S, B, C], in the type of the tokens.
     """
     length = len(x_SBC)
     num_taps = weight_CK.shape[1]
+    dtype = torch.promote_types(x_SBC.dtype, torch.float32)
     padded = torch.cat((previous_KBC, x_SBC))
+    weight_CK = weight_CK.to(dtype)
     total = x_SBC * weight_CK[:, -1]
     for distance in range(1, num_taps):
         start = num_taps - 1 - distance
         is_inside = (num_previous_SB >= distance).unsqueeze(-1)
         total = total + padded[start : start + length] * is_inside * weight_CK[:, -1 - distance]
-    return F.silu(total)
+    return (total if activation is None else activation(total)).to(x_SBC.dtype)
