@@ -111,7 +111,7 @@ def _train(name: str, seed: int, steps: int, folder: Path) -> tuple[list[tuple[i
         f"run.dir={run}",
         f"run.seed={seed}",
         f"run.steps={steps}",
-        f"train.eval_every={max(1, steps // 8)}",
+        f"train.eval_every={max(1, steps // 4)}",
         f"checkpoint.every={steps}",
     )
     before = _cpu_seconds()
