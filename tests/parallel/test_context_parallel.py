@@ -29,7 +29,7 @@ from tests.model.attention_reference import (
 from tests.ops.reference_cudnn import reference_cudnn
 from tests.ops.reference_flash import reference_flash
 
-KINDS = ["ring", "allgather", "ulysses"]
+KINDS = ["ring", "allgather", "ulysses", "planned"]
 HEADS = [(4, 4, 8), (8, 4, 8), (4, 2, 8), (4, 1, 5)]
 SEQ_LEN = 24
 Case = tuple[tuple[int, int, int], int]
@@ -75,6 +75,12 @@ def _attend_through_flash(*args) -> list[list[np.ndarray]]:
         results = _attend_on_shards(*args)
     assert {"forward", "backward"} == set(flash.calls)
     return results
+
+
+def _attend_task_by_task(*args) -> list[list[np.ndarray]]:
+    """The same with no task computed together with others."""
+    with mock.patch("moefold.ops.task_attention.MAX_SHORT_KEYS", 0):
+        return _attend_on_shards(*args)
 
 
 def _attend_through_cudnn(*args) -> list[list[np.ndarray]]:
@@ -166,6 +172,15 @@ LIMITS = [
 def test_windows_and_sinks(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
     assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits)) < 1e-10
+
+
+@pytest.mark.parametrize("limits", [*LIMITS, EVERYTHING], ids=str)
+def test_tasks_one_by_one(pool, limits):
+    cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
+    errors = _largest_errors(
+        pool, "planned", {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_task_by_task
+    )
+    assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,6 +315,7 @@ def _kind_of_core(kind: str) -> str:
 
 def test_the_core_follows_the_kind(pool):
     names = {"ring": "RingAttention", "allgather": "AllGatherAttention", "ulysses": "UlyssesAttention"}
+    names |= {"planned": "PlannedAttention"}
     for kind, name in names.items():
         assert pool.run(2, _kind_of_core, kind) == [name] * 2
     with pytest.raises(WorkerError, match="'spiral' must be one of 'ring', 'allgather', 'ulysses'"):

@@ -41,8 +41,9 @@ from moefold.ops.block_attention import (
     sink_gradient,
 )
 from moefold.ops.documents import PackedDocuments
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
 
-ContextKind = Literal["ring", "allgather", "ulysses"]
+ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 
 
 def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> None:
@@ -73,7 +74,7 @@ def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) ->
     """Return the core attention of a context-parallel rank; `CausalAttention` if cp is 1.
 
     Args:
-        kind: ring, allgather or ulysses.
+        kind: ring, allgather, ulysses or planned.
         cp: the ranks that share a sample.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
     """
@@ -85,7 +86,9 @@ def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) ->
         return AllGatherAttention(cp, window)
     if kind == "ulysses":
         return UlyssesAttention(cp, window)
-    raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses'")
+    if kind == "planned":
+        return PlannedAttention(AttentionPlanner(cp, cp, PlanOptions()), window)
+    raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses', 'planned'")
 
 
 def sequence_positions(kind: ContextKind, seq_len: int, cp: int, rank: int) -> Tensor:
