@@ -15,6 +15,7 @@ from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
 from moefold.testing.pool import WorkerError
 from moefold.topology.layout import fold
 from tests.model.attention_reference import (
@@ -49,6 +50,13 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+def _core(kind: str, groups: ParallelGroups, window: int = 0):
+    """The core attention of a kind."""
+    if kind == "planned":
+        return PlannedAttention(AttentionPlanner(groups, PlanOptions()), window)
+    return context_parallel_attention(kind, groups.attn.cp, window)
+
+
 def _attend_on_shards(
     kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str, limits: Limits
 ) -> list[list[np.ndarray]]:
@@ -56,7 +64,7 @@ def _attend_on_shards(
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
     positions = sequence_positions(cut_as, limits.seq_len, cp.size, cp.rank)
-    core = context_parallel_attention(kind, cp, limits.window)
+    core = _core(kind, groups, limits.window)
     results = []
     for heads, batch in cases:
         shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, limits.seq_len, batch, heads)]
@@ -315,7 +323,6 @@ def _kind_of_core(kind: str) -> str:
 
 def test_the_core_follows_the_kind(pool):
     names = {"ring": "RingAttention", "allgather": "AllGatherAttention", "ulysses": "UlyssesAttention"}
-    names |= {"planned": "PlannedAttention"}
     for kind, name in names.items():
         assert pool.run(2, _kind_of_core, kind) == [name] * 2
     with pytest.raises(WorkerError, match="'spiral' must be one of 'ring', 'allgather', 'ulysses'"):

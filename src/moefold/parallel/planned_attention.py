@@ -7,8 +7,8 @@ and the placement of the tokens changes nothing but rounding. The backward pass 
 back, which are added in the order of the ranks.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import all_to_all
-from moefold.comm.groups import Group
+from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import fold_in_sinks, sink_gradient
@@ -24,8 +24,6 @@ from moefold.ops.documents import PackedDocuments
 from moefold.ops.task_attention import TaskAttention
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
 from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,24 @@ class PlanOptions:
     pool: int = 0
     nodes: tuple[int, ...] | None = None
 
+    def plan(self, placement: Placement, window: int) -> AttentionPlan:
+        """Plan the attention of a round in layers with this sliding window; 0: none."""
+        return plan_attention(
+            placement,
+            window=window,
+            tolerance=self.tolerance,
+            block=self.block,
+            pool=self.pool,
+            nodes=self.nodes,
+        )
+
 
 class RowTransfer:
     """Rows of this rank's tokens that other ranks need, and those that it needs, in the order of their tokens.
 
     Args:
         needed: the tokens that this rank needs; their rows are the rows of a buffer.
-        transfers: rows that are sent, of all ranks.
+        transfers: rows that are sent, of all members of the group.
         own_tokens: number of the token of each row of this rank, int64 [C].
         group: the ranks of the round.
         device: device of the rows.
@@ -108,16 +117,19 @@ class RankTasks:
     keys: RowTransfer
 
     @staticmethod
-    def of_plan(plan: AttentionPlan, group: Group, num_samples: int, device: torch.device) -> "RankTasks":
+    def of_plan(
+        plan: AttentionPlan, group: Group, members: Integers, num_samples: int, device: torch.device
+    ) -> "RankTasks":
         """Build the tasks of a rank.
 
         Args:
             plan: the plan of the round.
             group: the ranks of the round.
+            members: member of the group that each rank of the round is.
             num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
             device: device of the rows.
         """
-        rank = group.rank
+        rank = int(np.flatnonzero(members == group.rank)[0])
         slots = plan.placement.slots(rank)
         own_tokens = slots.reshape(num_samples, -1).T.ravel()
         queries, keys = plan.needed_tokens(rank)
@@ -131,25 +143,28 @@ class RankTasks:
         exchange = plan.exchange()
         return RankTasks(
             TaskAttention(ranges[0], ranges[1], plan.window, device),
-            RowTransfer(queries, exchange.queries, own_tokens, group, device),
-            RowTransfer(keys, exchange.keys, own_tokens, group, device),
+            RowTransfer(queries, exchange.queries.between(members), own_tokens, group, device),
+            RowTransfer(keys, exchange.keys.between(members), own_tokens, group, device),
         )
 
 
-@dataclass
 class AttentionPlanner:
     """Plans the attention of the micro-batches of a stage; its layers share the plans.
 
     Args:
-        cp: the ranks that share a sample.
-        dp_cp: the ranks of a round, of all dp x cp.
+        groups: the process groups of this rank.
         options: how a round is planned.
     """
 
-    cp: Group
-    dp_cp: Group
-    options: PlanOptions
-    _without_documents: dict[object, RankTasks] = field(default_factory=dict)
+    def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
+        self._cp = groups.attn.cp
+        self._dp_cp = groups.attn.dp_cp
+        view = groups.layout.attention
+        coordinates = [(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in self._dp_cp.ranks]
+        # Members of a group are sorted by rank, whatever the order of the axes.
+        self._members = np.argsort([dp_rank * self._cp.size + cp_rank for dp_rank, cp_rank in coordinates])
+        self._options = options
+        self._without_documents: dict[object, RankTasks] = {}
 
     def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
         """Return this rank's tasks for a micro-batch.
@@ -174,22 +189,13 @@ class AttentionPlanner:
         self, q: Tensor, bounds_of_samples: tuple[tuple[int, ...], ...], placement: Placement | None, window: int
     ) -> RankTasks:
         num_tokens, num_samples = q.shape[:2]
-        group = self.cp if placement is None else self.dp_cp
         if placement is None:
-            shape = RoundShape(cp=group.size, micro_batch_size=num_samples, seq_len=num_tokens * group.size)
+            shape = RoundShape(cp=self._cp.size, micro_batch_size=num_samples, seq_len=num_tokens * self._cp.size)
             placement = place("samples", shape, document_bounds(shape, bounds_of_samples))
             plan = plan_attention(placement, window=window)
-        else:
-            options = self.options
-            plan = plan_attention(
-                placement,
-                window=window,
-                tolerance=options.tolerance,
-                block=options.block,
-                pool=options.pool,
-                nodes=options.nodes,
-            )
-        return RankTasks.of_plan(plan, group, num_samples, q.device)
+            return RankTasks.of_plan(plan, self._cp, np.arange(self._cp.size), num_samples, q.device)
+        plan = self._options.plan(placement, window)
+        return RankTasks.of_plan(plan, self._dp_cp, self._members, num_samples, q.device)
 
 
 class PlannedAttention:

@@ -91,6 +91,13 @@ class Transfers(NamedTuple):
         counts = sum_by(peers[chosen], self.lengths_X[chosen], num_ranks)
         return self.firsts_X[chosen][run] + offset, counts.tolist()
 
+    def between(self, members: Integers) -> "Transfers":
+        """Return the transfers between the members of a group, given the member of each rank of the round."""
+        sources = members[self.sources_X]
+        destinations = members[self.destinations_X]
+        order = np.lexsort((self.firsts_X, sources, destinations))
+        return Transfers(sources[order], destinations[order], self.firsts_X[order], self.lengths_X[order])
+
     def received(self, num_ranks: int) -> Integers:
         """Return the rows that each rank receives, int64 [num_ranks]."""
         return sum_by(self.destinations_X, self.lengths_X, num_ranks)
