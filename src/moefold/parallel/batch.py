@@ -28,6 +28,8 @@ class Batch:
     * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
       [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document. The starts are
       also in `document_bounds`, as the host cannot read a column on a GPU without waiting.
+    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
+      [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
     """
 
     tokens: Tensor

@@ -95,6 +95,8 @@ class BatchSharder:
         )
         self._check_ids(samples_of_rank.tokens)
         is_taken = np.arange(self._first_in_batch, self._first_in_batch + self._samples_per_rank) < num_taken
+        if num_taken < self._global_batch_size:
+            samples_of_rank = samples_of_rank.pad_out(~is_taken)
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
     def _check_ids(self, tokens: np.ndarray) -> None:
@@ -128,24 +130,55 @@ class BatchSharder:
         """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
         length = self._sampler.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._mtp_layers)])
+        num_tokens = num_samples * length
         if self._sampler.has_annotations:
-            rank_totals = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
-            totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
-            totals[totals == 0] = 1.0
+            rank_tokens = sum(int(samples.is_token().sum()) for samples, _ in parts)
+            rank_totals = np.append(np.sum([weights.sum((0, 2)) for _, weights in parts], 0), rank_tokens)
+            all_totals = all_reduce_sum(torch.from_numpy(rank_totals).to(self._device), self._dp_group).cpu().numpy()
+            num_tokens = int(all_totals[-1])
+            totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
+        token_weight = self._token_weight(num_tokens, sum(samples.inputs.size for samples, _ in parts))
         return [
-            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch)
+            self.build_batch(
+                samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, token_weight
+            )
             for samples, weights in parts
         ]
 
-    def build_batch(self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int) -> Batch:
+    def token_weight(self, samples: SampleBatch) -> float | None:
+        """Return the `token_weight` of a global batch for `build_batch`; collective over dp.
+
+        Args:
+            samples: the samples of this rank.
+        """
+        is_token = samples.is_token()
+        num_tokens = torch.tensor(int(is_token.sum()), device=self._device)
+        return self._token_weight(int(all_reduce_sum(num_tokens, self._dp_group)), is_token.size)
+
+    def _token_weight(self, num_tokens: int, rank_inputs: int) -> float | None:
+        """Return 1 / tokens; None if there is no padding. All ranks get the same, also those without padding.
+
+        Args:
+            num_tokens: tokens of all ranks.
+            rank_inputs: inputs of each rank, padding included.
+        """
+        return None if num_tokens == rank_inputs * self._dp_group.size else 1.0 / max(1, num_tokens)
+
+    def build_batch(
+        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, token_weight: float | None
+    ) -> Batch:
         """Build a batch of this rank's samples, whose weights are final; no communication.
 
         Args:
             samples: the samples of this rank, a multiple of the micro-batch size.
             weights: the share of each target in the loss, see `WeightedSamples`.
             first_in_batch: index of the first of the samples in the global batch.
+            token_weight: share of each token in the auxiliary losses of the routers, 1 / tokens of the global batch;
+                None if the global batch has no padding.
         """
         per_token = {"labels": samples.labels, "weights": weights[:, 0], **samples.token_columns}
+        if token_weight is not None:
+            per_token["token_weights"] = samples.is_token() * token_weight
         per_sample = {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}

@@ -462,10 +462,9 @@ class TrainingStep:
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
-        micro_batches_of_all_ranks = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
-            layer.end_step(counts[i], thresholds[i] / micro_batches_of_all_ranks)
+            layer.end_step(counts[i], thresholds[i])
 
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]

@@ -45,6 +45,10 @@ class MicroBatchGroup(Protocol):
         """Concatenate along dim 0 over the group (all-gather)."""
         ...
 
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return the values of this rank's tokens, [T], of a column of the micro-batch, [B, S/cp]."""
+        ...
+
 
 class LocalMicroBatch:
     """Group of one rank, which holds whole micro-batches."""
@@ -66,6 +70,24 @@ class LocalMicroBatch:
         """Return x: there is no other rank."""
         return x
 
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return all values, sequence-first."""
+        return column.t().flatten()
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Columns of a micro-batch that MoE layers read; see `Batch`."""
+
+    sample_ids: Tensor | None = None
+    """Index of each sample in the global batch, int64 [B]; None: 0 .. B-1."""
+    token_weights: Tensor | None = None
+    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
+
+
+NO_COLUMNS = TokenColumns()
+"""Samples 0 .. B-1 of the global batch, without padding."""
+
 
 @dataclass(frozen=True)
 class TokenPositions:
@@ -76,6 +98,26 @@ class TokenPositions:
     """S/(cp*tp)."""
     sample_ids_B: Tensor
     """Index of each sample in the global batch, int64 [B]."""
+    weights_T: Tensor | None = None
+    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
+
+    @staticmethod
+    def of_columns(group: MicroBatchGroup, x: Tensor, columns: TokenColumns) -> "TokenPositions":
+        """Return the positions of the tokens of a micro-batch.
+
+        Args:
+            group: the ranks that share the micro-batch.
+            x: hidden states of this rank, [S/(cp*tp), B, H].
+            columns: of the micro-batch.
+        """
+        sample_ids = columns.sample_ids
+        samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
+        weights_T = None if columns.token_weights is None else group.own_rows(columns.token_weights)
+        return TokenPositions(group, len(x), samples_B, weights_T)
+
+    def is_token(self) -> Tensor | None:
+        """Return which rows of this rank are tokens and not padding, bool [T]; None: all."""
+        return None if self.weights_T is None else self.weights_T > 0
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's rows in their sample, int64 [S/(cp*tp)]."""
@@ -96,12 +138,14 @@ class ShardedMicroBatch:
     Args:
         group: cp x tp.
         stage: dp x cp x tp, the ranks of the pipeline stage.
+        tp: tp, between whose ranks sequence parallelism divides the positions of a cp rank.
         positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; over all ranks: 0 .. S-1.
     """
 
-    def __init__(self, group: Group, stage: Group, positions: Tensor) -> None:
+    def __init__(self, group: Group, stage: Group, tp: Group, positions: Tensor) -> None:
         self._group = group
         self._stage = stage
+        self._tp = tp
         self.positions = positions
         self.size = group.size
         self.rank = group.rank
@@ -118,3 +162,7 @@ class ShardedMicroBatch:
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate along dim 0 over the group (all-gather), without a gradient."""
         return all_gather(x.detach(), self._group)
+
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return the values of this rank's part of the sequence, sequence-first."""
+        return column.t().chunk(self._tp.size)[self._tp.rank].flatten()
