@@ -47,7 +47,9 @@ DATA = ProgramData(PaddedSamples(), PaddedSamples())
 
 def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> Config:
     model, moe = KINDS.get(kind, ({}, {}))
-    sizes = {"micro_batch_size": 2, "global_batch_size": 16 if mapping["world_size"] > 2 else 8}
+    stages = int(mapping.get("pp", 1))
+    dp = int(mapping["world_size"]) // (stages * int(mapping.get("tp", 1)) * int(mapping.get("cp", 1)))
+    sizes = {"micro_batch_size": 2, "global_batch_size": max(8, 2 * dp * stages)}
     return tiny(model=model, moe=moe, train=sizes, data={"kind": "program"}, **(mapping | settings))
 
 
@@ -74,7 +76,7 @@ FAST_KINDS = ("deepseek-v3", "global batch", "sinkhorn", "quantile", "drop posit
     ("mapping", "kinds"),
     [
         ({"world_size": 2, "cp": 2, "ep": 2}, FAST_KINDS),
-        *slow((mapping, tuple(KINDS)) for mapping in ({"world_size": 2}, *MAPPINGS)),
+        *slow((mapping, tuple(KINDS)[part::3]) for mapping in ({"world_size": 2}, *MAPPINGS) for part in range(3)),
     ],
     ids=str,
 )

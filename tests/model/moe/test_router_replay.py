@@ -114,7 +114,9 @@ def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentr
             samples = torch.tensor([2 * i, 2 * i + 1])
             x = _x(i)
             outputs.append(
-                checkpoint(layer, x, TokenColumns(samples), use_reentrant=use_reentrant) if recomputes else layer(x, TokenColumns(samples))
+                checkpoint(layer, x, TokenColumns(samples), use_reentrant=use_reentrant)
+                if recomputes
+                else layer(x, TokenColumns(samples))
             )
         for y in outputs:
             y.square().sum().backward()

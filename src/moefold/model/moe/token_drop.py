@@ -67,7 +67,7 @@ class CapacityPolicy:
         """
         num_tokens, top_k = ids_TK.shape
         if is_token_T is not None:
-            # Padding queues up behind the experts of the model, where no capacity is read.
+            # An expert that does not exist, whose queue no capacity limits.
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if self.scope == "sub_sequence":
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
