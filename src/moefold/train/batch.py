@@ -15,6 +15,7 @@ from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
+from moefold.train.round_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -37,6 +38,7 @@ class BatchSharder:
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
+        self._placer = RoundPlacer(cfg, groups)
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -138,12 +140,13 @@ class BatchSharder:
             num_tokens = int(all_totals[-1])
             totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
         token_weight = self._token_weight(num_tokens, sum(samples.inputs.size for samples, _ in parts))
-        return [
+        batches = [
             self.build_batch(
                 samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, token_weight
             )
             for samples, weights in parts
         ]
+        return [self._placer.add_placement(batch) for batch in batches]
 
     def token_weight(self, samples: SampleBatch) -> float | None:
         """Return the `token_weight` of a global batch for `build_batch`; collective over dp.
