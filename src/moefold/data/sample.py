@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUILTIN_COLUMNS = frozenset(
-    {"labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts", "token_weights"}
+    {
+        "tokens",
+        "labels",
+        "weights",
+        "sample_ids",
+        "positions",
+        "mtp_labels",
+        "mtp_weights",
+        "document_starts",
+        "token_weights",
+    }
 )
 """Columns that a batch has by itself."""
 RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds", "target", "losses", "return_outputs"}

@@ -284,8 +284,9 @@ class Transformer(nn.Module):
         if document_starts is not None:
             starts_SB = document_starts.t()
             documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
-        token_columns = TokenColumns(columns.get("sample_ids"), columns.get("token_weights"))
-        return self._rope_for(document_starts), token_columns, documents
+        positions = columns.get("positions")
+        token_columns = TokenColumns(columns.get("sample_ids"), columns.get("token_weights"), positions)
+        return self._rope_for(document_starts, positions), token_columns, documents
 
     def _hidden_output(self, x: Tensor) -> Tensor:
         # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
@@ -321,14 +322,17 @@ class Transformer(nn.Module):
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.weight if self.cfg.model.tie_embeddings else None
 
-    def _rope_for(self, document_starts: Tensor | None) -> Rope:
+    def _rope_for(self, document_starts: Tensor | None, positions: Tensor | None) -> Rope:
         assert self.positions is not None, "set_positions() must be called before forward()"
         if document_starts is None:
             assert self.rope is not None
             return self.rope
         # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
         # its place in the sample bit by bit, in low precision too.
-        positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
+        if positions is None:
+            positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
+        else:
+            positions_SB = (positions - document_starts).t()
         return self._build_rope(positions_SB)
 
     def _build_rope(self, positions: Tensor) -> Rope:

@@ -30,6 +30,10 @@ class Batch:
       also in `document_bounds`, as the host cannot read a column on a GPU without waiting.
     * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
       [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
+
+    Where `parallel.placement` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots in any order
+    and are no samples: the columns of samples are columns of tokens instead, [N, S/cp], and "positions" is the position
+    of each token in its sample.
     """
 
     tokens: Tensor

@@ -18,10 +18,12 @@ from moefold.model.moe.losses import (
     GlobalBatchLoad,
     RouterStats,
     attach_aux_loss,
+    count_tokens_of_groups,
     count_tokens_per_expert,
     local_load_balancing_loss,
     local_weighted_load_balancing_loss,
     local_z_sum,
+    placed_load_balancing_loss,
     uniform_if_empty,
 )
 from moefold.model.moe.router import Router, RoutingDecision
@@ -191,26 +193,32 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Attach the auxiliary losses to y, and add this micro-batch to `stats` when its gradient arrives."""
         num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
-        num_samples = len(token_positions.sample_ids_B) if self._aux_kind == "sequence" else 1
         sums = routing.sums
         weights_T = token_positions.weights_T
-        if sums is not None and num_samples == 1:
+        group_T, num_groups = self._loss_groups(token_positions)
+        if sums is not None and num_groups == 1:
             counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
+        elif group_T is not None:
+            counts_XE = count_tokens_of_groups(
+                routing.ids_TK, self._num_experts, group_T, num_groups, token_positions.is_token()
+            )
         else:
             counts_XE = count_tokens_per_expert(
-                routing.ids_TK, self._num_experts, num_samples, token_positions.is_token()
+                routing.ids_TK, self._num_experts, num_groups, token_positions.is_token()
             )
         aux = z = None
         if self._aux_scale:
             load_XE = self._expert_load(counts_XE, token_positions)
-            if weights_T is None:
+            scale = self._aux_scale if weights_T is None else self._moe.aux_coefficient
+            if group_T is not None:
+                shares = 1.0 / num_tokens if weights_T is None else weights_T.to(routing.scores_TE.dtype)
+                loss_part = placed_load_balancing_loss(routing.scores_TE, load_XE, group_T, shares)
+            elif weights_T is None:
                 loss_part = local_load_balancing_loss(
                     routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
                 )
-                scale = self._aux_scale
             else:
                 loss_part = local_weighted_load_balancing_loss(routing.scores_TE, load_XE, weights_T)
-                scale = self._moe.aux_coefficient
             aux = (loss_part.detach(), scale)
             y = attach_aux_loss(y, loss_part, scale)
         if self._z_scale:
@@ -219,7 +227,7 @@ class MoELayer(nn.Module):
             z = (z_sum.detach(), scale)
             y = attach_aux_loss(y, z_sum, scale)
         if y.requires_grad:
-            counts_E = counts_XE[0] if num_samples == 1 else counts_XE.sum(0)
+            counts_E = counts_XE[0] if num_groups == 1 else counts_XE.sum(0)
             entropy = _entropy_sum(routing.scores_TE.detach(), weights_T) if sums is None else sums.entropy
             kept_TK = routing_map.kept_TK
             dropped = None if kept_TK is None or self._capacity_policy is None else counts_E.sum() - kept_TK.sum()
@@ -252,14 +260,31 @@ class MoELayer(nn.Module):
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
         if self._aux_kind != "global_batch":
+            if token_positions.placed is not None:
+                return self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE)
             return self.micro_batch_group.sum(tokens_per_expert_XE)
-        # A data-parallel rank computes `micro_batches_per_rank` consecutive micro-batches of the global batch.
-        micro_batch = (
-            token_positions.sample_ids_B[0] // len(token_positions.sample_ids_B) % self._micro_batches_per_rank
-        )
         return self._global_batch_load.add_micro_batch(
-            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), micro_batch
+            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE),
+            token_positions.micro_batch(self._micro_batches_per_rank),
         )
+
+    def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
+        """Return the group of each row whose tokens share a load-balancing loss, int64 [T], and the number of groups.
+
+        None: the rows of sample b are those with index b modulo the groups.
+        """
+        batch_size = len(token_positions.sample_ids_B)
+        placed = token_positions.placed
+        if placed is None:
+            return None, batch_size if self._aux_kind == "sequence" else 1
+        if self._aux_kind in ("global_batch", "last_global_batch"):
+            return torch.zeros_like(placed.sample_ids_T), 1
+        # A data-parallel rank has `micro_batches_per_rank` consecutive micro-batches of the global batch.
+        owner_T = placed.micro_batches() // self._micro_batches_per_rank
+        data_parallel_size = self.micro_batch_group.data_parallel_size
+        if self._aux_kind == "micro_batch":
+            return owner_T, data_parallel_size
+        return owner_T * batch_size + placed.samples_in_micro_batch(), data_parallel_size * batch_size
 
 
 def _entropy_sum(scores_TE: Tensor, weights_T: Tensor | None) -> Tensor:

@@ -50,6 +50,21 @@ def local_weighted_load_balancing_loss(scores_TE: Tensor, tokens_per_expert_XE: 
     return scores_TE.shape[1] * (_shares(tokens_per_expert_XE, scores_TE.dtype) * scores_XE).sum()
 
 
+def placed_load_balancing_loss(
+    scores_TE: Tensor, tokens_per_expert_XE: Tensor, group_T: Tensor, weights_T: Tensor | float
+) -> Tensor:
+    """Compute this rank's part of E * sum_t w_t sum_e f_e s_te for rows of any samples.
+
+    Args:
+        scores_TE: scores of all experts of this rank's tokens, which sum to 1.
+        tokens_per_expert_XE: routed tokens of each expert in each group of tokens, without padding.
+        group_T: group of each row, int64 in [0, X).
+        weights_T: share of each token in the loss, 0 for padding.
+    """
+    share_TE = _shares(tokens_per_expert_XE, scores_TE.dtype)[group_T]
+    return scores_TE.shape[1] * ((share_TE * scores_TE).sum(1) * weights_T).sum()
+
+
 def _shares(tokens_per_expert_XE: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the share of each expert in the routed tokens, [X, E]; 0 where there are none."""
     counts_XE = tokens_per_expert_XE.to(dtype)
@@ -103,6 +118,24 @@ class GlobalBatchLoad:
         self._counts_NE.index_copy_(0, micro_batch.view(1), counts_1E)
         is_past_N = torch.arange(len(self._counts_NE), device=micro_batch.device) <= micro_batch
         return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
+
+
+def count_tokens_of_groups(
+    ids_TK: Tensor, num_experts: int, group_T: Tensor, num_groups: int, is_token_T: Tensor | None = None
+) -> Tensor:
+    """Count this rank's routed tokens of each expert by group of tokens, int64 [num_groups, E].
+
+    Args:
+        ids_TK: chosen experts.
+        num_experts: E.
+        group_T: group of each row.
+        num_groups: groups.
+        is_token_T: rows to count, bool [T]; None: all.
+    """
+    cells = (ids_TK + group_T.unsqueeze(1) * num_experts).flatten()
+    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=ids_TK.device)
+    ones = torch.ones_like(cells) if is_token_T is None else is_token_T.long().repeat_interleave(ids_TK.shape[1])
+    return counts.scatter_add_(0, cells, ones).view(num_groups, num_experts)
 
 
 def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:

@@ -366,8 +366,7 @@ class Router(nn.Module):
         noise_TH = uniform_noise(
             self._jitter_seed,
             self._step_on_device,
-            token_positions.sample_ids_B,
-            token_positions.positions(),
+            *token_positions.keys(),
             x_TH.shape[1],
             scale=2 * width,
             shift=1 - width,
@@ -523,15 +522,15 @@ def uniform_noise(
         seed: 64 bits, different for each layer.
         step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
             noise.
-        sample_ids_B: index of each sample in the global batch.
-        positions_S: of the tokens in their sample.
+        sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
+        positions_S: of the tokens in their sample; or of each row, [rows].
         width: features of a token.
         scale: factor of u.
         shift: added to it.
         dtype: of the result; each value is rounded to it once, from float64.
 
     Returns:
-        [S*B, width], sequence-first, on the device of sample_ids_B.
+        [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
     """
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
