@@ -48,6 +48,15 @@ class Batch:
         """Return all tensors."""
         return (self.tokens, *self.columns.values())
 
+    def placed_samples(self) -> tuple[int, ...] | None:
+        """Return the samples of which this rank has tokens, as indices in the global batch, ascending.
+
+        None: whole samples or shards of them. The host waits for the device.
+        """
+        if "positions" not in self.columns:
+            return None
+        return tuple(self.columns["sample_ids"].unique().tolist())
+
     def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""
         parts = {name: column.chunk(count) for name, column in self.columns.items()}

@@ -278,7 +278,7 @@ class TrainingStep:
         rerun_loss = self.model.forward_backward(batch)
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
-        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
+        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
     def begin_step(self, step: int) -> None:
         """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
