@@ -283,7 +283,7 @@ class TrainingStep:
         rerun_loss = self.model.forward_backward(batch)
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
-        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
+        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
     def begin_step(self, step: int) -> None:
         """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
@@ -471,10 +471,9 @@ class TrainingStep:
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
-        micro_batches_of_all_ranks = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
-            layer.end_step(counts[i], thresholds[i] / micro_batches_of_all_ranks)
+            layer.end_step(counts[i], thresholds[i])
 
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
