@@ -1,7 +1,6 @@
 """Benchmark of context parallelism on packed documents: core attention and whole training step, by kind of context."""
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

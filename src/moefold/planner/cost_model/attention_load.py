@@ -38,6 +38,8 @@ class AttentionLoad:
     """Rows of keys and values that the rank with the most exchanges (sent or received), for each token that it has."""
     sent_queries: float = 0.0
     """Rows of queries, likewise."""
+    exchange_ranks: int = 1
+    """Consecutive ranks of dp x cp between which rows travel."""
     is_planned: bool = False
     """True if only these rows are exchanged; otherwise all keys and values pass round the cp ranks."""
 
@@ -54,14 +56,18 @@ class AttentionLoads(Protocol):
         """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
         ...
 
+    def of_round(self, index: int) -> "AttentionLoads":
+        """Return the work of one round alone, where `load` is the mean over rounds."""
+        ...
+
     def mean_load(self, window: int) -> AttentionLoad:
         """Return a lower bound of the work under all mappings: equal work on all ranks, whole samples in a kernel."""
         ...
 
 
-def attention_peers(mapping: ParallelMapping, global_batch_size: int, *, is_coupled: bool, has_experts: bool) -> (
-    AttentionPeers
-):
+def attention_peers(
+    mapping: ParallelMapping, global_batch_size: int, *, is_coupled: bool, has_experts: bool
+) -> AttentionPeers:
     """Return the ranks that wait for each other under a mapping.
 
     The ranks of an ep group (with their etp groups) are consecutive in a stage if the experts are folded. Groups of two

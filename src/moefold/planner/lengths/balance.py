@@ -6,16 +6,17 @@ Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.schema import ParallelConfig
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
-from moefold.planner.lengths.samples import DocumentSamples, SampleLengths
+from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
+from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.topology.attention_plan import AttentionPlan, pairs_before, plan_attention
-from moefold.topology.token_placement import Placement, PlacementKind, RoundShape, document_bounds, place
+from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
 
 MAX_ROUNDS = 32
 """Most rounds of a mapping that are planned."""
@@ -24,34 +25,6 @@ RANKS_OF_ALL_ROUNDS = 1024
 """Ranks of all planned rounds together, between the limits of their number: larger rounds vary less."""
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionStrategy:
-    """Context parallelism of a recipe: keys of its [parallel] section."""
-
-    context: str = "ring"
-    placement: PlacementKind = "samples"
-    hosts: str = "home"
-    tolerance: float = 0.1
-    pool: int = 0
-    block: int = 128
-
-    @staticmethod
-    def from_config(p: ParallelConfig) -> "AttentionStrategy":
-        """Return the strategy of a recipe."""
-        return AttentionStrategy(context=p.context)
-
-    @property
-    def is_planned(self) -> bool:
-        """True if only the needed rows of keys and values are exchanged."""
-        return self.context == "planned"
-
-    def describe(self) -> str:
-        """Return the strategy in a few words, such as "planned, documents, balanced hosts"."""
-        if not self.is_planned:
-            return self.context
-        return f"planned, {self.placement}" + (", balanced hosts" if self.hosts == "balanced" else "")
 
 
 @dataclass(frozen=True)
@@ -118,6 +91,7 @@ class DocumentLoads:
             kernel_rows=found.kernel_rows,
             sent_keys=float(found.exchanged_keys[chosen].max(1).mean()) / tokens if planned else 0.0,
             sent_queries=float(found.exchanged_queries[chosen].max(1).mean()) / tokens if planned else 0.0,
+            exchange_ranks=self._exchange_ranks(peers),
             is_planned=planned,
         )
 
@@ -130,6 +104,11 @@ class DocumentLoads:
         keys = float(pairs.mean()) / self.seq_len
         return AttentionLoad(keys, keys, float(self.seq_len), is_planned=self.strategy.is_planned)
 
+    @property
+    def effective_length(self) -> float:
+        """Effective length of the documents in tokens, see `effective_length`."""
+        return effective_length(self._first_samples(MAX_ROUNDS * MIN_ROUNDS))
+
     def rounds(self, cp: int, dp: int, mbs: int, window: int = 0) -> RoundLoads:
         """Plan the rounds of a mapping; cached."""
         key = (cp, dp, mbs, window, self.strategy)
@@ -137,12 +116,17 @@ class DocumentLoads:
             self._rounds[key] = self._load_rounds(cp, dp, mbs, window, self.strategy)
         return self._rounds[key]
 
+    def _exchange_ranks(self, peers: AttentionPeers) -> int:
+        """Return the consecutive ranks between which rows travel."""
+        if not self.strategy.is_planned:
+            return 1
+        if self.strategy.placement == "balanced":
+            return peers.cp * peers.dp
+        return peers.cp if self.strategy.hosts == "home" else self.strategy.pool or peers.cp * peers.dp
+
     def _waiting(self, peers: AttentionPeers) -> int:
-        """Return the consecutive ranks that wait for each other in a layer: also those that exchange rows."""
-        if not self.strategy.is_planned or self.strategy.placement != "balanced" and self.strategy.hosts == "home":
-            return peers.group
-        pool = self.strategy.pool or peers.cp * peers.dp
-        return max(peers.group, pool) if self.strategy.placement != "balanced" else peers.cp * peers.dp
+        """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
+        return min(lcm(peers.group, self._exchange_ranks(peers)), peers.cp * peers.dp)
 
     def _load_rounds(self, cp: int, dp: int, mbs: int, window: int, strategy: AttentionStrategy) -> RoundLoads:
         count = min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // (cp * dp)))
