@@ -171,7 +171,9 @@ class FlashMask:
     window_left: int = -1
     """Most keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
-    """Documents, with Sq = Sk: a query attends to the keys of its own; None: one for each sample."""
+    """Documents: a query attends to the keys of its own; None: one for each sample."""
+    query_segments: Segments | None = None
+    """The queries of each document, which are its last ones; None: all, with Sq = Sk. `CudaFlash` alone takes it."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
@@ -512,7 +514,8 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
     segments = mask.segments
     if segments is None:
         return None, None, q.shape[0], k.shape[0]
-    return segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length
+    queries = mask.query_segments or segments
+    return queries.cu_seqlens, segments.cu_seqlens, queries.max_length, segments.max_length
 
 
 def _window_args(mask: FlashMask) -> dict[str, int]:

@@ -2,9 +2,9 @@
 
 Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank, its
 host. Tasks start where their tokens are placed. If the work of the ranks differs, rows leave those that have too much
-(core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them, rows of
-keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the slowest rank
-of the round, so work is balanced inside each round.
+(core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them, rows
+of keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the slowest
+rank of the round, so work is balanced inside each round.
 
 All is integers that follow from the lengths of the documents: every rank computes the same, without communication.
 """
@@ -17,6 +17,7 @@ from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.topology.token_placement import Document, Integers, Placement, expand
 
@@ -32,6 +33,28 @@ class AttentionTask(NamedTuple):
     stop: int
     host: int
     """Rank that computes the task."""
+
+
+class TokenRanges(NamedTuple):
+    """Disjoint ranges of tokens, ascending, with a gap between any two; their rows are in this order in a buffer."""
+
+    firsts: Integers
+    """Number of the first token of each range."""
+    stops: Integers
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of all ranges."""
+        return int((self.stops - self.firsts).sum())
+
+    def rows_of(self, tokens: Integers) -> Integers:
+        """Return the rows of tokens in the buffer; -1: the token is in no range."""
+        if not len(self.firsts):
+            return np.full(len(tokens), -1)
+        lengths = self.stops - self.firsts
+        i = np.searchsorted(self.firsts, tokens, "right") - 1
+        rows = np.cumsum(lengths)[i] - lengths[i] + tokens - self.firsts[i]
+        return np.where((i >= 0) & (tokens < self.stops[i]), rows, -1)
 
 
 class Transfers(NamedTuple):
@@ -54,6 +77,26 @@ class Transfers(NamedTuple):
         run, offset = expand(self.lengths_X[chosen])
         tokens: Integers = self.firsts_X[chosen][run] + offset
         return tokens
+
+    def sent_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
+        """Return the tokens whose rows a rank sends, by destination, and the number for each destination."""
+        return self._tokens(self.sources_X == rank, self.destinations_X, num_ranks)
+
+    def received_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
+        """Return the tokens whose rows a rank receives, by source, and the number from each source."""
+        return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
+
+    def _tokens(self, chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
+        run, offset = expand(self.lengths_X[chosen])
+        counts = sum_by(peers[chosen], self.lengths_X[chosen], num_ranks)
+        return self.firsts_X[chosen][run] + offset, counts.tolist()
+
+    def between(self, members: Integers) -> "Transfers":
+        """Return the transfers between the members of a group, given the member of each rank of the round."""
+        sources = members[self.sources_X]
+        destinations = members[self.destinations_X]
+        order = np.lexsort((self.firsts_X, sources, destinations))
+        return Transfers(sources[order], destinations[order], self.firsts_X[order], self.lengths_X[order])
 
     def received(self, num_ranks: int) -> Integers:
         """Return the rows that each rank receives, int64 [num_ranks]."""
@@ -146,6 +189,17 @@ class AttentionPlan:
         stops = self.stops_K[tasks]
         queries = self._transfers(hosts, self.firsts_K[tasks], stops, rank)
         return Exchange(queries, self._transfers(hosts, self.first_keys[tasks], stops, rank))
+
+    def needed_tokens(self, rank: int) -> tuple[TokenRanges, TokenRanges]:
+        """Return the tokens whose queries a rank computes, and those whose keys and values it needs for them."""
+        chosen = self.hosts_K == rank
+        hosts = self.hosts_K[chosen]
+        stops = self.stops_K[chosen]
+        queries, keys = (
+            TokenRanges(*_union(hosts, firsts[chosen], stops, self.placement.shape.num_tokens)[1:])
+            for firsts in (self.firsts_K, self.first_keys)
+        )
+        return queries, keys
 
     def _tasks_of(self, rank: int) -> Integers:
         """Return the indices of the tasks of the documents that a rank computes or holds a part of."""

@@ -15,6 +15,7 @@ from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
+from moefold.train.round_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -37,6 +38,7 @@ class BatchSharder:
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
+        self._placer = RoundPlacer(cfg, groups)
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -132,10 +134,11 @@ class BatchSharder:
             rank_totals = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
             totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
             totals[totals == 0] = 1.0
-        return [
+        batches = [
             self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch)
             for samples, weights in parts
         ]
+        return [self._placer.add_placement(batch) for batch in batches]
 
     def build_batch(self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int) -> Batch:
         """Build a batch of this rank's samples, whose weights are final; no communication.

@@ -18,6 +18,7 @@ from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
+from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
@@ -236,6 +237,7 @@ UNUSED_KEY_RULES = (
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),
+    *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
         "parallel.overlap_tp",
         lambda cfg: cfg.parallel.tp == 1,

@@ -1,0 +1,274 @@
+"""Planned attention: only visible (query, key) pairs are computed, and only the rows that they need are sent.
+
+Every rank computes the plan of a round (`topology/attention_plan.py`) from the bounds of its documents, which the host
+knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the host of
+their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks are not merged,
+and the placement of the tokens changes nothing but rounding. The backward pass sends the rows again, then the gradients
+back, which are added in the order of the ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.comm.collectives import all_to_all
+from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.host_copy import copy_to_device
+from moefold.model.attention import scale_queries
+from moefold.ops.block_attention import fold_in_sinks, sink_gradient
+from moefold.ops.documents import PackedDocuments
+from moefold.ops.task_attention import TaskAttention
+from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
+from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How the attention of a round is planned; see `plan_attention`."""
+
+    tolerance: float | None = None
+    block: int = 128
+    pool: int = 0
+    nodes: tuple[int, ...] | None = None
+
+    def plan(self, placement: Placement, window: int) -> AttentionPlan:
+        """Plan the attention of a round in layers with this sliding window; 0: none."""
+        return plan_attention(
+            placement,
+            window=window,
+            tolerance=self.tolerance,
+            block=self.block,
+            pool=self.pool,
+            nodes=self.nodes,
+        )
+
+
+class RowTransfer:
+    """Rows of this rank's tokens that other ranks need, and those that it needs, in the order of their tokens.
+
+    Args:
+        needed: the tokens that this rank needs; their rows are the rows of a buffer.
+        transfers: rows that are sent, of all members of the group.
+        own_tokens: number of the token of each row of this rank, int64 [C].
+        group: the ranks of the round.
+        device: device of the rows.
+    """
+
+    def __init__(
+        self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, group: Group, device: torch.device
+    ) -> None:
+        self._group = group
+        self._num_rows = needed.num_rows
+        self._num_own = len(own_tokens)
+        self._communicates = transfers.num_rows > 0
+        sent, self._input_splits = transfers.sent_by(group.rank, group.size)
+        received, self._output_splits = transfers.received_by(group.rank, group.size)
+        by_token = np.argsort(own_tokens)
+        places = needed.rows_of(own_tokens)
+        kept = np.flatnonzero(places >= 0)
+        self._is_identity = (
+            not self._communicates and len(kept) == self._num_own and bool((places == np.arange(self._num_own)).all())
+        )
+        self._sent_rows = _index(by_token[np.searchsorted(own_tokens[by_token], sent)], device)
+        self._received_places = _index(needed.rows_of(received), device)
+        self._own_rows = _index(kept, device)
+        self._own_places = _index(places[kept], device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
+        if self._is_identity:
+            return x
+        gathered = x.new_empty((self._num_rows, x.shape[1]))
+        gathered[self._own_places] = x[self._own_rows]
+        if self._communicates:
+            gathered[self._received_places] = all_to_all(
+                x[self._sent_rows], self._group, self._input_splits, self._output_splits
+            )
+        return gathered
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """Return the sums over the ranks of the rows of this rank's tokens, [needed tokens, W] -> [C, W]; communicates.
+
+        It is the adjoint of `gather`. Sums are added in the order of the ranks, after this rank's own.
+        """
+        if self._is_identity:
+            return x
+        total = x.new_zeros((self._num_own, x.shape[1]))
+        total[self._own_rows] = x[self._own_places]
+        if self._communicates:
+            returned = all_to_all(x[self._received_places], self._group, self._output_splits, self._input_splits)
+            for rows, part in zip(
+                self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
+            ):
+                total[rows] += part
+        return total
+
+
+@dataclass(frozen=True)
+class RankTasks:
+    """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values."""
+
+    tasks: TaskAttention
+    queries: RowTransfer
+    keys: RowTransfer
+
+    @staticmethod
+    def of_plan(
+        plan: AttentionPlan, group: Group, members: Integers, num_samples: int, device: torch.device
+    ) -> "RankTasks":
+        """Build the tasks of a rank.
+
+        Args:
+            plan: the plan of the round.
+            group: the ranks of the round.
+            members: member of the group that each rank of the round is.
+            num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
+            device: device of the rows.
+        """
+        rank = int(np.flatnonzero(members == group.rank)[0])
+        slots = plan.placement.slots(rank)
+        own_tokens = slots.reshape(num_samples, -1).T.ravel()
+        queries, keys = plan.needed_tokens(rank)
+        chosen = plan.hosts_K == rank
+        stops = plan.stops_K[chosen]
+        firsts = plan.firsts_K[chosen]
+        ranges = [
+            np.stack((needed.rows_of(begins), needed.rows_of(stops - 1) + 1), 1)
+            for needed, begins in ((queries, firsts), (keys, plan.first_keys[chosen]))
+        ]
+        exchange = plan.exchange()
+        return RankTasks(
+            TaskAttention(ranges[0], ranges[1], plan.window, device),
+            RowTransfer(queries, exchange.queries.between(members), own_tokens, group, device),
+            RowTransfer(keys, exchange.keys.between(members), own_tokens, group, device),
+        )
+
+
+class AttentionPlanner:
+    """Plans the attention of the micro-batches of a stage; its layers share the plans.
+
+    Args:
+        groups: the process groups of this rank.
+        options: how a round is planned.
+    """
+
+    def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
+        self._cp = groups.attn.cp
+        self._dp_cp = groups.attn.dp_cp
+        view = groups.layout.attention
+        coordinates = [(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in self._dp_cp.ranks]
+        # Members of a group are sorted by rank, whatever the order of the axes.
+        self._members = np.argsort([dp_rank * self._cp.size + cp_rank for dp_rank, cp_rank in coordinates])
+        self._options = options
+        self._without_documents: dict[object, RankTasks] = {}
+
+    def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
+        """Return this rank's tasks for a micro-batch.
+
+        Args:
+            q: queries of this rank's tokens, [S/cp, B, A, D].
+            documents: their documents; None: a sample is one.
+            window: sliding window; 0: no limit.
+        """
+        num_tokens, num_samples = q.shape[:2]
+        if documents is None:
+            key = num_tokens, num_samples, window
+            if key not in self._without_documents:
+                self._without_documents[key] = self._build(q, ((0,),) * num_samples, None, window)
+            return self._without_documents[key]
+        bounds = documents.bounds
+        return documents.cached(
+            ("tasks", window, num_samples), lambda: self._build(q, bounds.of_samples, bounds.placement, window)
+        )
+
+    def _build(
+        self, q: Tensor, bounds_of_samples: tuple[tuple[int, ...], ...], placement: Placement | None, window: int
+    ) -> RankTasks:
+        num_tokens, num_samples = q.shape[:2]
+        if placement is None:
+            shape = RoundShape(cp=self._cp.size, micro_batch_size=num_samples, seq_len=num_tokens * self._cp.size)
+            placement = place("samples", shape, document_bounds(shape, bounds_of_samples))
+            plan = plan_attention(placement, window=window)
+            return RankTasks.of_plan(plan, self._cp, np.arange(self._cp.size), num_samples, q.device)
+        plan = self._options.plan(placement, window)
+        return RankTasks.of_plan(plan, self._dp_cp, self._members, num_samples, q.device)
+
+
+class PlannedAttention:
+    """Core attention by a plan (see the module), for tokens placed as `Placement` says.
+
+    Args:
+        planner: plans the micro-batches of the stage.
+        window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
+    """
+
+    def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:
+        self._planner = planner
+        self._window = window
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
+        tasks = self._planner.rank_tasks(q, documents, self._window)
+        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks)
+        return out
+
+
+class _PlannedFunction(torch.autograd.Function):
+    """(q [S/cp, B, A, D], k [S/cp, B, G, D], v [S/cp, B, G, Dv], sinks [A] or None) -> [S/cp, B, A, Dv]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks) -> Tensor:
+        q_RAD = tasks.queries.gather(_rows(q)).unflatten(1, q.shape[2:])
+        k_WGD, v_WGD = _gather_keys(k, v, tasks)
+        out_RAD, lse_RA = tasks.tasks.forward(q_RAD, k_WGD, v_WGD)
+        out_RAD, lse_RA = (x.squeeze(1) for x in fold_in_sinks(out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks))
+        out = tasks.queries.scatter_sum(out_RAD.flatten(1)).view(*q.shape[:3], v.shape[-1])
+        ctx.save_for_backward(q, k, v, sinks, out, lse_RA)
+        ctx.tasks = tasks
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse_RA = ctx.saved_tensors
+        tasks: RankTasks = ctx.tasks
+        k_WGD, v_WGD = _gather_keys(k, v, tasks)
+        of_queries = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
+        sizes = [x.shape[2] * x.shape[3] for x in (grad_out, q, out)]
+        grad_RAD, q_RAD, out_RAD = (
+            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(of_queries).split(sizes, 1)
+        )
+        dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward(grad_RAD, q_RAD, k_WGD, v_WGD, out_RAD, lse_RA)
+        dq = tasks.queries.scatter_sum(dq_RAD.flatten(1)).view(q.shape)
+        dkv = tasks.keys.scatter_sum(torch.cat((dk_WGD.flatten(1), dv_WGD.flatten(1)), 1))
+        dk, dv = dkv.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]], 1)
+        sinks_grad = sink_gradient(grad_RAD.unsqueeze(1), out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks)
+        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), sinks_grad, None
+
+
+def _gather_keys(k: Tensor, v: Tensor, tasks: RankTasks) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the tokens that this rank's tasks need, [W, G, D] and [W, G, Dv]."""
+    rows = tasks.keys.gather(torch.cat((_rows(k), _rows(v)), 1))
+    keys, values = rows.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]], 1)
+    return keys.unflatten(1, k.shape[2:]), values.unflatten(1, v.shape[2:])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [S/cp, B, heads, D] as rows, [S/cp * B, heads * D]."""
+    return x.reshape(x.shape[0] * x.shape[1], -1)
+
+
+def _index(values: Integers, device: torch.device) -> Tensor:
+    return copy_to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
