@@ -85,10 +85,13 @@ class DocumentLoads:
         pairs = found.pairs[chosen]
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
+        # Ring attention computes chunk by chunk; planned attention joins the two chunks of the middle of a sample.
+        chunk = self.seq_len / (2 * peers.cp) if peers.cp > 1 else float(self.seq_len)
+        is_chunked = not planned and self.strategy.context != "ulysses"
         return AttentionLoad(
             keys=_busiest(pairs, self._waiting(peers), peers.num_rounds) / tokens,
             mean_keys=float(pairs.mean()) / tokens,
-            kernel_rows=found.kernel_rows,
+            kernel_rows=min(found.kernel_rows, chunk) if is_chunked else found.kernel_rows,
             sent_keys=float(found.exchanged_keys[chosen].max(1).mean()) / tokens if planned else 0.0,
             sent_queries=float(found.exchanged_queries[chosen].max(1).mean()) / tokens if planned else 0.0,
             exchange_ranks=self._exchange_ranks(peers),
