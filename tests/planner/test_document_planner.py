@@ -1,4 +1,4 @@
-"""The planner with document lengths: no mapping and no strategy of a small world is faster than the one that it names."""
+"""The planner with document lengths: no mapping and no strategy of a small world is faster than the named one."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """Benchmark of context parallelism on packed documents: core attention and whole training step, by kind of context."""
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ CONTEXT_METHODS: Mapping[str, Mapping[str, Any]] = {
     "ring": {"context": "ring"},
     "allgather": {"context": "allgather"},
     "ulysses": {"context": "ulysses"},
+    "planned, home": {"context": "planned"},
+    "planned, balanced": {"context": "planned", "attention_hosts": "balanced"},
 }
 """Keys of the recipe's [parallel] section, by the name of the method."""
 
@@ -61,6 +64,11 @@ class MethodTime:
     method: str
     attention_s: float
     """Core attention of one layer, forward and backward, of all micro-batches, until the last rank has finished."""
+    busiest_cpu_s: float
+    """CPU time of the busiest rank's thread in it: the critical path if each rank had its own core and communication
+    were free."""
+    mean_cpu_s: float
+    """CPU time of a rank's thread in it, mean over the ranks."""
     step_s: float
     """Training step until the last rank has finished."""
     sent_bytes: float
@@ -138,6 +146,9 @@ def measure_contexts(
         rounds=rounds,
         on_progress=lambda text: on_progress(f"attention, {text}"),
     )
+    cpu_s = {
+        method: _cpu_of_ranks(trainer.attention_cpu_s[-rounds:], groups.world) for method, trainer in trainers.items()
+    }
     sent = {method: trainer.count_sent_bytes() for method, trainer in trainers.items()}
     step_s = time_interleaved(
         {method: trainer.step for method, trainer in trainers.items()},
@@ -149,6 +160,8 @@ def measure_contexts(
         MethodTime(
             method=method,
             attention_s=statistics.median(attention_s[method]),
+            busiest_cpu_s=float(cpu_s[method].amax(0).median()),
+            mean_cpu_s=float(cpu_s[method].mean(0).median()),
             step_s=statistics.median(step_s[method]),
             sent_bytes=_maximum(sent[method], groups.world),
             attention_rounds_s=attention_s[method],
@@ -156,6 +169,11 @@ def measure_contexts(
         )
         for method in methods
     ]
+
+
+def _cpu_of_ranks(seconds: Sequence[float], group: Group) -> Tensor:
+    """Gather the CPU times of each rank's rounds, [ranks, rounds]. Collective."""
+    return all_gather(torch.tensor([list(seconds)], dtype=torch.float64), group)
 
 
 def _maximum(value: float, group: Group) -> float:
@@ -201,6 +219,7 @@ class _MethodTrainer:
         self._batch = BatchSharder(sampler, cfg, groups, model.positions).batch(0)
         self._training = TrainingStep(model, cfg)
         self._num_steps = 0
+        self.attention_cpu_s: list[float] = []
         attention = next(module for stage in model.stages for module in stage.modules() if _is_attention(module))
         self._core = attention.core_attention
         recorder = _RecordingCore(self._core)
@@ -217,11 +236,13 @@ class _MethodTrainer:
 
     def attend(self) -> None:
         """Run the core attention of a layer, forward and backward, for each micro-batch; wait for all ranks."""
+        started_s = time.thread_time()
         for call in self._calls:
             out = self._core(*call.tensors, *call.rest, **call.keywords)
             torch.autograd.backward(out, torch.ones_like(out))
             for tensor in call.tensors:
                 tensor.grad = None
+        self.attention_cpu_s.append(time.thread_time() - started_s)
         self._wait()
 
     def count_sent_bytes(self) -> float:

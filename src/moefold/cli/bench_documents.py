@@ -85,13 +85,17 @@ def _table(args: argparse.Namespace, samples: list[SampleLengths], machine: str,
         f"{args.seq_len:,} tokens with {documents} documents of {args.lengths} (effective length "
         f"{effective_length(samples):,.0f})",
         f"{machine} per rank; medians of {args.steps} rounds in turn after 1, until the last rank has finished",
-        "attention: core attention of one layer, forward and backward, with its communication",
+        "attention: core attention of one layer, forward and backward, with its communication; busiest CPU: CPU time "
+        "in it of the busiest rank, which is what ranks with cores of their own wait for",
         "",
-        f"{'':18}  {'attention ms':>12}  {'of ring':>8}  {'step ms':>9}  {'of ring':>8}  {'sent MiB':>9}",
+        f"{'':18}  {'attention ms':>12}  {'of ring':>8}  {'busiest CPU ms':>14}  {'of ring':>8}  {'of mean':>8}  "
+        f"{'step ms':>9}  {'of ring':>8}  {'sent MiB':>9}",
     ]
     for row in rows:
         lines.append(
             f"{row.method:18}  {row.attention_s * MS_PER_S:12.1f}  {row.attention_s / ring.attention_s:8.2f}  "
+            f"{row.busiest_cpu_s * MS_PER_S:14.1f}  {row.busiest_cpu_s / ring.busiest_cpu_s:8.2f}  "
+            f"{row.busiest_cpu_s / row.mean_cpu_s:8.2f}  "
             f"{row.step_s * MS_PER_S:9.1f}  {row.step_s / ring.step_s:8.2f}  {row.sent_bytes / MIB:9.2f}"
         )
     return "\n".join(lines)
