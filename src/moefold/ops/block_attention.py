@@ -173,7 +173,7 @@ class FlashMask:
     segments: Segments | None = None
     """Documents: a query attends to the keys of its own; None: one for each sample."""
     query_segments: Segments | None = None
-    """The queries of each document, which are its last ones; None: all, with Sq = Sk. `CudaFlash` alone takes it."""
+    """The queries of each document, which are those of its last tokens, for B = 1; None: of all, with Sq = Sk."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
@@ -205,6 +205,17 @@ class LimitedCausalKernel(Protocol):
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors, [S, B, heads, D]."""
+        ...
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports `FlashMask.query_segments` for these tensors, [rows, 1, heads, D].
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            longest: most keys of a document.
+        """
         ...
 
     def forward(
@@ -375,6 +386,10 @@ class CudaFlash:
             and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
             and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
         )
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports tasks on these tensors; see `FlashMask.query_segments`."""
+        return self.supports(q) and k.shape == v.shape
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask | FlashMask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""

@@ -1,9 +1,9 @@
 """Attention of many tasks on one rank: runs of queries, each with a run of keys of which the last is its last query's.
 
-A query attends to the keys up to its own place and inside its window. Only visible blocks are computed. On CUDA all
-tasks are one call of the flash kernel for sequences of variable length, on keys that are copied for each task.
-Elsewhere a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place;
-short tasks are computed together, padded to equal lengths, under a mask.
+A query attends to the keys up to its own place and inside its window. Only visible blocks are computed. The flash
+kernel of CUDA and the C kernel of a CPU compute all tasks in one call, on keys that are copied for each task. Elsewhere
+a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place; short tasks
+are computed together, padded to equal lengths, under a mask.
 
 Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, without autograd.
 """
@@ -11,6 +11,7 @@ Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, withou
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from moefold.ops.block_attention import (
 from moefold.ops.documents import Segments
 
 Integers = NDArray[np.int64]
+
+QueryTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Gradient of the output, queries, output, all [R, A, D], and log-sum-exp, [R, A]."""
 
 MAX_SHORT_KEYS = 64
 """Most keys of a task that is computed together with others on a CPU; longer ones fill a call."""
@@ -63,6 +67,24 @@ class _ShortTasks:
     """Places in [N, n] that are no padding, int64 [rows]."""
 
 
+class TaskKernel(Protocol):
+    """Kernel that computes all tasks in one call."""
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports tasks of at most so many keys on tensors [rows, 1, heads, D]."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: FlashMask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        ...
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: FlashMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        ...
+
+
 class TaskAttention:
     """Forward and backward pass of the tasks of one rank.
 
@@ -79,12 +101,19 @@ class TaskAttention:
         self._window = window
         self._device = device
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (out in the type of the queries, lse)."""
-        if len(q) and CudaFlash.supports(q):
-            index = self._flash_keys
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out in the type of the queries, lse).
+
+        Args:
+            q: queries, [R, A, D].
+            k: keys, [W, G, D].
+            v: values, [W, G, D].
+            kernel: used where it supports the tensors; likewise the flash kernel of CUDA.
+        """
+        if kernel := self._kernel_for(q, k, v, kernel):
+            index = self._copied_keys
             query, key, value = (x.unsqueeze(1) for x in (q, k[index], v[index]))
-            out, lse = CudaFlash().forward(query, key, value, self._flash_mask)
+            out, lse = kernel.forward(query, key, value, self._flash_mask)
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
@@ -104,15 +133,22 @@ class TaskAttention:
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq in the type of the queries, dk, dv in the type of sums), given output and finite log-sum-exp."""
-        of_queries = (grad_out, q, out, lse)
+        """Return (dq in the type of the queries, dk, dv in the type of sums).
+
+        Args:
+            of_queries: gradient of the output, queries, output and finite log-sum-exp.
+            k: keys, [W, G, D].
+            v: values, [W, G, D].
+            kernel: as in the forward pass.
+        """
+        q = of_queries[1]
         dtype = accumulation_dtype(q.dtype)
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-        if len(q) and CudaFlash.supports(q):
-            return self._flash_backward(of_queries, k, v, dk, dv), dk, dv
+        if kernel := self._kernel_for(q, k, v, kernel):
+            return self._backward_of_kernel(of_queries, k, v, (dk, dv), kernel), dk, dv
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         for short in self._short_tasks:
             block_dq, block_dk, block_dv = _differentiate(of_queries, k, v, short.rows, short.keys, short.mask)
@@ -130,15 +166,24 @@ class TaskAttention:
                 dv[block.keys] += block_dv
         return dq.to(q.dtype), dk, dv
 
-    def _flash_backward(
-        self, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
+    def _kernel_for(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None) -> TaskKernel | None:
+        """Return the kernel that computes all tasks in one call; None: none supports them."""
+        if not len(q):
+            return None
+        longest = int(np.diff(self._keys).max())
+        query, key, value = (x.unsqueeze(1) for x in (q, k, v))
+        candidates = (kernel, CudaFlash()) if kernel is not None else (CudaFlash(),)
+        return next((each for each in candidates if each.supports_tasks(query, key, value, longest)), None)
+
+    def _backward_of_kernel(
+        self, of_queries: QueryTensors, k: Tensor, v: Tensor, dkv: tuple[Tensor, Tensor], kernel: TaskKernel
     ) -> Tensor:
         """Return dq; add the gradients of the copied keys and values, in an order that is always the same."""
         grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
-        index = self._flash_keys
+        index = self._copied_keys
         key, value = (x[index].unsqueeze(1) for x in (k, v))
-        dq, *gradients = CudaFlash().backward(grad_out, q, key, value, out, lse, self._flash_mask)
-        for total, of_copies in zip((dk, dv), gradients, strict=True):
+        dq, *gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
+        for total, of_copies in zip(dkv, gradients, strict=True):
             for places, keys in self._distinct_keys:
                 total[keys] += of_copies.squeeze(1)[places]
         return dq.squeeze(1)
@@ -153,13 +198,13 @@ class TaskAttention:
         return Segments(self._to_device(ends), int(lengths.max()))
 
     @cached_property
-    def _flash_keys(self) -> Tensor:
+    def _copied_keys(self) -> Tensor:
         """Rows of the keys of all tasks, one task after the other, int64."""
         return self._to_device(np.concatenate([np.arange(first, stop) for first, stop in self._keys.tolist()]))
 
     @cached_property
     def _distinct_keys(self) -> list[tuple[Tensor, Tensor]]:
-        """Parts of `_flash_keys` in which no key occurs twice: their places in it, and their keys."""
+        """Parts of `_copied_keys` in which no key occurs twice: their places in it, and their keys."""
         first_places = np.cumsum(np.diff(self._keys).ravel()) - np.diff(self._keys).ravel()
         parts: list[list[int]] = []
         ends: list[int] = []
@@ -261,7 +306,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Ten
 
 
 def _differentiate_block(
-    of_queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, block: _Block
+    of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients through a block, [rows or keys, 1, heads, D]."""
     grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in of_queries)
@@ -270,7 +315,7 @@ def _differentiate_block(
 
 
 def _differentiate(
-    of_queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, mask: Tensor
+    of_queries: QueryTensors, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients through padded tasks, [N or M, n, heads, D]."""
     grad_out, q, out, lse = (x[rows] for x in of_queries)

@@ -21,7 +21,7 @@ from moefold.comm.host_copy import copy_to_device
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import fold_in_sinks, sink_gradient
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.task_attention import TaskAttention
+from moefold.ops.task_attention import TaskAttention, TaskKernel
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
 from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
 
@@ -201,6 +201,8 @@ class AttentionPlanner:
 class PlannedAttention:
     """Core attention by a plan (see the module), for tokens placed as `Placement` says.
 
+    `parallelize` sets `kernel`, used where it supports the tensors.
+
     Args:
         planner: plans the micro-batches of the stage.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
@@ -209,6 +211,7 @@ class PlannedAttention:
     def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:
         self._planner = planner
         self._window = window
+        self.kernel: TaskKernel | None = None
 
     def __call__(
         self,
@@ -221,7 +224,7 @@ class PlannedAttention:
     ) -> Tensor:
         """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
         tasks = self._planner.rank_tasks(q, documents, self._window)
-        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks)
+        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
         return out
 
 
@@ -229,14 +232,17 @@ class _PlannedFunction(torch.autograd.Function):
     """(q [S/cp, B, A, D], k [S/cp, B, G, D], v [S/cp, B, G, Dv], sinks [A] or None) -> [S/cp, B, A, Dv]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks, kernel: TaskKernel | None
+    ) -> Tensor:
         q_RAD = tasks.queries.gather(_rows(q)).unflatten(1, q.shape[2:])
         k_WGD, v_WGD = _gather_keys(k, v, tasks)
-        out_RAD, lse_RA = tasks.tasks.forward(q_RAD, k_WGD, v_WGD)
+        out_RAD, lse_RA = tasks.tasks.forward(q_RAD, k_WGD, v_WGD, kernel)
         out_RAD, lse_RA = (x.squeeze(1) for x in fold_in_sinks(out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks))
         out = tasks.queries.scatter_sum(out_RAD.flatten(1)).view(*q.shape[:3], v.shape[-1])
         ctx.save_for_backward(q, k, v, sinks, out, lse_RA)
         ctx.tasks = tasks
+        ctx.kernel = kernel
         return out
 
     @staticmethod
@@ -250,12 +256,12 @@ class _PlannedFunction(torch.autograd.Function):
         grad_RAD, q_RAD, out_RAD = (
             x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(of_queries).split(sizes, 1)
         )
-        dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward(grad_RAD, q_RAD, k_WGD, v_WGD, out_RAD, lse_RA)
+        dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward((grad_RAD, q_RAD, out_RAD, lse_RA), k_WGD, v_WGD, ctx.kernel)
         dq = tasks.queries.scatter_sum(dq_RAD.flatten(1)).view(q.shape)
         dkv = tasks.keys.scatter_sum(torch.cat((dk_WGD.flatten(1), dv_WGD.flatten(1)), 1))
         dk, dv = dkv.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]], 1)
         sinks_grad = sink_gradient(grad_RAD.unsqueeze(1), out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks)
-        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), sinks_grad, None
+        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), sinks_grad, None, None
 
 
 def _gather_keys(k: Tensor, v: Tensor, tasks: RankTasks) -> tuple[Tensor, Tensor]:
