@@ -220,7 +220,8 @@ class _MethodTrainer:
         self._training = TrainingStep(model, cfg)
         self._num_steps = 0
         self.attention_cpu_s: list[float] = []
-        attention = next(module for stage in model.stages for module in stage.modules() if _is_attention(module))
+        modules = [module for stage in model.stages for module in stage.modules()]
+        attention = next(module for module in modules if isinstance(module, SelfAttention))
         self._core = attention.core_attention
         recorder = _RecordingCore(self._core)
         attention.core_attention = recorder
@@ -256,10 +257,6 @@ class _MethodTrainer:
 
     def _wait(self) -> None:
         all_gather(torch.zeros(1), self._world)
-
-
-def _is_attention(module: Any) -> bool:
-    return isinstance(module, SelfAttention)
 
 
 class SentBytesCounter(TorchDispatchMode):

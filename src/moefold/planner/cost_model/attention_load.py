@@ -39,7 +39,7 @@ class AttentionLoad:
     sent_queries: float = 0.0
     """Rows of queries, likewise."""
     exchange_ranks: int = 1
-    """Consecutive ranks of dp x cp between which rows travel."""
+    """Consecutive ranks of dp x cp that exchange rows."""
     is_planned: bool = False
     """True if only these rows are exchanged; otherwise all keys and values pass round the cp ranks."""
 

@@ -51,7 +51,7 @@ CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
 LSE_BYTES = 4
-"""Bytes of the log-sum-exp of a query and head, which travels to the host of a task for the backward pass."""
+"""Bytes of the log-sum-exp of a query and head, which is sent to the host of a task for the backward pass."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -276,7 +276,7 @@ class _MixerCost:
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
-        """Return the seconds of the rows that travel for planned attention, forward and backward.
+        """Return the seconds of the rows that planned attention sends, forward and backward.
 
         Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
         log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.

@@ -40,9 +40,9 @@ class RoundLoads:
     exchanged_queries: Floats
     """Rows of queries, likewise."""
     moved_queries: float
-    """Rows of queries that travel, as a share of all."""
+    """Rows of queries that are sent to another rank, as a share of all."""
     received_keys: float
-    """Rows of keys and values that travel, for each token."""
+    """Rows of keys and values that are sent to another rank, for each token."""
 
     @cached_property
     def max_over_mean(self) -> float:
@@ -120,7 +120,7 @@ class DocumentLoads:
         return self._rounds[key]
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
-        """Return the consecutive ranks between which rows travel."""
+        """Return the consecutive ranks that exchange rows."""
         if not self.strategy.is_planned:
             return 1
         if self.strategy.placement == "balanced":

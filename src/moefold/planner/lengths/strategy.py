@@ -1,4 +1,4 @@
-"""How the ranks of a round share attention: the recipe's keys of context parallelism. Torch-free."""
+"""Attention strategy: the recipe's keys that say how the ranks of a round share attention. Torch-free."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
