@@ -222,7 +222,7 @@ class _MethodTrainer:
         self.attention_cpu_s: list[float] = []
         modules = [module for stage in model.stages for module in stage.modules()]
         attention = next(module for module in modules if isinstance(module, SelfAttention))
-        self._core = attention.core_attention
+        self._core: Any = attention.core_attention
         recorder = _RecordingCore(self._core)
         attention.core_attention = recorder
         self.step()
