@@ -111,6 +111,10 @@ SIZES = {
         "parallel.context='ring' with parallel.cp=2 does not go with model.index_topk=8, which selects among the keys "
         "of the whole sequence; choose 'allgather', or parallel.cp=1"
     ),
+    "model.index_topk=8 parallel.world_size=2 parallel.context=planned parallel.placement=balanced data.document_end=0": (
+        "parallel.context='planned' does not go with model.index_topk=8, which selects among the keys of the whole "
+        "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
+    ),
     'model.index_topk=8 train.recompute=["core_attention"]': (
         "train.recompute has 'core_attention', and the sparse attention of model.index_topk=8 does not have it as a "
         "part; leave it out"
@@ -139,10 +143,6 @@ SIZES = {
     "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
         "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
         "dims; choose rope_interleaved=false"
-    ),
-    "model.attention=mla model.attention_gate=true": (
-        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
-        " or attention='gqa'"
     ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
@@ -313,6 +313,18 @@ TRAINING = {
 }
 
 DATA = {
+    "data.kind=text data.packing=best_fit": (
+        "data.packing='best_fit' packs documents, and the recipe does not say where they end; set data.document_end to "
+        "the token that ends documents, or data.document_index=true for files of `moefold tokenize`"
+    ),
+    "data.kind=huggingface data.path=a data.packing=best_fit data.document_end=0 data.streaming=true": (
+        "data.packing='best_fit' reads all documents before it packs them, and data.streaming=true reads each once; "
+        "set streaming=false, or packing='concatenate'"
+    ),
+    "data.kind=tokens data.packing=best_fit data.document_end=0 data.corrupt=skip": (
+        "data.packing='best_fit' packs the documents of all files together, and data.corrupt='skip' leaves files out; "
+        "set corrupt='fatal', or packing='concatenate'"
+    ),
     'data.kind=text data.path=["a","b"] data.weights=[1]': (
         "data.weights=[1.0] must have one number for each of the 2 paths of data.path; list as many, or leave weights"
         " out to join the paths by their sizes"
