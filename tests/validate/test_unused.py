@@ -154,6 +154,8 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("data.packing=best_fit", ["data.kind=sft"], ["data.kind=text", "data.document_end=0"]),
+    ("data.packing=best_fit", ["data.kind=synthetic"], ["data.kind=tokens", "data.document_index=true"]),
     ("data.task=add", [], ["data.kind=task"]),
     ("data.task_size=3", ["data.kind=text"], ["data.kind=task"]),
     ("rl.objective=clip", [], RL),
