@@ -140,6 +140,7 @@ def test_ranks_send_the_rows_of_the_exchange(pool):
         assert sum(rank[3].moved_rows for rank in ranks) == num_queries
         pairs = each.options.plan(each.placement, each.window).pairs_of_ranks
         assert sorted(rank[3].pairs[0] for rank in ranks) == sorted(pairs.tolist())
+        assert len({rank[3].plans_crc for rank in ranks}) == 1
         assert num_keys <= (SHAPE.num_ranks - 1) * SHAPE.num_tokens
 
 

@@ -10,6 +10,7 @@ back, which are added in the order of the ranks.
 import socket
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -57,12 +58,20 @@ class AttentionStatistics:
     moved_rows: int = 0
     """Rows of queries that this rank computed for others."""
     sent_bytes: int = 0
+    plans_crc: int = 0
+    """Checksum of the plans, which must be equal on all ranks of a round."""
 
     def reset(self) -> None:
         """Begin again."""
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
+        self.plans_crc = 0
+
+    def add_plan(self, plan: AttentionPlan) -> None:
+        """Add the tasks of a plan to the checksum."""
+        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.hosts_K):
+            self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
     def begin_round(self) -> int:
         """Return the index of a new round."""
@@ -265,6 +274,7 @@ class AttentionPlanner:
         else:
             plan = self._options.plan(placement, window)
             rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
+        self.statistics.add_plan(plan)
         return RankTasks(plan, rank, num_samples, round_index)
 
 
