@@ -27,8 +27,8 @@ PLACEMENTS = {
         "of whole samples; choose parallel.placement='samples'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
-        "parallel.placement='balanced' needs every sample of the step on every rank, and rollouts are packed for one "
-        "rank; choose parallel.placement='samples'"
+        "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
+        "choose parallel.placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
         "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
