@@ -59,6 +59,10 @@ MAPPINGS = {
         "parallel.tp=8 must divide model.num_attention_heads=12; choose model.num_attention_heads=8 or 16, or "
         "parallel.tp=1, 2 or 4"
     ),
+    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention=short_convolution model.hidden_size=64 "
+    "model.vocab_size=258 train.seq_len=96 moe.z_loss=0": (
+        "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
+    ),
     "world_size=4 tp=4 model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32": (
         "parallel.tp=4 must divide model.num_query_groups=6, or be a multiple of it (key and value heads are then "
         "replicated); choose model.num_query_groups=4 or 8, or parallel.tp=1 or 2"
