@@ -27,8 +27,8 @@ PLACEMENTS = {
         "of whole samples; choose parallel.placement='samples'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
-        "parallel.placement='balanced' needs every sample of the step on every rank, and rollouts are packed for one "
-        "rank; choose parallel.placement='samples'"
+        "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
+        "choose parallel.placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
         "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
@@ -58,6 +58,10 @@ MAPPINGS = {
     "world_size=8 tp=8 model.num_attention_heads=12 model.num_query_groups=2 model.head_dim=32": (
         "parallel.tp=8 must divide model.num_attention_heads=12; choose model.num_attention_heads=8 or 16, or "
         "parallel.tp=1, 2 or 4"
+    ),
+    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention=short_convolution model.hidden_size=64 "
+    "model.vocab_size=258 train.seq_len=96 moe.z_loss=0": (
+        "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
     ),
     "world_size=4 tp=4 model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32": (
         "parallel.tp=4 must divide model.num_query_groups=6, or be a multiple of it (key and value heads are then "

@@ -110,10 +110,6 @@ SIZES = {
         "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
         "dims; choose rope_interleaved=false"
     ),
-    "model.attention=mla model.attention_gate=true": (
-        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
-        " or attention='gqa'"
-    ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
         "leave it out"

@@ -124,9 +124,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
-        lambda cfg: "R" not in cfg.model.rope_pattern,
-        "no layer of model.rope_pattern is R",
-        "choose a pattern with R",
+        lambda cfg: not cfg.model.has_rope,
+        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
+        "choose patterns with such a layer",
     ),
     UnusedKeyRule(
         "model.rope_scaling_factor",
