@@ -27,12 +27,12 @@ PLACEMENTS = {
         "of whole samples; choose parallel.placement='samples'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
-        "parallel.placement='balanced' needs every sample of the step on every rank, and rollouts are packed for one "
-        "rank; choose parallel.placement='samples'"
+        "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
+        "choose parallel.placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
-        "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': a "
-        "capacity is that of a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
+        "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
+        "a capacity is that of a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
         "choose parallel.placement='samples'"
     ),
     f"{BY_DOCUMENT} moe.capacity_factor=1.0 moe.drop_scope=sub_sequence": (

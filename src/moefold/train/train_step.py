@@ -158,7 +158,7 @@ class TrainingStep:
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
-        self._attention_meter = AttentionMeter(model, cfg)
+        self.attention_meter = AttentionMeter(model, cfg)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -292,7 +292,7 @@ class TrainingStep:
             ConfigError: the trace to replay lacks the step.
         """
         self._loss_metrics.reset()
-        self._attention_meter.begin_step()
+        self.attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         if self.router_replay is not None:
@@ -388,7 +388,7 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
-        packer.add("attention", self._attention_meter.local_statistics(device))
+        packer.add("attention", self.attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
@@ -409,7 +409,7 @@ class TrainingStep:
             offload=tuple(totals["offload"].tolist()),
             receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
-            attention=self._attention_meter.metrics(totals["attention"]),
+            attention=self.attention_meter.metrics(totals["attention"]),
         )
 
     def _result(

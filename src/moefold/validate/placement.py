@@ -16,7 +16,7 @@ def validate_placed_tokens(cfg: Config) -> Iterator[str]:
     name = f"parallel.placement={p.placement!r}"
     way_out = "choose parallel.placement='samples'"
     if cfg.is_rl:
-        yield f"{name} needs every sample of the step on every rank, and rollouts are packed for one rank; {way_out}"
+        yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
     elif cfg.data.kind in ("preference", "program"):
         yield (
             f"{name} splits samples between ranks, and data.kind={cfg.data.kind!r} has losses and columns of whole "
