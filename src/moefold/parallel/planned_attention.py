@@ -30,7 +30,7 @@ from moefold.topology.token_placement import Integers, Placement, RoundShape, do
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How the attention of a round is planned; see `plan_attention`, also for the fields."""
+    """Options of `plan_attention`, which describes them."""
 
     tolerance: float | None = None
     block: int = 128
