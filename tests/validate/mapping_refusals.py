@@ -45,10 +45,6 @@ PLACEMENTS = {
         "it reads the tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or choose "
         "parallel.placement='samples'"
     ),
-    f"{PLACED} data.document_end=0 moe.trace_every=1": (
-        "parallel.placement='balanced' with moe.trace_every=1: traces are read and written by rank and sample, and "
-        "ranks hold parts of any samples; leave trace_every out, or choose parallel.placement='samples'"
-    ),
 }
 
 MAPPINGS = {

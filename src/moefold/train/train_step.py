@@ -187,7 +187,7 @@ class TrainingStep:
             host_facts: returns further host values for the replica check to compare.
         """
         self.start_clock()
-        self.begin_step(step)
+        self.begin_step(step, batch)
         replica_check = (
             None
             if self._replica_checker is None or step % self._cfg.faults.replica_check_every
@@ -277,7 +277,7 @@ class TrainingStep:
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        self.begin_step(step)
+        self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
         rerun_loss = self.model.forward_backward(batch)
@@ -285,8 +285,8 @@ class TrainingStep:
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
-    def begin_step(self, step: int) -> None:
-        """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
+    def begin_step(self, step: int, batch: Batch) -> None:
+        """Prepare the routers for step `step` with a batch; forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.
@@ -296,7 +296,7 @@ class TrainingStep:
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         if self.router_replay is not None:
-            self.router_replay.begin_step(step)
+            self.router_replay.begin_step(step, batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the sum of the loss terms over the validation batches; collective."""
