@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
@@ -34,9 +36,14 @@ class DocumentBounds:
 
         The host waits if the tensor is on a GPU.
         """
+        return DocumentBounds.of_positions(starts_BS.cpu().numpy())
+
+    @staticmethod
+    def of_positions(starts_BS: NDArray[np.int64]) -> "DocumentBounds":
+        """Compute `of_starts` of an array of the host."""
         length = starts_BS.shape[1]
-        is_first_BS = starts_BS.cpu() == torch.arange(length)
-        return DocumentBounds(tuple((*is_first.nonzero().flatten().tolist(), length) for is_first in is_first_BS))
+        is_first_BS = starts_BS == np.arange(length)
+        return DocumentBounds(tuple((*np.flatnonzero(is_first).tolist(), length) for is_first in is_first_BS))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and the placement of the tokens changes nothing but rounding. The backward pass 
 back, which are added in the order of the ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import fold_in_sinks, sink_gradient
-from moefold.ops.documents import PackedDocuments
+from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.task_attention import TaskAttention, TaskKernel
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
 from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
@@ -47,6 +47,33 @@ class PlanOptions:
         )
 
 
+@dataclass
+class AttentionStatistics:
+    """Attention work of a rank since the last reset, over its layers and passes."""
+
+    pairs: list[int] = field(default_factory=list)
+    """Visible (query, key) pairs of each round, in the order in which their forward passes began."""
+    moved_rows: int = 0
+    """Rows of queries that this rank computed for others."""
+    sent_bytes: int = 0
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.pairs.clear()
+        self.moved_rows = 0
+        self.sent_bytes = 0
+
+    def begin_round(self) -> int:
+        """Return the index of a new round."""
+        self.pairs.append(0)
+        return len(self.pairs) - 1
+
+    def add_pass(self, round_index: int, pairs: int, moved_rows: int) -> None:
+        """Count the forward pass of a layer, recomputed ones included."""
+        self.pairs[round_index] += pairs
+        self.moved_rows += moved_rows
+
+
 class RowTransfer:
     """Rows of this rank's tokens that other ranks need, and those that it needs, in the order of their tokens.
 
@@ -54,14 +81,13 @@ class RowTransfer:
         needed: the tokens that this rank needs; their rows are the rows of a buffer.
         transfers: rows that are sent, of all members of the group.
         own_tokens: number of the token of each row of this rank, int64 [C].
-        group: the ranks of the round.
-        device: device of the rows.
+        rank: where the rows are.
     """
 
-    def __init__(
-        self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, group: Group, device: torch.device
-    ) -> None:
+    def __init__(self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, rank: "RoundRank") -> None:
+        group = rank.group
         self._group = group
+        self._statistics = rank.statistics
         self._num_rows = needed.num_rows
         self._num_own = len(own_tokens)
         self._communicates = transfers.num_rows > 0
@@ -73,10 +99,15 @@ class RowTransfer:
         self._is_identity = (
             not self._communicates and len(kept) == self._num_own and bool((places == np.arange(self._num_own)).all())
         )
-        self._sent_rows = _index(by_token[np.searchsorted(own_tokens[by_token], sent)], device)
-        self._received_places = _index(needed.rows_of(received), device)
-        self._own_rows = _index(kept, device)
-        self._own_places = _index(places[kept], device)
+        self._sent_rows = rank.index(by_token[np.searchsorted(own_tokens[by_token], sent)])
+        self._received_places = rank.index(needed.rows_of(received))
+        self._own_rows = rank.index(kept)
+        self._own_places = rank.index(places[kept])
+
+    @property
+    def num_received(self) -> int:
+        """Rows that this rank receives in `gather`."""
+        return len(self._received_places)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
@@ -85,9 +116,9 @@ class RowTransfer:
         gathered = x.new_empty((self._num_rows, x.shape[1]))
         gathered[self._own_places] = x[self._own_rows]
         if self._communicates:
-            gathered[self._received_places] = all_to_all(
-                x[self._sent_rows], self._group, self._input_splits, self._output_splits
-            )
+            sent = x[self._sent_rows]
+            self._statistics.sent_bytes += sent.nbytes
+            gathered[self._received_places] = all_to_all(sent, self._group, self._input_splits, self._output_splits)
         return gathered
 
     def scatter_sum(self, x: Tensor) -> Tensor:
@@ -100,7 +131,9 @@ class RowTransfer:
         total = x.new_zeros((self._num_own, x.shape[1]))
         total[self._own_rows] = x[self._own_places]
         if self._communicates:
-            returned = all_to_all(x[self._received_places], self._group, self._output_splits, self._input_splits)
+            sent = x[self._received_places]
+            self._statistics.sent_bytes += sent.nbytes
+            returned = all_to_all(sent, self._group, self._output_splits, self._input_splits)
             for rows, part in zip(
                 self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
             ):
@@ -109,43 +142,58 @@ class RowTransfer:
 
 
 @dataclass(frozen=True)
+class RoundRank:
+    """A rank of a round.
+
+    Args:
+        group: the ranks of the round.
+        members: member of the group that each rank of the round is, as `Placement` numbers them.
+        device: device of the rows.
+        statistics: counts the work and the bytes.
+    """
+
+    group: Group
+    members: Integers
+    device: torch.device
+    statistics: AttentionStatistics
+
+    def index(self, values: Integers) -> Tensor:
+        """Return indices on the device, without a wait."""
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(values)), self.device)
+
+
 class RankTasks:
-    """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values."""
+    """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values.
 
-    tasks: TaskAttention
-    queries: RowTransfer
-    keys: RowTransfer
+    Args:
+        plan: the plan of the round.
+        rank: this rank.
+        num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
+        round_index: of the round in the statistics; None: it is not counted, as all ranks have equal work.
+    """
 
-    @staticmethod
-    def of_plan(
-        plan: AttentionPlan, group: Group, members: Integers, num_samples: int, device: torch.device
-    ) -> "RankTasks":
-        """Build the tasks of a rank.
-
-        Args:
-            plan: the plan of the round.
-            group: the ranks of the round.
-            members: member of the group that each rank of the round is.
-            num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-            device: device of the rows.
-        """
-        rank = int(np.flatnonzero(members == group.rank)[0])
-        slots = plan.placement.slots(rank)
-        own_tokens = slots.reshape(num_samples, -1).T.ravel()
-        queries, keys = plan.needed_tokens(rank)
-        chosen = plan.hosts_K == rank
+    def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
+        number = int(np.flatnonzero(rank.members == rank.group.rank)[0])
+        own_tokens = plan.placement.slots(number).reshape(num_samples, -1).T.ravel()
+        queries, keys = plan.needed_tokens(number)
+        chosen = plan.hosts_K == number
         stops = plan.stops_K[chosen]
-        firsts = plan.firsts_K[chosen]
         ranges = [
-            np.stack((needed.rows_of(begins), needed.rows_of(stops - 1) + 1), 1)
-            for needed, begins in ((queries, firsts), (keys, plan.first_keys[chosen]))
+            np.stack((needed.rows_of(firsts[chosen]), needed.rows_of(stops - 1) + 1), 1)
+            for needed, firsts in ((queries, plan.firsts_K), (keys, plan.first_keys))
         ]
         exchange = plan.exchange()
-        return RankTasks(
-            TaskAttention(ranges[0], ranges[1], plan.window, device),
-            RowTransfer(queries, exchange.queries.between(members), own_tokens, group, device),
-            RowTransfer(keys, exchange.keys.between(members), own_tokens, group, device),
-        )
+        self.tasks = TaskAttention(ranges[0], ranges[1], plan.window, rank.device)
+        self.queries = RowTransfer(queries, exchange.queries.between(rank.members), own_tokens, rank)
+        self.keys = RowTransfer(keys, exchange.keys.between(rank.members), own_tokens, rank)
+        self._pairs = int(plan.pairs_of_ranks[number])
+        self._round_index = round_index
+        self._statistics = rank.statistics
+
+    def count_pass(self) -> None:
+        """Count the forward pass of a layer."""
+        if self._round_index is not None:
+            self._statistics.add_pass(self._round_index, self._pairs, self.queries.num_received)
 
 
 class AttentionPlanner:
@@ -164,6 +212,7 @@ class AttentionPlanner:
         # Members of a group are sorted by rank, whatever the order of the axes.
         self._members = np.argsort([dp_rank * self._cp.size + cp_rank for dp_rank, cp_rank in coordinates])
         self._options = options
+        self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
 
     def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
@@ -178,24 +227,27 @@ class AttentionPlanner:
         if documents is None:
             key = num_tokens, num_samples, window
             if key not in self._without_documents:
-                self._without_documents[key] = self._build(q, ((0,),) * num_samples, None, window)
+                bounds = DocumentBounds(((0,),) * num_samples)
+                self._without_documents[key] = self._build(q, bounds, window, None)
             return self._without_documents[key]
-        bounds = documents.bounds
+        round_index = documents.cached("attention round", self.statistics.begin_round)
         return documents.cached(
-            ("tasks", window, num_samples), lambda: self._build(q, bounds.of_samples, bounds.placement, window)
+            ("attention tasks", window, num_samples), lambda: self._build(q, documents.bounds, window, round_index)
         )
 
-    def _build(
-        self, q: Tensor, bounds_of_samples: tuple[tuple[int, ...], ...], placement: Placement | None, window: int
-    ) -> RankTasks:
+    def _build(self, q: Tensor, bounds: DocumentBounds, window: int, round_index: int | None) -> RankTasks:
         num_tokens, num_samples = q.shape[:2]
+        cp = self._cp
+        placement = bounds.placement
         if placement is None:
-            shape = RoundShape(cp=self._cp.size, micro_batch_size=num_samples, seq_len=num_tokens * self._cp.size)
-            placement = place("samples", shape, document_bounds(shape, bounds_of_samples))
+            shape = RoundShape(cp=cp.size, micro_batch_size=num_samples, seq_len=num_tokens * cp.size)
+            placement = place("samples", shape, document_bounds(shape, bounds.of_samples))
             plan = plan_attention(placement, window=window)
-            return RankTasks.of_plan(plan, self._cp, np.arange(self._cp.size), num_samples, q.device)
-        plan = self._options.plan(placement, window)
-        return RankTasks.of_plan(plan, self._dp_cp, self._members, num_samples, q.device)
+            rank = RoundRank(cp, np.arange(cp.size), q.device, self.statistics)
+        else:
+            plan = self._options.plan(placement, window)
+            rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
+        return RankTasks(plan, rank, num_samples, round_index)
 
 
 class PlannedAttention:
@@ -209,7 +261,7 @@ class PlannedAttention:
     """
 
     def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:
-        self._planner = planner
+        self.planner = planner
         self._window = window
         self.kernel: TaskKernel | None = None
 
@@ -223,7 +275,8 @@ class PlannedAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
-        tasks = self._planner.rank_tasks(q, documents, self._window)
+        tasks = self.planner.rank_tasks(q, documents, self._window)
+        tasks.count_pass()
         out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
         return out
 
@@ -274,7 +327,3 @@ def _gather_keys(k: Tensor, v: Tensor, tasks: RankTasks) -> tuple[Tensor, Tensor
 def _rows(x: Tensor) -> Tensor:
     """Return [S/cp, B, heads, D] as rows, [S/cp * B, heads * D]."""
     return x.reshape(x.shape[0] * x.shape[1], -1)
-
-
-def _index(values: Integers, device: torch.device) -> Tensor:
-    return copy_to_device(torch.from_numpy(np.ascontiguousarray(values)), device)

@@ -24,6 +24,7 @@ from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
+from moefold.validate.placement import PLACEMENT_RULES
 from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
 
 
@@ -418,6 +419,7 @@ PARALLEL_RULES = (
     validate_batch_size,
     *PIPELINE_RULES,
     *PLANNED_ATTENTION_CHECKS,
+    *PLACEMENT_RULES,
 )
 
 

@@ -22,20 +22,10 @@ def validate_attention_pool(cfg: Config) -> Iterator[str]:
 
 
 def validate_placement(cfg: Config) -> Iterator[str]:
-    """Check that every layer and every source of samples can take the placement and the hosts."""
+    """Check that the source of samples can take the hosts; `validate/placement.py` checks the placement."""
     p = cfg.parallel
     if p.context != "planned":
         return
-    if p.placement != "samples":
-        yield (
-            f"parallel.placement={p.placement!r} is not supported yet; choose 'samples', with "
-            "parallel.attention_hosts='balanced' where attention work differs"
-        )
-    if p.placement != "samples" and cfg.model.has_linear_attention:
-        yield (
-            f"parallel.placement={p.placement!r} splits samples into parts of documents, and linear attention "
-            "(model.attention_pattern) needs contiguous segments of samples; choose parallel.placement='samples'"
-        )
     if p.attention_hosts == "balanced" and cfg.is_rl:
         yield (
             "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each "
