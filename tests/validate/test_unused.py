@@ -8,6 +8,7 @@ from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
 RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
 EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
+_GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
 PLANNED = ["parallel.context=planned"]
 BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
@@ -51,6 +52,21 @@ CASES = [
     ("model.linear_key_head_dim=16", [], ["model.attention_pattern=LF"]),
     ("model.linear_value_head_dim=16", [], ["model.attention_pattern=LF"]),
     ("model.linear_conv_kernel=3", [], ["model.attention_pattern=LF"]),
+    ("model.linear_num_key_heads=2", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    (
+        "model.linear_num_value_heads=8",
+        ["model.attention_pattern=LF", "model.linear_attention=short_convolution"],
+        _GLA,
+    ),
+    ("model.linear_key_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    ("model.linear_value_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    ("model.linear_conv_kernel=3", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_gate_rank=8", ["model.attention_pattern=LF"], _GLA),
+    ("model.linear_full_rank_gates=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
+    ("model.linear_decay_bound=-5", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
+    ("model.attention_gate_width=head", [], ["model.attention_gate=true"]),
+    ("model.num_attention_heads=4", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
+    ("model.rope_theta=50", ["model.attention_pattern=LF", "model.rope_pattern=RN"], ["model.rope_pattern=RN"]),
     ("model.attention=mla", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
     ("model.num_query_groups=2", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
     ("model.head_dim=16", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
@@ -154,6 +170,8 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("data.packing=best_fit", ["data.kind=sft"], ["data.kind=text", "data.document_end=0"]),
+    ("data.packing=best_fit", ["data.kind=synthetic"], ["data.kind=tokens", "data.document_index=true"]),
     ("data.task=add", [], ["data.kind=task"]),
     ("data.task_size=3", ["data.kind=text"], ["data.kind=task"]),
     ("rl.objective=clip", [], RL),

@@ -352,6 +352,10 @@ class DataConfig:
     document_index: bool = False
     """Mask attention as document_end does, at the document boundaries that `moefold tokenize` recorded next to the
     tokens (tokens)."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents become samples. concatenate: the stream of all documents is split every seq_len tokens. best_fit:
+    no document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830;
+    python-docs, text, tokens, huggingface)."""
     corrupt: Literal["fatal", "skip"] = "fatal"
     """Handling of files that cannot be read to their end: fatal refuses the run; skip leaves out each such file as a
     whole and lists it in the log, token files also when they become unreadable during the run

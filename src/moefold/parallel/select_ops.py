@@ -149,20 +149,24 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
+    from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
+    has_linear = cfg.model.has_linear_attention
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
+        build_libraries(*names, *(LIBRARIES if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
+        linear_attention = CLinearAttention() if has_linear else None
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
@@ -179,6 +183,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     has_swiglu = cfg.model.moe_activation == "swiglu"
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
+    parts["linear attention"] = has_linear
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
@@ -188,6 +193,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
+        linear_attention=linear_attention,
         paged_attention=paged_attention if uses_attention else None,
         decode=decode if uses_attention and uses_gemm else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,

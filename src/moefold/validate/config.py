@@ -66,9 +66,10 @@ RANGES = (
     RangeRule(
         *_at_least(1),
         "model",
-        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_gate_rank",
     ),
     RangeRule(*_at_least(2), "model", "linear_conv_kernel"),
+    RangeRule("must be at most 0 (0: none)", lambda bound: bound <= 0, "model", "linear_decay_bound"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),

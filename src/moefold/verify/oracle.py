@@ -292,7 +292,8 @@ class Oracle:
                 outputs.append(scores.softmax(-1) @ value[:, :, group])
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
-            attended = attended / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
+            gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
+            attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
