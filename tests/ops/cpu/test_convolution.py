@@ -27,7 +27,7 @@ def kernel(request, built_with):
 def _gradients(tensors: list[Tensor], num_previous_SB: Tensor, activation, kernel=None) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = causal_convolution(*leaves, num_previous_SB, activation, kernel)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).bfloat16().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights, materialize_grads=True)]
 
 
