@@ -1,12 +1,12 @@
-"""Compare the held-out loss of models of equal size with full, linear and sparse attention, trained on the same tokens.
+"""Compare the held-out loss of models of equal size with full and linear attention, trained on the same tokens.
 
-    python benchmarks/learning_attention.py [--steps 800] [--seeds 0 1 2] [--variants NAME ...] [--dir DIR]
+    python benchmarks/learning_attention.py [--steps 400] [--seeds 0 1 2] [--variants NAME ...] [--dir DIR]
     python benchmarks/learning_attention.py --plot PICTURE [--dir DIR]
 
 Each run is `moefold train` in its own process on one thread: the quickstart's model on python-docs (bytes), with the
-learning rates of recipes/single.toml. Runs of one seed read the same samples in the same order. Results are appended to
-DIR/results.jsonl; a run that is there already is not repeated. Without --plot, the command ends with the table of all
-results; `--plot` draws the held-out loss by step.
+learning rates of recipes/single.toml. Runs of one seed read the same samples in the same order. Results are
+appended to DIR/results.jsonl; a run that is there already is not repeated. Without --plot, the command ends with the
+table of all results; `--plot` draws the held-out loss by step.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COMMON = (
     "train.lr=2e-3",
     "train.min_lr=2e-4",
     "train.warmup_steps=20",
-    "train.eval_samples=256",
+    "train.eval_samples=128",
     "checkpoint.resume=never",
 )
 HYBRID = ("model.attention_pattern=LLLF", "model.linear_num_key_heads=2")
@@ -65,7 +65,7 @@ MAX_SIZE_DIFFERENCE = 0.01
 def main() -> int:
     """Train the runs that are missing and print the table, or draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps of each run (default 800)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (default 400)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (all)")
     parser.add_argument("--dir", type=Path, default=Path("runs/learning-attention"), help="folder of the runs")
@@ -111,7 +111,7 @@ def _train(name: str, seed: int, steps: int, folder: Path) -> tuple[list[tuple[i
         f"run.dir={run}",
         f"run.seed={seed}",
         f"run.steps={steps}",
-        f"train.eval_every={max(1, steps // 8)}",
+        f"train.eval_every={max(1, steps // 4)}",
         f"checkpoint.every={steps}",
     )
     before = _cpu_seconds()

@@ -9,6 +9,8 @@ RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
 EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 _GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
+PLANNED = ["parallel.context=planned"]
+BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -25,6 +27,14 @@ CASES = [
     ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.placement=documents", [], [*PLANNED, "data.document_end=0"]),
+    ("parallel.placement=documents", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_hosts=balanced", [], [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_hosts=balanced", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_tolerance=0.2", [], BALANCED_HOSTS),
+    ("parallel.attention_pool=2", [], BALANCED_HOSTS),
+    ("parallel.attention_block=64", [], BALANCED_HOSTS),
+    ("parallel.attention_block=64", PLANNED, [*PLANNED, "data.document_end=0", "parallel.placement=documents"]),
     ("parallel.overlap_tp=true", [], ["parallel.world_size=2", "parallel.tp=2"]),
     ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
@@ -160,6 +170,8 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("data.packing=best_fit", ["data.kind=sft"], ["data.kind=text", "data.document_end=0"]),
+    ("data.packing=best_fit", ["data.kind=synthetic"], ["data.kind=tokens", "data.document_index=true"]),
     ("data.task=add", [], ["data.kind=task"]),
     ("data.task_size=3", ["data.kind=text"], ["data.kind=task"]),
     ("rl.objective=clip", [], RL),

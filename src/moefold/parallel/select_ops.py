@@ -26,6 +26,7 @@ from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsuppo
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
+from moefold.parallel.planned_attention import PlannedAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, CausalAttention):
+        if isinstance(core, CausalAttention | PlannedAttention):
             core.kernel = kernels.attention
         if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
             core.block_kernel = kernels.block_attention

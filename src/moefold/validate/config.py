@@ -84,7 +84,9 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
     RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
     RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
-    RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor"),
+    RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor attention_block"),
+    RangeRule("must be at least 0", lambda tolerance: tolerance >= 0, "parallel", "attention_tolerance"),
+    RangeRule("must be at least 0 (0: all ranks)", lambda ranks: ranks >= 0, "parallel", "attention_pool"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(
         "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",

@@ -25,6 +25,8 @@ from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
+from moefold.validate.placement import PLACEMENT_RULES
+from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -424,6 +426,8 @@ PARALLEL_RULES = (
     validate_least_loaded,
     validate_batch_size,
     *PIPELINE_RULES,
+    *PLANNED_ATTENTION_CHECKS,
+    *PLACEMENT_RULES,
 )
 
 

@@ -16,8 +16,9 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
-from moefold.validate.train import compiles_parts, has_validation_split
+from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
+from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
@@ -236,6 +237,7 @@ UNUSED_KEY_RULES = (
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),
+    *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
         "parallel.overlap_tp",
         lambda cfg: cfg.parallel.tp == 1,
@@ -404,6 +406,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
+    ),
+    UnusedKeyRule(
+        "data.packing",
+        lambda cfg: cfg.data.kind not in PACKED_KINDS,
+        "only data.kind='python-docs', 'text', 'tokens' and 'huggingface' read it",
+        "choose one of these; conversations, pairs and rollouts are packed by best fit always",
     ),
     UnusedKeyRule(
         "data.overlong",
