@@ -85,7 +85,7 @@ class BlockSpec:
     state_size: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: numbers of the recurrent states of one sample on all tp ranks, in float32 at least."""
     transition_size: Callable[[ModelConfig], int] = _nothing
-    """Of a layer of kind L: numbers of the matrices [D, D] by which a segment of tokens turns the states of all heads."""
+    """Of a layer of kind L: numbers of the matrices [D, D] by which a segment of tokens turns all states."""
     conv_width: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: channels of its convolutions over neighbouring tokens, on all tp ranks."""
 
