@@ -253,6 +253,13 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
     assert formula_divided - formula == measured_divided - measured == (1 + mtp_layers) * 128 * 256 * 4
 
 
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
+def test_linear_attention_by_torch_operations(kind):
+    cfg = _config(model=LINEAR | {"linear_attention": kind})
+    cfg = replace(cfg, run=replace(cfg.run, kernels="plain"))
+    _assert_close(cfg, [_on_one_rank(cfg)])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
 def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
