@@ -103,7 +103,7 @@ class LightningIndexer(nn.Module):
         self.weights_proj = nn.Parameter(torch.empty(heads, cfg.hidden_size))
         self.key_norm = LayerNorm(head_dim, INDEX_NORM_EPS)
         self.top_k = cfg.index_topk
-        self.window = window
+        self.sliding_window = window
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.keys: KeyGather = WholeKeys()
         self.cache: SelectedKeyCache | None = None
@@ -179,8 +179,8 @@ class LightningIndexer(nn.Module):
         starts_SB = positions.new_zeros(num_tokens, num_samples)
         if documents is not None:
             starts_SB = documents.starts_SB[positions]
-        if self.window:
-            starts_SB = torch.maximum(starts_SB, (positions - self.window + 1).unsqueeze(1))
+        if self.sliding_window:
+            starts_SB = torch.maximum(starts_SB, (positions - self.sliding_window + 1).unsqueeze(1))
         stops_SB = (positions + 1).unsqueeze(1).expand_as(starts_SB)
         return VisibleKeys(starts_SB.int(), stops_SB.int())
 
