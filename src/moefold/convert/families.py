@@ -8,6 +8,7 @@ from moefold.convert.config_fields import (
     MTPLayers,
     MultiHeadKeyValue,
     NormTopKProb,
+    Positive,
     QueryLoraRank,
     Renamed,
     RouterGroups,
@@ -127,6 +128,7 @@ def _sparse_attention(index_heads: int) -> tuple[ConfigField, ...]:
     """Return the fields of families with a lightning indexer, given the default of its heads."""
     return (
         *_LATENT,
+        Positive("q_lora_rank", "q_lora_rank"),
         MlpLayerTypes(default=3),
         AllowedValues("moe_layer_freq", (1,)),
         Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
@@ -135,9 +137,9 @@ def _sparse_attention(index_heads: int) -> tuple[ConfigField, ...]:
         AllowedValues("mlp_bias", (False, None)),
         *_DEEPSEEK_V3_ROUTER,
         IndexedAttention(),
-        Renamed("index_topk", "index_topk", 2048),
-        Renamed("index_n_heads", "index_heads", index_heads),
-        Renamed("index_head_dim", "index_head_dim", 128),
+        Positive("index_topk", "index_topk", 2048),
+        Positive("index_n_heads", "index_heads", index_heads),
+        Positive("index_head_dim", "index_head_dim", 128),
     )
 
 
@@ -371,6 +373,14 @@ FAMILIES = {
         *SIGMOID_FAMILIES,
     )
 }
+
+UNSUPPORTED_FAMILIES = {
+    "deepseek_v4": "hyper-connections (several residual streams, mixed at each sublayer), attention over compressed "
+    "keys with one key-value head and a grouped output projection, and experts chosen by a table of token ids",
+    "granitemoehybrid": "Mamba layers",
+    "nemotron_h": "Mamba layers",
+}
+"""Families of mixture-of-experts models that are refused by name, with the parts that moefold does not have."""
 
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
 """Every family by each `model_type` that means it."""
