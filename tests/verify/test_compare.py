@@ -12,7 +12,7 @@ from tests.verify.recipes import tiny
 
 @pytest.fixture(scope="module")
 def oracle() -> OracleRecord:
-    return run_oracle(tiny(model={"mtp_layers": 1}), 2)
+    return run_oracle(tiny(model={"mtp_layers": 1, "index_topk": 5, "index_heads": 3, "index_head_dim": 6}), 2)
 
 
 def perfect(oracle: OracleRecord) -> DistributedRecord:

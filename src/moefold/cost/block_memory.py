@@ -15,6 +15,10 @@ from moefold.topology.dispatchers import dispatcher_of
 
 INDEX_BYTES = 4
 """Bytes of the number of a selected key, int32."""
+MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+SELECTION_COPIES = 2.25
+"""Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
 
@@ -403,9 +407,33 @@ def _saved_by_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
     return saved
 
 
+def _transient_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
+    key_value = _gqa_widths(sizes)[1]
+    return _transient_selection(sizes, key_value, key_value // 2, (SELECTION_COPIES, 2.65))
+
+
+def _transient_sparse_mla(sizes: BlockSizes) -> BytesByPart:
+    width = sizes.cfg.model.kv_lora_rank + sizes.cfg.model.qk_rope_head_dim
+    return _transient_selection(sizes, width, width, (SELECTION_COPIES, 3.0))
+
+
+def _transient_selection(
+    sizes: BlockSizes, copied_width: int, key_width: int, copies: tuple[float, float]
+) -> BytesByPart:
+    """Return the temporary bytes of a block of queries in the backward pass: copies of its keys and their gradients."""
+    model = sizes.cfg.model
+    train = sizes.cfg.train
+    selected = min(model.index_topk, train.seq_len)
+    rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, sizes.heads))
+    rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    numbers = copies[is_low_precision] * rows * selected * copied_width
+    return BytesByPart({"core attention": round(numbers * sizes.high_precision_bytes)})
+
+
 ATTENTION_MEMORY = {
-    "sparse_gqa": BlockMemory(saved=_saved_by_sparse_gqa, delayed_wgrad=_gqa_wgrad),
-    "sparse_mla": BlockMemory(saved=_saved_by_sparse_mla, delayed_wgrad=_mla_wgrad),
+    "sparse_gqa": BlockMemory(saved=_saved_by_sparse_gqa, delayed_wgrad=_gqa_wgrad, transient=_transient_sparse_gqa),
+    "sparse_mla": BlockMemory(saved=_saved_by_sparse_mla, delayed_wgrad=_mla_wgrad, transient=_transient_sparse_mla),
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
     "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),

@@ -133,7 +133,7 @@ class LightningIndexer(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether attention is dense: in the warm-up stage, in which only the indexer learns."""
+        """Return whether attention is dense: in the warm-up stage, in which only the indexer learns."""
         return self.stage == "warmup"
 
     def project(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
@@ -237,7 +237,7 @@ class LightningIndexer(nn.Module):
         num_keys = len(key)
         parts = len(query) // num_own
         heads = max(query.shape[2] * parts, index.query.shape[2])
-        size = block_rows(num_own, heads * num_keys * query.shape[1])
+        size = block_rows(index.query, heads * num_keys * query.shape[1])
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)

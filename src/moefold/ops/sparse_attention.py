@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from moefold.ops.block_attention import accumulation_dtype, fold_in_sinks, sink_gradient
 from moefold.ops.exact_topk import exact_topk
 
-MAX_BLOCK_ELEMENTS = 1 << 22
-"""Elements of the largest temporary tensor of a block of queries, 16 MiB in float32."""
+MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of the largest temporary tensor of a block of queries by device type: what a CPU caches, and few launches on
+a GPU."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor
         Selected keys in ascending order, then -1, int32 [S, B, min(top_k, N)].
     """
     num_keys = len(index.key)
-    length, num_samples, heads, _ = index.query.shape
-    chosen = index.query.new_empty(length, num_samples, min(top_k, num_keys), dtype=torch.int32)
-    for rows, sample in _blocks(length, num_samples, heads * num_keys):
+    heads = index.query.shape[2]
+    chosen = index.query.new_empty(*index.query.shape[:2], min(top_k, num_keys), dtype=torch.int32)
+    for rows, sample in _blocks(index.query, heads * num_keys):
         limit = visible.limit(rows, sample, num_keys)
         scores = index_scores(index.query[rows, sample], index.weight[rows, sample], index.key[:limit, sample])
         scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -264,9 +265,9 @@ class _IndexLoss(torch.autograd.Function):
         dtype = accumulation_dtype(query.dtype)
         total = torch.zeros((), dtype=dtype, device=query.device)
         grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if is_needed else []
-        length, num_samples, heads, head_dim = query.shape
+        heads, head_dim = query.shape[2:]
         width = selected_SBK.shape[2]
-        for rows, sample in _blocks(length, num_samples, width * max(heads, head_dim)):
+        for rows, sample in _blocks(query, width * max(heads, head_dim)):
             selected_RK = selected_SBK[rows, sample]
             row = selected_RK.clamp(min=0).flatten()
             key_RKD = key[:, sample].index_select(0, row).to(dtype).unflatten(0, selected_RK.shape)
@@ -348,19 +349,24 @@ def _divergence(scores: Tensor, is_present: Tensor, target: Tensor) -> tuple[Ten
     return terms.sum(), probs - target
 
 
-def block_rows(num_rows: int, elements_per_row: int) -> int:
-    """Return the queries of a block whose largest temporary tensor has this many elements for each of them."""
-    return max(1, min(num_rows, MAX_BLOCK_ELEMENTS // max(1, elements_per_row)))
+def block_rows(query: Tensor, elements_per_row: int) -> int:
+    """Return the queries of a block whose largest temporary tensor has this many elements for each of them.
+
+    Args:
+        query: queries [S, ...] on their device.
+        elements_per_row: elements for one query.
+    """
+    limit = MAX_BLOCK_ELEMENTS.get(query.device.type, MAX_BLOCK_ELEMENTS["cuda"])
+    return max(1, min(len(query), limit // max(1, elements_per_row)))
 
 
-def _blocks(num_rows: int, num_samples: int, elements_per_row: int) -> Iterator[tuple[slice, int]]:
-    """Yield the rows and the sample of each block."""
-    size = block_rows(num_rows, elements_per_row)
-    for sample in range(num_samples):
-        for start in range(0, num_rows, size):
-            yield slice(start, min(start + size, num_rows)), sample
+def _blocks(query: Tensor, elements_per_row: int) -> Iterator[tuple[slice, int]]:
+    """Yield the rows and the sample of each block of queries [S, B, ...]."""
+    size = block_rows(query, elements_per_row)
+    for sample in range(query.shape[1]):
+        for start in range(0, len(query), size):
+            yield slice(start, min(start + size, len(query))), sample
 
 
 def _attention_blocks(q: Tensor, k: Tensor, selected_SBK: Tensor) -> Iterator[tuple[slice, int]]:
-    width = selected_SBK.shape[2] * max(q.shape[2], k.shape[2:].numel())
-    return _blocks(len(q), q.shape[1], width)
+    return _blocks(q, selected_SBK.shape[2] * max(q.shape[2], k.shape[2:].numel()))

@@ -80,7 +80,11 @@ class DecodeCost:
         shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer_weights(model, kind)]
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
-        num_bytes = dense * self._itemsize + rows * keys * spec.cache_width(model, degrees.tp) * self._itemsize
+        # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
+        selected = min(keys, model.index_topk) if model.index_topk and not kind.endswith("L") else keys
+        index_width = model.index_head_dim if selected < keys else 0
+        cached = selected * (spec.cache_width(model, degrees.tp) - index_width) + keys * index_width
+        num_bytes = dense * self._itemsize + rows * cached * self._itemsize
         if kind.endswith("L"):
             num_bytes += 2 * states * layer_state_bytes(model, degrees.tp, self._itemsize)
         flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp
