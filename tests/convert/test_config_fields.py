@@ -149,7 +149,7 @@ def _model_for(family: str) -> ModelConfig:
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
-    sizes |= {entry.key: 8 for entry in fields if isinstance(entry, Positive)}
+    sizes |= {entry.key: 32 for entry in fields if isinstance(entry, Positive)}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["shared_expert_ffn_hidden_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
