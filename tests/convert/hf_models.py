@@ -302,7 +302,7 @@ SPARSE = {
     "topk_group": 2,
     "index_topk": 5,
     # With few heads many scores are 0, and equal ones have no order in transformers.
-    "index_n_heads": 8,
+    "index_n_heads": 16,
     "index_head_dim": 10,
     "bos_token_id": None,
     "eos_token_id": None,
