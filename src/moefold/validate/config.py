@@ -26,7 +26,7 @@ from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_co
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
-from moefold.validate.sparse import validate_index_topk
+from moefold.validate.sparse import SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -219,9 +219,8 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_rules = (
-        (*TRAINING_ONLY_RULES, validate_index_topk, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES) if is_training else ()
-    )
+    training_only = (*TRAINING_ONLY_RULES, *SPARSE_TRAINING_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES)
+    training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

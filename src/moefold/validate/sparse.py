@@ -35,6 +35,16 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_selection_length(cfg: Config) -> Iterator[str]:
+    """Check that a sample of training has as many tokens as a query selects."""
+    top_k = cfg.model.index_topk
+    if top_k > cfg.train.seq_len:
+        yield (
+            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
+            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
+        )
+
+
 def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
     """Check that the warm-up stage has a loss from which the indexers learn, and no other one."""
     if not cfg.trains_indexers_only:
@@ -47,7 +57,9 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
 
-SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_indexer_warmup)
+SPARSE_ATTENTION_RULES = (validate_sparse_attention,)
+SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
+"""Rules for recipes that train: a model is also used with longer and shorter texts than those of its training."""
 
 UNUSED_SPARSE_KEYS = (
     UnusedKeyRule(
