@@ -6,16 +6,6 @@ from moefold.config.schema import Config
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
-def validate_index_topk(cfg: Config) -> Iterator[str]:
-    """Refuse training in which the indexer selects all keys; shorter texts may be read and continued."""
-    top_k = cfg.model.index_topk
-    if top_k > cfg.train.seq_len:
-        yield (
-            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
-            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
-        )
-
-
 def validate_sparse_attention(cfg: Config) -> Iterator[str]:
     """Check the sizes of the indexer, and refuse what selects nothing."""
     model = cfg.model
