@@ -16,6 +16,7 @@ from moefold.convert.config_fields import (
     MultiHeadKeyValue,
     Positive,
     SharedExperts,
+    WithAlias,
 )
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
@@ -111,7 +112,8 @@ def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
         theirs = transformers.AutoConfig.for_model(**rest).to_dict()
         if key in theirs:
             assert found == _outcome(rest | {key: theirs[key]}), key
-    assert {"rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"} <= understood
+    assert {"tie_word_embeddings", "num_key_value_heads"} <= understood
+    assert {"rms_norm_eps", "norm_eps"} & understood
     if family == "deepseek_v3":
         assert {"n_group", "topk_group", "q_lora_rank", "first_k_dense_replace", "rope_interleave"} <= understood
         assert "num_nextn_predict_layers" in understood
@@ -145,7 +147,7 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
-    fields = FAMILIES[family].config_fields
+    fields = [entry.entry if isinstance(entry, WithAlias) else entry for entry in FAMILIES[family].config_fields]
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}

@@ -35,6 +35,7 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.kda_families import KDA_FAMILIES
 from moefold.convert.layer_fields import (
     FirstKDense,
     IndexedAttention,
@@ -45,7 +46,8 @@ from moefold.convert.layer_fields import (
     SparseLayers,
     UniformLayers,
 )
-from moefold.convert.linear_families import LINEAR_FAMILIES
+from moefold.convert.lfm2_families import LFM2_FAMILIES
+from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -319,7 +321,9 @@ FAMILIES = {
             mtp_unreported=(61,),
             aliases=("kimi_k2",),
         ),
-        *LINEAR_FAMILIES,
+        *KDA_FAMILIES,
+        *QWEN_HYBRID_FAMILIES,
+        *LFM2_FAMILIES,
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
@@ -382,5 +386,7 @@ UNSUPPORTED_FAMILIES = {
 }
 """Families of mixture-of-experts models that are refused by name, with the parts that moefold does not have."""
 
-MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)} | {
+    family.multimodal.model_type: family for family in FAMILIES.values() if family.multimodal is not None
+}
 """Every family by each `model_type` that means it."""

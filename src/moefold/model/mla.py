@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import SelfAttention, takes_narrow_values
+from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
@@ -73,6 +73,8 @@ class LatentAttention(SelfAttention):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
+        gates = heads * cfg.attention_gate_size
+        self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
@@ -83,7 +85,10 @@ class LatentAttention(SelfAttention):
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute latent attention, as `SelfAttention.forward`."""
         own = self._latents(x)
-        attended = self._attend(x, own, self._all_gather_latents(own), rope, documents)
+        gathered = self._all_gather_latents(own)
+        attended = self._attend(x, own, gathered, rope, documents)
+        if self.wg is not None:
+            attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
@@ -121,6 +126,15 @@ class LatentAttention(SelfAttention):
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
         return weight
+
+    def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
+        """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
+        if self.wq_down is None:
+            return self._project(source, weight)
+        columns = [(local_param(weight, x.dtype), None)]
+        backend = self.kernels.linear_backend
+        (gate,) = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
+        return gate
 
     def _expanded_attention(
         self,
