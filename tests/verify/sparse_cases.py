@@ -37,6 +37,7 @@ OPTIONS = [
         ({"world_size": 1}, SPARSE | {"attention_sinks": True, "attention_gate": True, "qk_norm": True}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE | {"attention_pattern": "WF", "sliding_window": 7}, {}),
         ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE, {"recompute": ("layer",)}),
+        ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"q_lora_rank": 0}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {"recompute": ("norms", "moe")}),
         ({"world_size": 2, "tp": 2}, SPARSE | {"rope_pattern": "RN"}, {"optimizer": "muon"}),
         ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
@@ -51,11 +52,15 @@ WARMUP = [
         ({"world_size": 2, "pp": 2}, SPARSE, TWO_SAMPLES),
         ({"world_size": 2, "ep": 2, "zero": 2}, SPARSE_LATENT, {"optimizer": "muon"}),
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE | {"tie_embeddings": True, "mtp_layers": 1}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE, {"recompute": ("layer",)}),
+        ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}, SPARSE, {}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
     )
 ]
+MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]
 CASES: list[Case] = [
-    *cases("sparse attention", [_sparse(AXES[0], SPARSE)], [_sparse(mapping, SPARSE) for mapping in AXES[1:]]),
-    *cases("sparse latent attention", [], [_sparse(mapping, SPARSE_LATENT) for mapping in AXES]),
+    *cases("sparse attention", MAPPED[:1], MAPPED[1:]),
     *cases("sparse attention with documents and options", OPTIONS[:1], OPTIONS[1:]),
     *cases("warm-up of sparse attention", WARMUP[:1], WARMUP[1:]),
 ]
