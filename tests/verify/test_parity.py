@@ -29,6 +29,7 @@ ORACLE_CASES = [
     *sparse_cases.CASES,
     *planned_cases.CASES,
     *placement_cases.CASES,
+    *sparse_cases.CASES,
     *OVERLAPPED,
 ]
 

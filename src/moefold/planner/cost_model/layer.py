@@ -267,8 +267,6 @@ class _MixerCost:
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
-        if mixer.selected_keys:
-            return self._sparse_core_s(keys_per_token(mixer.window, seq_len, causal=True))
         if self.load is None:
             keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
@@ -277,6 +275,8 @@ class _MixerCost:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
             chunk = self.load.kernel_rows
+        if mixer.selected_keys:
+            return self._sparse_core_s(keys)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         head = (mixer.head_size + mixer.value_head_size) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
