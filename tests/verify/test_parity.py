@@ -26,7 +26,6 @@ ORACLE_CASES = [
     *mapping_cases.CASES,
     *feature_cases.CASES,
     *linear_cases.CASES,
-    *sparse_cases.CASES,
     *planned_cases.CASES,
     *placement_cases.CASES,
     *sparse_cases.CASES,
