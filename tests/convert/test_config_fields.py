@@ -197,6 +197,32 @@ def test_deepseek_v4_is_refused_with_the_parts_that_are_missing():
         read_keys({"model_type": "deepseek_v4"}, Path("hf"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"indexer_types": ["full", "shared", "full"]}, "shared"),
+        ({"indexer_types": "full"}, "indexer_types='full'"),
+        ({"index_topk_pattern": "FFS"}, "shared"),
+        ({"index_topk_pattern": "FXF"}, "X"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "shared"),
+        ({"index_topk_freq": "4"}, "index_topk_freq='4'"),
+        ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "layer_types"),
+        ({"index_topk_pattern": "FFF"}, ""),
+        ({"index_topk_freq": 1}, ""),
+        ({"layer_types": ["indexed_attention"] * 3}, ""),
+    ],
+    ids=str,
+)
+def test_layers_that_share_a_selection_are_refused(keys, refused):
+    written = FAMILIES["glm_moe_dsa"].write(_model_for("glm_moe_dsa"))
+    written = {key: value for key, value in written.items() if key != "indexer_types"} | keys
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            read_keys(written, Path("hf"))
+    else:
+        assert read_keys(written, Path("hf")).index_topk == 32
+
+
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(family):
     model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
