@@ -526,3 +526,13 @@ def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
     cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
     check_config(cfg)
     _assert_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))
+
+
+@pytest.mark.parametrize("train", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
+def test_frozen_weights_have_neither_gradients_nor_moments(train):
+    cfg = _config(model=LATENT | SPARSE | {"mtp_layers": 1}, train={"indexer_stage": "warmup"} | train)
+    rank = _on_one_rank(cfg)
+    _assert_states(cfg, [rank])
+    assert 0 < rank.after["gradients"] < rank.after["weights"] / 10
+    # Weight gradients are not computed: the formulas of training are an upper bound.
+    assert rank.activations < _formulas(cfg)[0].activations.total

@@ -111,7 +111,7 @@ SIZES = {
         "parallel.context='ring' with parallel.cp=2 does not go with model.index_topk=8, which selects among the keys "
         "of the whole sequence; choose 'allgather', or parallel.cp=1"
     ),
-    "model.index_topk=8 parallel.world_size=2 parallel.context=planned parallel.placement=balanced data.document_end=0": (
+    "model.index_topk=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned data.document_end=0": (
         "parallel.context='planned' does not go with model.index_topk=8, which selects among the keys of the whole "
         "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
     ),
