@@ -102,6 +102,14 @@ def test_other_models_have_their_published_number_of_parameters(name, total):
     assert all_parameters(replace(load_model_spec(name), mtp_layers=0)) == pytest.approx(total, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [("kimi-linear-48b-a3b", 49.1e9), ("qwen3.5-35b-a3b", 35e9), ("qwen3.5-397b-a17b", 397e9), ("lfm2-8b-a1b", 8.3e9)],
+)
+def test_presets_of_hybrids_have_the_size_of_their_name(name, total):
+    assert all_parameters(load_model_spec(name)) == pytest.approx(total, rel=0.015)
+
+
 def test_a_hybrid_has_its_published_number_of_parameters():
     spec = load_model_spec("qwen3-next-80b-a3b")
     assert all_parameters(spec) == pytest.approx(79.67e9, rel=1e-3)
@@ -149,7 +157,8 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
     for name in listed:
         cfg = read_model(name)[0]
         assert cfg.model == load_model_spec(name).config
-        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), parallel=ParallelConfig()))
+        train = replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.index_topk))
+        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), train=train, parallel=ParallelConfig()))
     for name in others:
         with pytest.raises(ConfigError, match="layers that moefold cannot train"):
             read_model(name)

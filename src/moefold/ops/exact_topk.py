@@ -1,7 +1,8 @@
 """Exact top-k by guess, verify and refine: the positions of the k largest scores of each row.
 
 `sorted_topk` is the definition. On CPUs with a compiler the C kernel runs (`ops/cpu/exact_topk.py`), on CUDA in float32
-and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`); results are equal everywhere (docs/design/033).
+and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`); all results are equal
+(docs/design/033-exact-top-k.md).
 """
 
 from functools import cache
@@ -117,10 +118,12 @@ def _check_arguments(scores: Tensor, k: int, starts: Tensor | None, stops: Tenso
 @cache
 def _c_kernel() -> "CExactTopk | None":
     """Return the C kernel; None without a working compiler."""
-    from moefold.ops.cpu.build import CompilerError
+    from moefold.ops.cpu.build import CompilerError, build_libraries
     from moefold.ops.cpu.exact_topk import CExactTopk
 
     try:
+        # Of the processes of a machine, one compiles.
+        build_libraries("exact_topk")
         return CExactTopk()
     except CompilerError:
         return None
