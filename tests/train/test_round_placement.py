@@ -67,7 +67,7 @@ def test_every_token_has_one_slot_and_its_own_columns(pool, placement, dp, cp):
     seen = []
     for columns, dp_rank in pool.run(dp * cp, _move, cfg):
         shape = (num_samples // dp, S // cp)
-        sample, position = columns["sample_ids"], columns["positions"]
+        sample, position = columns["token_samples"], columns["positions"]
         assert sample.shape == position.shape == shape
         for name, values in whole.items():
             expected = np.moveaxis(np.moveaxis(values, -1, 1)[sample, position], 2, 1) if values.ndim == 3 else None

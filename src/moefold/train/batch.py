@@ -204,11 +204,13 @@ class BatchSharder:
         if self._placer.moves_tokens:
             assert starts is not None, "a placement is refused for data without documents"
             assert not samples.sample_columns, "a placement is refused for data with columns of samples"
-            return self._as_batch(*self._placer.move_tokens(per_token | {"document_starts": starts}, bounds))
-        columns = {name: values[..., self._positions] for name, values in per_token.items()}
-        columns |= {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
-        if starts is not None:
-            columns["document_starts"] = starts
+            columns, bounds = self._placer.move_tokens(per_token | {"document_starts": starts}, bounds)
+        else:
+            columns = {name: values[..., self._positions] for name, values in per_token.items()}
+            columns |= samples.sample_columns
+            if starts is not None:
+                columns["document_starts"] = starts
+        columns["sample_ids"] = first_in_batch + np.arange(len(samples.tokens))
         return self._as_batch(columns, bounds)
 
     def _as_batch(self, columns: dict[str, NDArray[Any]], bounds: tuple[DocumentBounds, ...]) -> Batch:

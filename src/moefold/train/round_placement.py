@@ -57,7 +57,7 @@ class RoundPlacer:
 
         Returns:
             The columns of this rank's slots, [samples, ..., S/cp]: a row holds any tokens of its round, and is no
-            sample. Those of `columns`, and "sample_ids" and "positions", which say which tokens they are. And the
+            sample. Those of `columns`, and "token_samples" and "positions", which say which tokens they are. And the
             bounds with the placement of each round.
         """
         placed = self._place_rounds(bounds)
@@ -74,7 +74,7 @@ class RoundPlacer:
             name: part.astype(columns[name].dtype).reshape(len(slots), *shape)
             for name, part, shape in zip(names, parts, shapes, strict=True)
         }
-        found |= {"sample_ids": exchange.samples, "positions": exchange.positions}
+        found |= {"token_samples": exchange.samples, "positions": exchange.positions}
         num_samples = len(columns[names[0]])
         return {name: _as_rows(values, num_samples) for name, values in found.items()}, placed
 

@@ -49,12 +49,6 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
             f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
         )
-    for key, is_set in (("trace_every", moe.trace_every > 0), ("replay", bool(moe.replay))):
-        if is_set:
-            yield (
-                f"{name} with moe.{key}={getattr(moe, key)!r}: traces are read and written by rank and sample, and "
-                f"ranks hold parts of any samples; leave {key} out, or {way_out}"
-            )
 
 
 PLACEMENT_RULES = (validate_placed_tokens,)
