@@ -33,6 +33,11 @@ from moefold.errors import ConfigError
 
 FAMILY_OF = {
     "qwen3-next": "qwen3_next",
+    # Its computation is that of Qwen3-Next, the first family that expresses it.
+    "qwen3.5": "qwen3_next",
+    "kimi-linear": "kimi_linear",
+    "lfm2": "lfm2_moe",
+    "ling-3": "bailing_hybrid",
     "mixtral": "mixtral",
     "qwen2-57b": "qwen2_moe",
     "qwen3": "qwen3_moe",
