@@ -69,7 +69,8 @@ class MoELayerMetrics:
             bias: bias of each expert; empty if there is none.
         """
         counts_E = np.asarray(counts, dtype=np.float64)
-        num_routed = float(counts_E.sum())
+        # A step of padding alone routes nothing.
+        num_routed = float(counts_E.sum()) or 1.0
         mean = num_routed / len(counts_E)
         return cls(
             layer=layer,
