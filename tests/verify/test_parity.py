@@ -14,7 +14,7 @@ from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import MAX_WINDOW, shrink
-from tests.verify import feature_cases, linear_cases, mapping_cases, placement_cases, planned_cases
+from tests.verify import feature_cases, linear_cases, mapping_cases, placement_cases, planned_cases, sparse_cases
 from tests.verify.cases import Case, cases
 from tests.verify.mapping_cases import DISPATCHERS, DROPPING
 from tests.verify.oracle import STEPS, assert_equals_oracle, oracle_of
@@ -28,6 +28,7 @@ ORACLE_CASES = [
     *linear_cases.CASES,
     *planned_cases.CASES,
     *placement_cases.CASES,
+    *sparse_cases.CASES,
     *OVERLAPPED,
 ]
 

@@ -48,6 +48,8 @@ class StepResult:
     z_loss: float
     mtp_loss: float
     """Mean over the MTP depths, multiplied by its coefficient; 0 without multi-token prediction."""
+    indexer_loss: float
+    """KL divergence of the indexers of sparse attention, summed over layers, multiplied by its coefficient; else 0."""
     grad_norm: float
     lr: float
     expert_load: tuple[float, ...]
@@ -91,6 +93,8 @@ class ReducedMetrics:
     """The metrics of the loss function by name."""
     mtp_loss: float | None
     """None without multi-token prediction (MTP)."""
+    indexer_loss: float
+    """0 without sparse attention."""
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     grad_norm: float
@@ -123,6 +127,8 @@ class ReducedMetrics:
         losses = {"loss": self.loss, "balance loss": aux, "z loss": z}
         if self.mtp_loss is not None:
             losses["MTP loss"] = self.mtp_loss
+        if self.indexer_loss:
+            losses["indexer loss"] = self.indexer_loss
         return {**losses, "gradient norm": self.grad_norm}
 
 
@@ -155,6 +161,7 @@ class TrainingStep:
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers()]
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
@@ -213,7 +220,8 @@ class TrainingStep:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.moment_updates += 1
-            self._update_routers(totals.expert_counts, totals.thresholds)
+            if not self._cfg.trains_indexers_only:
+                self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
@@ -295,6 +303,8 @@ class TrainingStep:
         self.attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
+        for indexer in self._indexers:
+            indexer.begin_step()
         if self.router_replay is not None:
             self.router_replay.begin_step(step, batch)
 
@@ -359,6 +369,8 @@ class TrainingStep:
         device = loss.device
         packer = MetricPacker()
         packer.add("losses", self._tp_dedup(loss.detach()))
+        indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
+        packer.add("indexer loss", sum(indexer_losses, torch.zeros((), dtype=torch.float64, device=device)).view(1))
         packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
         own_maxima = self._loss_metrics.maxima(device)
         maxima = own_maxima.new_zeros(world.size, len(own_maxima))
@@ -397,6 +409,7 @@ class TrainingStep:
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
             loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
             mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
+            indexer_loss=float(totals["indexer loss"]),
             device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
             grad_norm=float(totals["squared grad norm"].sqrt()),
             flags=tuple(int(count) for count in totals["flags"].tolist()),
@@ -426,6 +439,7 @@ class TrainingStep:
             aux_loss=aux,
             z_loss=z,
             mtp_loss=totals.mtp_loss or 0.0,
+            indexer_loss=totals.indexer_loss,
             grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
@@ -495,7 +509,8 @@ class TrainingStep:
 
 def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
     state_store = open_state_store(cfg.train, model.groups.device)
-    return make_optimizer(model.named_parameters, cfg, model.groups.attn.stage, state_store)
+    trained = {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
+    return make_optimizer(trained, cfg, model.groups.attn.stage, state_store)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, Model
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
+from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
@@ -234,6 +235,7 @@ def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
 MODEL_RULES = (
     validate_zero_centered_norms,
     validate_linear_attention,
+    *SPARSE_ATTENTION_RULES,
     validate_layer_pattern,
     validate_sliding_window,
     validate_heads,

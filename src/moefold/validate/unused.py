@@ -16,6 +16,7 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
+from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
@@ -23,6 +24,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
+    *UNUSED_SPARSE_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -313,9 +315,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rollout.cache",
-        lambda cfg: cfg.model.attention != "mla",
-        "only model.attention='mla' has latents",
-        "choose model.attention='mla'",
+        lambda cfg: cfg.model.attention != "mla" or cfg.model.index_topk > 0,
+        "only model.attention='mla' has latents, which sparse attention (model.index_topk) always caches",
+        "choose model.attention='mla' without model.index_topk",
     ),
     UnusedKeyRule(
         "rl.clip_low rl.clip_high",

@@ -111,6 +111,8 @@ def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dic
     is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
+        if gradients and not parameter.requires_grad:
+            continue
         tensor = parameter.grad if gradients else parameter.data
         if tensor is None:
             raise ValueError(f"{name} has no gradient")

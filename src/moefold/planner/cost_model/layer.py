@@ -249,6 +249,10 @@ class _MixerCost:
             forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
             backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
             weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+        if mixer.index_params:
+            rows = mixer.index_params // hidden
+            forward_s += gemm.matmul_s(tokens / tp, rows, hidden)
+            weights += gemm.wgrad_s(tokens / tp, rows, hidden)
         forward_s += gemm.quantize_s(tokens * (depth + out))
         backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
         return forward_s, backward_s, weights
@@ -271,6 +275,8 @@ class _MixerCost:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
             chunk = self.load.kernel_rows
+        if mixer.selected_keys:
+            return self._sparse_core_s(keys)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         head = (mixer.head_size + mixer.value_head_size) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
@@ -298,6 +304,21 @@ class _MixerCost:
         device = self.layer_costs.device
         return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
 
+    def _sparse_core_s(self, keys: float) -> tuple[float, float]:
+        """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
+        costs = self.layer_costs
+        mixer = self.mixer
+        selected = min(keys, mixer.selected_keys)
+        width = mixer.head_size + mixer.value_head_size
+        flops = 2.0 * selected * width * mixer.num_heads / self.tp * self.tokens
+        scores = mixer.index_flops * keys / self.tp * self.tokens
+        forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
+        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0]
+        heads = max(1.0, mixer.num_kv_heads / self.tp)
+        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
+        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * width)
+        return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
+
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
         mixer = self.mixer
@@ -319,7 +340,9 @@ class _MixerCost:
         merge = cp * self.layer_costs.gemm.memory_bound_s(
             12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
         )
-        hidden = core_forward_s * (cp - 1) / cp, core_backward_s * (cp - 1) / cp
+        # The keys of sparse attention are gathered before any is selected.
+        overlap = 0.0 if mixer.selected_keys else (cp - 1) / cp
+        hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
