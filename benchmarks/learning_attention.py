@@ -171,10 +171,9 @@ def _draw(rows: list[dict[str, Any]], picture: Path) -> None:
             steps, losses = zip(*row["losses"], strict=True)
             label = name if row is found[0] else None
             axes.plot(steps, losses, color=f"C{index}", linewidth=1, alpha=0.8, label=label)
-    axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss, nats a byte")
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(picture)
 
