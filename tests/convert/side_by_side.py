@@ -151,8 +151,9 @@ def train_ours(cfg: Config) -> RankRecord:
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchSharder(data.train, cfg, groups, model.positions)
-    training.begin_step(1)
-    model.forward_backward(loader.batch(0))
+    batch = loader.batch(0)
+    training.begin_step(1, batch)
+    model.forward_backward(batch)
     for name, parameter in model.named_parameters.items():
         if ".indexer." in name:
             # Without a loss of their own indexers have no gradient, as in transformers.

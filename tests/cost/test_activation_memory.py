@@ -53,6 +53,7 @@ LINEAR = {
     "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
+HEAD_GATE = {"attention_gate": True, "attention_gate_width": "head"}
 SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
@@ -209,6 +210,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LINEAR},
         {"model": LINEAR | {"linear_attention": "kda"}},
         {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
+        {"model": LINEAR | {"linear_attention": "gla"}},
+        {"model": LATENT | {"attention_pattern": "FL", "linear_attention": "short_convolution", **HEAD_GATE}},
         {"model": SPARSE},
         {"model": LATENT | SPARSE},
         {"model": SPARSE, "train": {"recompute": ("layer",)}},
@@ -231,6 +234,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "linear",
         "kda",
         "linear, recomputed",
+        "gla",
+        "convolution and gated latent",
         "sparse",
         "sparse latent",
         "sparse, recomputed",
@@ -241,6 +246,25 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):
     cfg = _config(dtype, **settings)
+    _assert_close(cfg, [_on_one_rank(cfg)])
+
+
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
+    sizes = {"hidden_size": 256, "vocab_size": 64, "layer_pattern": "D", "num_layers": 1, "ffn_hidden_size": 32}
+    sizes |= {"shared_expert_ffn_hidden_size": 0, "mtp_layers": mtp_layers}
+    peaks = []
+    for divisor in (1.0, 3.0):
+        cfg = _config(model=sizes | {"logits_divisor": divisor}, moe={"choice": "topk"})
+        peaks.append((_on_one_rank(cfg).activations, _formulas(cfg)[0].activations.total))
+    (measured, formula), (measured_divided, formula_divided) = peaks
+    assert formula_divided - formula == measured_divided - measured == (1 + mtp_layers) * 128 * 256 * 4
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
+def test_linear_attention_by_torch_operations(kind):
+    cfg = _config(model=LINEAR | {"linear_attention": kind})
+    cfg = replace(cfg, run=replace(cfg.run, kernels="plain"))
     _assert_close(cfg, [_on_one_rank(cfg)])
 
 

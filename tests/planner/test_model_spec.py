@@ -102,6 +102,14 @@ def test_other_models_have_their_published_number_of_parameters(name, total):
     assert all_parameters(replace(load_model_spec(name), mtp_layers=0)) == pytest.approx(total, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [("kimi-linear-48b-a3b", 49.1e9), ("qwen3.5-35b-a3b", 35e9), ("qwen3.5-397b-a17b", 397e9), ("lfm2-8b-a1b", 8.3e9)],
+)
+def test_presets_of_hybrids_have_the_size_of_their_name(name, total):
+    assert all_parameters(load_model_spec(name)) == pytest.approx(total, rel=0.015)
+
+
 def test_a_hybrid_has_its_published_number_of_parameters():
     spec = load_model_spec("qwen3-next-80b-a3b")
     assert all_parameters(spec) == pytest.approx(79.67e9, rel=1e-3)

@@ -73,6 +73,11 @@ def recurrent_state_size(model: ModelConfig) -> int:
     return model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
+def transition_size(model: ModelConfig) -> int:
+    """Return the numbers of the matrices [D, D] of all heads that turn the states before a segment of tokens."""
+    return model.linear_num_value_heads * model.linear_key_head_dim**2
+
+
 def qkv_width(model: ModelConfig) -> int:
     """Return the channels of the convolutions over queries, keys and values of linear attention."""
     value = model.linear_num_value_heads * model.linear_value_head_dim
@@ -109,6 +114,8 @@ class BlockSpec:
     """Of attention: elements of one token in the KV cache of one tp rank."""
     state_size: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: numbers of the recurrent states of one sample on all tp ranks, in float32 at least."""
+    transition_size: Callable[[ModelConfig], int] = _nothing
+    """Of a layer of kind L: numbers of the matrices [D, D] by which a segment of tokens turns all states."""
     conv_width: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: channels of its convolutions over neighbouring tokens, on all tp ranks."""
 
@@ -403,6 +410,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
             conv_width=qkv_width,
         ),
         BlockSpec(
@@ -411,6 +419,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
             conv_width=qkv_width,
         ),
         BlockSpec(
@@ -419,6 +428,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=gla_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
         ),
         BlockSpec(
             name="short_convolution",

@@ -294,7 +294,9 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
         positions = columns.get("positions")
-        token_columns = TokenColumns(columns.get("sample_ids"), columns.get("token_weights"), positions)
+        token_columns = TokenColumns(
+            columns.get("sample_ids"), columns.get("token_weights"), positions, columns.get("token_samples")
+        )
         return self._rope_for(document_starts, positions), token_columns, documents
 
     def _hidden_output(self, x: Tensor) -> Tensor:

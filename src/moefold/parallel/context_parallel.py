@@ -43,7 +43,7 @@ from moefold.ops.block_attention import (
     sink_gradient,
 )
 from moefold.ops.documents import PackedDocuments
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
 
 ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 
@@ -74,8 +74,15 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> Atte
     moves_work = is_balanced and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
     if parallel.context != "planned" or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
-    tolerance = parallel.attention_tolerance if is_balanced else None
-    return AttentionPlanner(groups, PlanOptions(tolerance, parallel.attention_block, parallel.attention_pool))
+    if not is_balanced:
+        return AttentionPlanner(groups, PlanOptions())
+    options = PlanOptions(
+        tolerance=parallel.attention_tolerance,
+        block=parallel.attention_block,
+        pool=parallel.attention_pool,
+        nodes=nodes_of_round(groups),
+    )
+    return AttentionPlanner(groups, options)
 
 
 class ContextParallelSum:

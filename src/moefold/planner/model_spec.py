@@ -23,6 +23,13 @@ from moefold.recipe import load_config
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
 
+RECURRENCE_BYTES = 128.0
+"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
+each a memory-bound kernel."""
+
+CONVOLUTION_BYTES = 16.0
+"""Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
+
 CLAMPED_SWIGLU_PASSES = 14.6
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
@@ -62,6 +69,12 @@ class TokenMixer:
     """FLOPs of the indexer's score of one key for one token, forward."""
     state_flops: int = 0
     """FLOPs of the recurrence for one token, forward."""
+    core_bytes: float = RECURRENCE_BYTES
+    """Forward memory traffic of a recurrence or convolution for each token and row of the output projection."""
+    segment_states: int = 0
+    """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
+    segment_tokens: int = 0
+    """Numbers of the last tokens of a segment that the convolutions of the next one read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +181,9 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
             sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
             output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
             state_flops=round(spec.core_flops(model, 0)),
+            core_bytes=RECURRENCE_BYTES if spec.state_size(model) else CONVOLUTION_BYTES,
+            segment_states=spec.transition_size(model) + spec.state_size(model),
+            segment_tokens=(model.linear_conv_kernel - 1) * spec.conv_width(model),
         )
     indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
     num_params = sum(weight.numel for weight in matrices)

@@ -165,7 +165,7 @@ class TrainingStep:
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
-        self._attention_meter = AttentionMeter(model, cfg)
+        self.attention_meter = AttentionMeter(model, cfg)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -194,7 +194,7 @@ class TrainingStep:
             host_facts: returns further host values for the replica check to compare.
         """
         self.start_clock()
-        self.begin_step(step)
+        self.begin_step(step, batch)
         replica_check = (
             None
             if self._replica_checker is None or step % self._cfg.faults.replica_check_every
@@ -285,7 +285,7 @@ class TrainingStep:
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        self.begin_step(step)
+        self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
         rerun_loss = self.model.forward_backward(batch)
@@ -293,20 +293,20 @@ class TrainingStep:
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
-    def begin_step(self, step: int) -> None:
-        """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
+    def begin_step(self, step: int, batch: Batch) -> None:
+        """Prepare the routers for step `step` with a batch; forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.
         """
         self._loss_metrics.reset()
-        self._attention_meter.begin_step()
+        self.attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         for indexer in self._indexers:
             indexer.begin_step()
         if self.router_replay is not None:
-            self.router_replay.begin_step(step)
+            self.router_replay.begin_step(step, batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the sum of the loss terms over the validation batches; collective."""
@@ -400,7 +400,7 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
-        packer.add("attention", self._attention_meter.local_statistics(device))
+        packer.add("attention", self.attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
@@ -422,7 +422,7 @@ class TrainingStep:
             offload=tuple(totals["offload"].tolist()),
             receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
-            attention=self._attention_meter.metrics(totals["attention"]),
+            attention=self.attention_meter.metrics(totals["attention"]),
         )
 
     def _result(

@@ -165,6 +165,16 @@ def validate_mla(cfg: Config) -> Iterator[str]:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
 
 
+def validate_attention_gate(cfg: Config) -> Iterator[str]:
+    """Check that gates of whole heads are not quantised."""
+    if cfg.model.attention_gate_width == "head" and cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} does not go with model.attention_gate_width='head', a projection "
+            "of one row for each head, narrower than a block of scales; set precision='dtype', or "
+            "attention_gate_width='dim'"
+        )
+
+
 def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
     """Check that norms after RoPE are of dims in the order of their weights."""
     model = cfg.model
@@ -230,6 +240,7 @@ MODEL_RULES = (
     validate_sliding_window,
     validate_heads,
     validate_mla,
+    validate_attention_gate,
     validate_norm_after_rope,
     validate_rope,
     validate_rope_scaling,

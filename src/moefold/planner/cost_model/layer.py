@@ -27,11 +27,6 @@ KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_e
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
 Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
 
-RECURRENCE_BYTES = 128.0
-"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
-each
-a memory-bound kernel."""
-
 FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
@@ -41,6 +36,11 @@ MIN_ATTENTION_LENGTH = 256.0
 
 RING_KERNELS = 9.28
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
+
+SEGMENTS_PER_RANK = 2
+"""Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
+STATE_BYTES = 4
+"""Bytes of a number of the states of linear attention."""
 
 ROUTER_BYTES = 62.7
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
@@ -264,7 +264,7 @@ class _MixerCost:
         seq_len = self.layer_costs.workload.seq_len
         if not mixer.num_heads:
             seconds = self.layer_costs.gemm.memory_bound_s(
-                RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
+                mixer.core_bytes * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
         if self.load is None:
@@ -324,8 +324,10 @@ class _MixerCost:
         mixer = self.mixer
         device = self.layer_costs.device
         cp = self.cp
-        if cp == 1 or not mixer.num_heads:
+        if cp == 1:
             return 0.0, 0.0
+        if not mixer.num_heads:
+            return self._state_exchange_s()
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
         kv_bytes = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
@@ -344,6 +346,21 @@ class _MixerCost:
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
+
+    def _state_exchange_s(self) -> tuple[float, float]:
+        """Return the seconds of the all-gathers of states and of the convolutions' tokens, forward and backward.
+
+        Each rank has two segments of each sample, as in ring attention. The backward pass recomputes the forward pass
+        with its all-gathers, and reduce-scatters their gradients.
+        """
+        mixer = self.mixer
+        device = self.layer_costs.device
+        group = RankGroup(self.cp, self.tp)
+        segments = SEGMENTS_PER_RANK * self.cp * self.mbs / self.tp
+        states = all_gather_s(device, group, segments * mixer.segment_states * STATE_BYTES)
+        tokens = all_gather_s(device, group, segments * mixer.segment_tokens * self.layer_costs.workload.value_bytes)
+        seconds = (states if mixer.segment_states else 0.0) + (tokens if mixer.segment_tokens else 0.0)
+        return seconds, 2 * seconds
 
 
 def attention_core_s(device: Device, dtype: str, flops: float, length: float, head_size: float) -> tuple[float, float]:
