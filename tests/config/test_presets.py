@@ -29,6 +29,9 @@ def test_every_preset_is_a_model_that_can_run(name):
         ("deepseek-v2-lite", 15_706_484_224, 2.4e9 + 102400 * 2048),
         ("deepseek-v2", 235_741_434_880, 21.4e9),
         ("deepseek-v3", 671_026_404_352 + 11_610_067_968, 37.6e9),
+        # transformers counts the same for the text models.
+        ("llama-4-scout", 107_769_861_120, 17.2e9),
+        ("llama-4-maverick", 400_711_848_960, 17.2e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
         # Llama-3-70B has 70,553,706,496 parameters, of which 56,371,445,760 are what the eight experts copy.
         ("llama3-8x70b", 70_553_706_496 + 7 * 56_371_445_760 + 80 * 8192 * 8, 126.9e9),

@@ -241,6 +241,40 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 12,
+            "intermediate_size_mlp": 20,
+            "num_local_experts": 5,
+            "head_dim": 8,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": 5,
+            "attention_bias": True,
+            "floor_scale": 3,
+            "attn_scale": 0.7,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "llama4-plain": (
+        "Llama4",
+        {
+            "intermediate_size": 12,
+            "intermediate_size_mlp": 20,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "attention_chunk_size": 3,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3-next": (
         "Qwen3Next",
         {
@@ -295,6 +329,8 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CONFIG_CLASSES = {"Llama4": "Llama4TextConfig"}
+"""Configuration classes with another name than the model's."""
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
@@ -305,7 +341,7 @@ ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slo
 def make_model(name: str, **sizes: Any) -> Any:
     """A random model of transformers in float32; no norm is 1 and no bias 0."""
     kind, more = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(
+    config = getattr(transformers, CONFIG_CLASSES.get(kind, f"{kind}Config"))(
         **{**SIZES, **more, **sizes}, attn_implementation="eager", experts_implementation="eager"
     )
     torch.manual_seed(len(name))

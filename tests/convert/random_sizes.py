@@ -291,7 +291,31 @@ def _afmoe(rng: random.Random, is_cut: bool) -> Sizes:
     }
 
 
+def _llama4(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3, 4])
+    numbers = [i for i in range(layers) if rng.random() < 0.6] or [0]
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_local_experts": count,
+        "num_experts_per_tok": rng.choice([1, top_k]),
+        "intermediate_size": width,
+        "intermediate_size_mlp": _width(rng, is_cut),
+        "moe_layers": numbers,
+        "no_rope_layers": [rng.choice([0, 1]) for _ in range(layers - 1)] + [1],
+        "attention_chunk_size": rng.choice([3, 5, 50]),
+        "use_qk_norm": rng.random() < 0.6,
+        "attn_temperature_tuning": rng.random() < 0.6,
+        "floor_scale": rng.choice([1, 3, 7]),
+        "attn_scale": rng.choice([0.1, 0.8]),
+        "attention_bias": rng.random() < 0.5,
+    }
+    kinds = ["chunked_attention", "full_attention"]
+    return sizes | rng.choice([{}, {"layer_types": [rng.choice(kinds) for _ in range(layers)]}])
+
+
 NEWER_FAMILIES = {
+    "llama4": _llama4,
     "glm4-moe": _glm4_moe,
     "dots1": _dots1,
     "glm4-moe-lite": _glm4_moe_lite,

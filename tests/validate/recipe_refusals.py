@@ -25,8 +25,8 @@ SIZES = {
         "model.rope_scaling='linear' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or "
         "choose 'none'"
     ),
-    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_low_freq_factor=4": (
-        "model.rope_low_freq_factor=4.0 must be below model.rope_high_freq_factor=4.0; the published pair is 1.0 and "
+    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_low_freq_factor=5": (
+        "model.rope_low_freq_factor=5.0 must be at most model.rope_high_freq_factor=4.0; the published pair is 1.0 and "
         "4.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
@@ -66,7 +66,7 @@ SIZES = {
     ),
     "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
     "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
+        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W, C and L, with counts: W, FW, F3W58"
     ),
     "model.zero_centered_norms=true model.attention=mla": (
         "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
@@ -109,6 +109,21 @@ SIZES = {
     "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
         "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
         "dims; choose rope_interleaved=false"
+    ),
+    "model.attention_pattern=C2": (
+        "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
+        "set model.attention_chunk_size, or choose 'F'"
+    ),
+    "model.attention=mla model.attention_pattern=CF model.attention_chunk_size=4": (
+        "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+    ),
+    "model.qk_norm=true model.qk_norm_weight=false model.qk_norm_width=all_heads": (
+        "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "
+        "qk_norm_width='head'"
+    ),
+    "model.qk_norm=true model.qk_norm_nope=false model.rope_pattern=RN": (
+        "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
+        "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
     ),
     "model.attention=mla model.attention_gate=true": (
         "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"

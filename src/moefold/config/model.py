@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 LAYER_KINDS = "DM"
-ATTENTION_KINDS = "FWL"
+ATTENTION_KINDS = "FWCL"
 BLOCK_KINDS = ("D", "M", "DL", "ML")
 """Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
 ROPE_KINDS = "RN"
@@ -52,6 +52,12 @@ def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) 
     """Return the sliding window of each layer in tokens, in order; 0: no window."""
     letters = attention_letters(attention_pattern, num_layers)
     return tuple(sliding_window if letter == "W" else 0 for letter in letters)
+
+
+def layer_chunks(attention_pattern: str, attention_chunk_size: int, num_layers: int) -> tuple[int, ...]:
+    """Return the attention chunk of each layer in tokens, in order; 0: no chunks."""
+    letters = attention_letters(attention_pattern, num_layers)
+    return tuple(attention_chunk_size if letter == "C" else 0 for letter in letters)
 
 
 def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
@@ -140,6 +146,8 @@ class ModelConfig:
     """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
     swiglu_limit: float = 7.0
     """Limit l of clamped_swiglu; the default is that of gpt-oss."""
+    router_probs_on_input: bool = False
+    """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     router_bias: bool = False
     """Learned bias on the router's logits (gpt-oss)."""
     shared_expert_gate: bool = False
@@ -150,6 +158,10 @@ class ModelConfig:
     """Width of the root mean square: each head separately, or all heads of a token together (OLMoE)."""
     qk_norm_after_rope: bool = False
     """Apply the norm of each query and key head after RoPE instead of before it (Hunyuan)."""
+    qk_norm_weight: bool = True
+    """Learned weights of the norms of queries and keys; false: they only divide by the root mean square (Llama 4)."""
+    qk_norm_nope: bool = True
+    """Apply the norms of queries and keys in layers without RoPE (model.rope_pattern) as well."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
@@ -162,11 +174,14 @@ class ModelConfig:
     attention_scale: float = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
     attention_pattern: str = "F"
-    """F (full), W (within model.sliding_window) and L (linear attention, model.linear_attention), each with an optional
-    count; repeats to num_layers: F, WF, W5F, L3F."""
+    """F (full), W (within model.sliding_window), C (within chunks of model.attention_chunk_size) and L (linear
+    attention, model.linear_attention), each with an optional count; repeats to num_layers: F, WF, W5F, C3F, L3F."""
     sliding_window: int = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
+    attention_chunk_size: int = 0
+    """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
+    start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Literal["gated_deltanet", "kda"] = "gated_deltanet"
     """Recurrence of the layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464), or
     for each key channel (kda: Kimi Delta Attention, arXiv:2510.26692)."""
@@ -206,6 +221,11 @@ class ModelConfig:
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
     rope_pattern: str = "R"
     """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
+    nope_temperature_scale: float = 0.0
+    """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
+    multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
+    nope_temperature_tokens: int = 8192
+    """See nope_temperature_scale; positions below this number have temperature 1."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk"] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims."""
@@ -327,6 +347,16 @@ class ModelConfig:
     def layer_windows(self) -> tuple[int, ...]:
         """Sliding window of each layer in tokens, in order; 0: full attention."""
         return layer_windows(self.attention_pattern, self.sliding_window, self.num_layers)
+
+    @property
+    def layer_chunks(self) -> tuple[int, ...]:
+        """Attention chunk of each layer in tokens, in order; 0: no chunks."""
+        return layer_chunks(self.attention_pattern, self.attention_chunk_size, self.num_layers)
+
+    @property
+    def all_layer_chunks(self) -> tuple[int, ...]:
+        """`layer_chunks` followed by those of the MTP (multi-token prediction) layers."""
+        return self.layer_chunks + self.layer_chunks[-1:] * self.mtp_layers
 
     @property
     def all_layer_windows(self) -> tuple[int, ...]:

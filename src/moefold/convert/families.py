@@ -43,6 +43,7 @@ from moefold.convert.layer_fields import (
     UniformLayers,
 )
 from moefold.convert.linear_families import LINEAR_FAMILIES
+from moefold.convert.llama4_families import LLAMA4_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -305,6 +306,7 @@ FAMILIES = {
         ),
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
+        *LLAMA4_FAMILIES,
     )
 }
 

@@ -66,7 +66,7 @@ class ExpertMemory:
         run = self._cfg.run
         runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
         commutes = self._kernels.experts_apply_probs and runs_kernels and self._cfg.train.precision == "dtype"
-        return self._cfg.moe.weight_in_expert or commutes
+        return self._cfg.moe.weight_in_expert or self._cfg.model.router_probs_on_input or commutes
 
     def saved(self) -> BytesByPart:
         """Return all bytes saved for backward: permuted tokens, FC1 outputs and expert outputs."""
@@ -78,7 +78,11 @@ class ExpertMemory:
 
     def permuted_tokens(self) -> BytesByPart:
         """Return the bytes of the experts' input and its permutation indices."""
-        return BytesByPart({"dispatch buffers": self.expert_tokens * self.token_bytes}) + self.permute_indices()
+        # The rows before they are multiplied by the routing weights, and after it.
+        copies = 2 if self._cfg.model.router_probs_on_input else 1
+        return (
+            BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes}) + self.permute_indices()
+        )
 
     def permute_indices(self) -> BytesByPart:
         """Return the bytes of the permutation indices, which the graph saves even for a recomputed layer."""

@@ -129,8 +129,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
     core_flops = [
-        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal))
-        for kind, window in zip(model.block_kinds, model.layer_windows, strict=True)
+        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal, chunk_size=chunk))
+        for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True)
     ]
     flops: Counter[ModelPart] = Counter()
     for kind, number in Counter(model.block_kinds).items():
@@ -152,8 +152,18 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     )
 
 
-def keys_per_token(window: int, seq_len: int, *, causal: bool) -> float:
-    """Return the keys that a token attends to in one layer, averaged over the sequence."""
+def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int = 0) -> float:
+    """Return the keys that a token attends to in one layer, averaged over the sequence.
+
+    Args:
+        window: sliding window in tokens; 0: none.
+        seq_len: tokens of the sequence.
+        causal: count the half that a causal mask leaves, where neither a window nor chunks say how many.
+        chunk_size: tokens of an attention chunk; 0: none.
+    """
+    if 0 < chunk_size < seq_len:
+        chunks, rest = divmod(seq_len, chunk_size)
+        return (chunks * chunk_size**2 + rest**2) / (2 * seq_len)
     if 0 < window < seq_len:
         return window - window * window / (2 * seq_len)
     return seq_len / 2 if causal else seq_len

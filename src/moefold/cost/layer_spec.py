@@ -149,7 +149,7 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
-    elif model.qk_norm:
+    elif model.qk_norm and model.qk_norm_weight:
         yield _norm("query_norm", head)
         yield _norm("key_norm", head)
 

@@ -51,6 +51,7 @@ def supports_fused(block: nn.Module) -> bool:
         and all(type(norm) is RMSNorm for norm in block_norms)
         and attention.kv_rows == slice(None)
         and attention.scale is None
+        and not attention.chunk_size
         and not attention.norm_after_rope
         and isinstance(attention.sequence_parallel, NoSequenceParallel)
         and (type(block.ffn) is SwiGLU or _supports_moe(block.ffn, kernels.decode))

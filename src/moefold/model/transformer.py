@@ -11,6 +11,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
+from moefold.model.attention import SelfAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
 from moefold.model.kernels import TORCH_KERNELS, Kernels
@@ -24,7 +25,7 @@ from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
-from moefold.ops.rope import NO_ROPE, Rope
+from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -46,6 +47,9 @@ class Block(nn.Module):
         self.attention_norm = _norm(model, has_input_norms)
         name = attention_name(model, model.all_block_kinds[number])
         self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
+        if chunk_size := model.all_layer_chunks[number]:
+            assert isinstance(self.attention, SelfAttention)
+            self.attention.limit_to_chunks(chunk_size)
         self.attention_output_norm = _norm(model, has_output_norms)
         self.ffn_norm = _norm(model, has_input_norms)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
@@ -85,7 +89,7 @@ class Block(nn.Module):
     def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None) -> Tensor:
         """Add attention to the residual stream."""
         with self._normalized(self.attention_norm, x) as (normed,):
-            y = self.attention(normed, rope if self.has_rope else NO_ROPE, documents)
+            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents)
             return self._add(x, y, self.attention_output_norm)
 
     def _normalized(self, norm: RMSNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:

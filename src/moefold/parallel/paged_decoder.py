@@ -179,7 +179,8 @@ class PagedDecoder:
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
                 kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
-                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
+                chunk_size = module.chunk_size if isinstance(module, SelfAttention) else 0
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel, chunk_size))
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):

@@ -54,6 +54,8 @@ class TokenMixer:
     """Width of a value head."""
     window: int = 0
     """Width of the sliding window in tokens; 0: full attention."""
+    chunk_size: int = 0
+    """Tokens of an attention chunk; 0: no chunks."""
     state_flops: int = 0
     """FLOPs of the recurrence for one token, forward."""
 
@@ -130,10 +132,9 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
-    for kind, window in zip(model.block_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(
-            mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind)
-        )
+    for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True):
+        mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk)
+        layer = LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
         layers.append(kinds.setdefault(layer, len(kinds)))
     return ModelSpec(
         name=model.preset or "model",
@@ -201,7 +202,7 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
-        keys = keys_per_token(mixer.window, seq_len, causal=causal)
+        keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
         flops += 2.0 * keys * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
     return flops
 

@@ -63,6 +63,9 @@ RANGES = (
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule("must be at least 0 (0: no layer of kind C)", lambda size: size >= 0, "model", "attention_chunk_size"),
+    RangeRule("must be at least 0 (0: none)", lambda scale: scale >= 0, "model", "nope_temperature_scale"),
+    RangeRule(*_at_least(1), "model", "nope_temperature_tokens"),
     RangeRule(
         *_at_least(1),
         "model",

@@ -17,11 +17,13 @@ from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.train import compiles_parts, has_validation_split
+from moefold.validate.unused_attention import ATTENTION_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
+    *ATTENTION_RULES,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -29,10 +31,10 @@ UNUSED_KEY_RULES = (
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
-        "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
-        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every metrics.per_layer "
-        "faults.check_dispatch",
+        "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
+        "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
+        "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
+        "metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -108,6 +110,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not cfg.model.qk_norm,
         "model.qk_norm=false normalises nothing",
         "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "moe.weight_in_expert",
+        lambda cfg: cfg.model.router_probs_on_input,
+        "model.router_probs_on_input=true applies the routing weights before",
+        "leave one of them out",
     ),
     UnusedKeyRule(
         "model.qk_norm_after_rope",

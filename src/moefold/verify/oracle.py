@@ -15,7 +15,14 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
+from moefold.verify.oracle_attention import (
+    apply_rope,
+    document_positions,
+    fp8_round_trip,
+    mla_heads,
+    nope_temperature,
+    softmax_scale,
+)
 from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
@@ -261,7 +268,9 @@ class Oracle:
         def position_heads(letter: str, count: int, norm: str) -> Tensor:
             y = heads(letter, count)
             y = rotate(y) if model.qk_norm_after_rope else y
-            if model.qk_norm:
+            if model.qk_norm and not model.qk_norm_weight and (has_rope or model.qk_norm_nope):
+                y = y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
+            elif model.qk_norm and model.qk_norm_weight:
                 whole = model.qk_norm_width == "all_heads"
                 y = self._norm(f"{name}.{norm}", y.flatten(2) if whole else y).view(y.shape)
             return y if model.qk_norm_after_rope else rotate(y)
@@ -272,11 +281,16 @@ class Oracle:
             query = position_heads("q", model.num_attention_heads, "query_norm")
             key = position_heads("k", model.num_query_groups, "key_norm")
             value = heads("v", model.num_query_groups)
+            if model.nope_temperature_scale and not has_rope:
+                query = query * nope_temperature(model, documents)[:, :, None, None]
         scale = softmax_scale(model)
         masked = torch.ones(length, length, dtype=torch.bool).triu(1)
         if model.all_layer_windows[layer]:
             masked = masked | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
         masked = masked | (documents[:, :, None] != documents[:, None, :])
+        if model.all_layer_chunks[layer]:
+            chunk = document_positions(documents) // model.all_layer_chunks[layer]
+            masked = masked | (chunk[:, :, None] != chunk[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
@@ -301,8 +315,10 @@ class Oracle:
             expert_input = fp8_round_trip(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated = expert_input @ gate
-            raised = expert_input @ up
+            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
+            scaled_input = weight * expert_input if model.router_probs_on_input else expert_input
+            gated = scaled_input @ gate
+            raised = scaled_input @ up
             if model.moe_bias:
                 gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
                 raised = raised + self.weights[f"{name}.experts.b_up"][expert]
@@ -315,7 +331,9 @@ class Oracle:
             result = (gated * torch.sigmoid(gain * gated) * raised) @ down
             if model.moe_bias:
                 result = result + self.weights[f"{name}.experts.b_down"][expert]
-            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
+            if model.router_probs_on_input:
+                # An expert that a token has not chosen computes 0 of 0, unless it has biases.
+                weight = (weight != 0).to(weight)
             y = y + weight * result
         if model.moe_hidden_size:
             y = y @ self.weights[f"{name}.latent_up.weight"].T

@@ -51,6 +51,23 @@ def mla_heads(
     return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
 
 
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document, int64 [B, S], given the number of its document [B, S]."""
+    rows = []
+    for sample in documents.tolist():
+        positions: list[int] = []
+        for i, document in enumerate(sample):
+            positions.append(positions[-1] + 1 if i and sample[i - 1] == document else 0)
+        rows.append(positions)
+    return torch.tensor(rows)
+
+
+def nope_temperature(model: ModelConfig, documents: Tensor) -> Tensor:
+    """Return the factor of the queries of layers without RoPE, float64 [B, S]."""
+    steps = (document_positions(documents) + 1).double() / model.nope_temperature_tokens
+    return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
+
+
 def softmax_scale(model: ModelConfig) -> float:
     """Return the softmax scale of the attention scores."""
     scale = model.attention_scale or 1 / math.sqrt(model.head_size)
@@ -107,7 +124,7 @@ def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
     wavelength = 2 * math.pi / frequency
     longest = model.rope_original_seq_len / model.rope_low_freq_factor
     shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-    if wavelength < shortest:
+    if wavelength < shortest or wavelength == longest == shortest:
         return frequency
     if wavelength > longest:
         return stretched

@@ -187,9 +187,11 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         num_layers=num_layers,
         layer_pattern=_shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp),
-        attention_pattern=_attention_pattern(model, num_layers),
+        attention_pattern=_keep_kinds(model.attention_letters, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),
-        rope_pattern="".join("R" if has_rope else "N" for has_rope in model.rope_layers[:num_layers]),
+        attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
+        rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
+        nope_temperature_tokens=min(model.nope_temperature_tokens, MAX_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -231,12 +233,11 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     return "".join(picked)
 
 
-def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
-    """Return the attention kinds of the first layers, at least one of each kind if there are enough layers.
+def _keep_kinds(letters: str, num_layers: int) -> str:
+    """Return the letters of the first layers, at least one of each kind if there are enough layers.
 
-    Patterns of F and W alternate quickly; those with L may begin with several of them.
+    Patterns of F and W alternate quickly; those with L or N may begin with several layers of one kind.
     """
-    letters = model.attention_letters
     kept = letters[:num_layers]
     missing = "".join(letter for letter in dict.fromkeys(letters) if letter not in kept)
     return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept

@@ -69,6 +69,7 @@ class MoELayer(nn.Module):
             activation=expert_activation(model),
             has_bias=model.moe_bias,
             applies_probs=moe.weight_in_expert,
+            probs_on_input=model.router_probs_on_input,
         )
         self.latent_down = self.latent_up = None
         if model.moe_hidden_size:

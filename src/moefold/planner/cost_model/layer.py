@@ -235,7 +235,7 @@ class _MixerCost:
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
-        keys = keys_per_token(mixer.window, seq_len, causal=True)
+        keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
         chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
