@@ -110,6 +110,17 @@ SIZES = {
         "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
         "dims; choose rope_interleaved=false"
     ),
+    "model.zero_experts=4 model.num_groups=2 model.top_groups=1": (
+        "model.zero_experts=4 does not go with model.num_groups=2, as zero-computation experts are in no group; leave "
+        "num_groups and top_groups out, or zero_experts"
+    ),
+    "model.zero_experts=4 model.upcycle_from=dense": (
+        "model.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of the dense "
+        "layer that it routes to them; leave one of them out"
+    ),
+    "model.zero_experts=4 model.expert_bias=true model.active_experts=3": (
+        "model.active_experts=3.0 must be at most model.top_k=2, the choices of a token; choose a number up to 2"
+    ),
     "model.attention_pattern=C2": (
         "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
         "set model.attention_chunk_size, or choose 'F'"

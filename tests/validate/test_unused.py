@@ -37,6 +37,8 @@ CASES = [
     ("run.compile=blocks", ["model.qk_norm=true", "model.qk_norm_width=all_heads"], ["model.layer_pattern=MD"]),
     ("run.compile=blocks", ["model.layer_pattern=M"], ["model.shared_expert_ffn_hidden_size=64"]),
     ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
+    ("model.zero_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.active_experts=1.5", ["model.zero_experts=4"], ["model.zero_experts=4", "model.expert_bias=true"]),
     ("model.attention_chunk_size=16", [], ["model.attention_pattern=CF"]),
     ("model.qk_norm_weight=false", [], ["model.qk_norm=true"]),
     ("model.qk_norm_nope=false", QK_NORM, [*QK_NORM, "model.rope_pattern=RN"]),

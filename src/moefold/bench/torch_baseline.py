@@ -21,7 +21,7 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
     """Return the reason why the baseline cannot compute a model; "" if it can."""
-    if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias:
+    if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias or model.zero_experts:
         return "its router supports only softmax and top-k"
     if not with_attention:
         return ""

@@ -38,6 +38,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "attention_pattern",
         "sliding_window",
         "attention_chunk_size",
+        "active_experts",
         "rope_pattern",
         "upcycle_from",
         "upcycle_router",

@@ -116,6 +116,12 @@ class ModelConfig:
     """Experts of one MoE layer, E."""
     top_k: int = 2
     """Experts chosen for each token, K."""
+    zero_experts: int = 0
+    """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
+    weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
+    active_experts: float = 0.0
+    """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
+    (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: int = 512
     """Inner width of one expert, F."""
     moe_hidden_size: int = 0
@@ -280,6 +286,16 @@ class ModelConfig:
     def expert_hidden_size(self) -> int:
         """Width of the input and output of a routed expert."""
         return self.moe_hidden_size or self.hidden_size
+
+    @property
+    def num_router_choices(self) -> int:
+        """Number of choices of the router: the experts, then the zero-computation experts."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def mean_active_experts(self) -> float:
+        """Expected number of experts with computation of a token."""
+        return self.active_experts or self.top_k * self.num_experts / self.num_router_choices
 
     @property
     def rotary_dim(self) -> int:

@@ -51,13 +51,15 @@ class ExpertMemory:
         if self._has_receive_buffer:
             # Allocated on every rank, however many arrive.
             return ceil(routed * p.receive_factor)
-        balanced = routed * p.etp
+        # Zero-computation experts compute no rows.
+        computed = self._tokens * model.mean_active_experts
+        balanced = computed * p.etp
         if moe.capacity_factor <= 0:
-            return min(round(balanced * self._imbalance), balanced * p.ep)
+            return min(round(balanced * self._imbalance), round(balanced) * p.ep)
         if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
             # Rows of dropped tokens stay, as the host does not wait for the counts.
             return routed
-        capacity = ceil(routed / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
+        capacity = ceil(routed / model.num_router_choices * moe.capacity_factor) * model.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 
     @cached_property

@@ -55,7 +55,7 @@ class ParameterCount:
     mtp: int
     """MTP (multi-token prediction) layers: each a layer like the last one, a projection of 2*H to H and three norms."""
     active_experts: int
-    """Active part of `experts`: top_k of num_experts."""
+    """Active part of `experts`: top_k of num_experts, fewer with zero-computation experts."""
 
     @property
     def total(self) -> int:
@@ -117,7 +117,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         counts["mtp"] = model.mtp_layers * sum(weight.numel for weight in mtp_layer_weights(model))
     return ParameterCount(
         **{part: counts[part] for part in get_args(ModelPart)},
-        active_experts=counts["experts"] * model.top_k // model.num_experts,
+        active_experts=int(counts["experts"] // model.num_experts * model.mean_active_experts),
     )
 
 
@@ -174,8 +174,8 @@ def _gemm_flops(model: ModelConfig, weights: Iterable[ParamSpec]) -> Counter[Mod
     flops: Counter[ModelPart] = Counter()
     for weight in weights:
         if weight.is_matrix:
-            active = weight.numel * model.top_k // model.num_experts if weight.is_expert else weight.numel
-            flops[weight.part] += 2 * active
+            active = weight.numel // model.num_experts * model.mean_active_experts if weight.is_expert else weight.numel
+            flops[weight.part] += int(2 * active)
     return flops
 
 

@@ -67,6 +67,7 @@ def _supports_moe(ffn: nn.Module, kernel: DecodeKernel) -> bool:
         and all(map(kernel.joins, (ffn.experts.ops, ffn.experts.activation, ffn.dispatcher.permute_ops)))
         and not ffn.dispatcher.quantizes
         and not ffn.experts.applies_probs
+        and not ffn.has_zero_experts
         and ffn.router.logits_dtype(torch.float32) == torch.float32
     )
 

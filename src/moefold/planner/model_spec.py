@@ -69,7 +69,10 @@ class FeedForward:
     width: int = 0
     """FFN width of the dense MLP or of one expert."""
     num_experts: int = 0
-    top_k: int = 0
+    top_k: float = 0
+    """Experts of a token that compute, on average."""
+    zero_experts: int = 0
+    """Zero-computation experts, which only the router has."""
     shared_width: int = 0
     """FFN width of the shared expert; 0: none."""
     num_matrices: int = 3
@@ -189,7 +192,8 @@ def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
         kind="moe",
         width=model.moe_ffn_hidden_size,
         num_experts=model.num_experts,
-        top_k=model.top_k,
+        top_k=model.mean_active_experts if model.zero_experts else model.top_k,
+        zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
         activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
@@ -223,7 +227,7 @@ def shared_parameters(layer: FeedForward, hidden_size: int) -> int:
 def feed_forward_flops(layer: FeedForward, hidden_size: int, *, router: bool = True) -> float:
     """Return the forward FLOPs of a feed-forward block for one token of one layer."""
     flops = 2.0 * (shared_parameters(layer, hidden_size) + layer.top_k * expert_parameters(layer, hidden_size))
-    return flops + (2.0 * hidden_size * layer.num_experts if router else 0.0)
+    return flops + (2.0 * hidden_size * (layer.num_experts + layer.zero_experts) if router else 0.0)
 
 
 def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bool = True, mtp: bool = True) -> float:
@@ -251,7 +255,9 @@ def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
     if layer.mixer:
         dense += layer.mixer.num_params
     if layer.feed_forward:
-        dense += shared_parameters(layer.feed_forward, hidden) + hidden * layer.feed_forward.num_experts
+        dense += shared_parameters(layer.feed_forward, hidden) + hidden * (
+            layer.feed_forward.num_experts + layer.feed_forward.zero_experts
+        )
         experts = layer.feed_forward.num_experts * expert_parameters(layer.feed_forward, hidden)
     return dense, experts
 

@@ -58,8 +58,12 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
     RangeRule(
-        "must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size moe_hidden_size"
+        "must be at least 0 (0: none)",
+        lambda size: size >= 0,
+        "model",
+        "shared_expert_ffn_hidden_size moe_hidden_size zero_experts",
     ),
+    RangeRule("must be at least 0 (0: as all choices)", lambda mean: mean >= 0, "model", "active_experts"),
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),

@@ -34,10 +34,16 @@ UNUSED_KEY_RULES = (
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
-        "metrics.per_layer faults.check_dispatch",
+        "model.zero_experts model.active_experts metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
+    ),
+    UnusedKeyRule(
+        "model.active_experts",
+        lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
+        "no expert bias balances experts against zero-computation experts",
+        "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedKeyRule(
         "model.ffn_hidden_size",

@@ -337,6 +337,8 @@ class Oracle:
             y = y + weight * result
         if model.moe_hidden_size:
             y = y @ self.weights[f"{name}.latent_up.weight"].T
+        is_zero = routed.experts >= model.num_experts
+        y = y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
             if model.shared_expert_gate:

@@ -152,7 +152,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
     )
     moe = small.moe
-    max_factor = small.model.num_experts / small.model.top_k
+    max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
@@ -209,6 +209,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         vocab_size=VOCAB_SHARD_SIZE * p.tp,
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
+        zero_experts=min(model.zero_experts, num_experts),
         moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
         moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,

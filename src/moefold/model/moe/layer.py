@@ -1,5 +1,8 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
+from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -80,14 +83,15 @@ class MoELayer(nn.Module):
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
-        self.stats = RouterStats(model.num_experts)
+        self.stats = RouterStats(model.num_router_choices)
         self._num_experts = model.num_experts
+        self._num_choices = model.num_router_choices
         self._aux_kind = moe.aux_kind
         self._moe = moe
         self._scale_losses(loss_scale)
-        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
+        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_router_choices)
         uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
-        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if uses_last_counts else None
+        last_counts_E = torch.zeros(model.num_router_choices, dtype=torch.int64) if uses_last_counts else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
@@ -97,6 +101,11 @@ class MoELayer(nn.Module):
         )
         """Token dropping outside training; None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
+
+    @property
+    def has_zero_experts(self) -> bool:
+        """Whether the router may choose zero-computation experts."""
+        return self._num_choices > self._num_experts
 
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:
         """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
@@ -145,13 +154,19 @@ class MoELayer(nn.Module):
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
-        shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
+        dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
+        local_parts = [] if self.shared is None else [lambda: self.run_shared_expert(x)]
+        if self.has_zero_experts:
+            is_zero_TK = routing.ids_TK >= self._num_experts
+            routing_map = without_zero_experts(routing_map, is_zero_TK)
+            local_parts.append(lambda: zero_expert_output(x, routing.probs_TK, is_zero_TK))
+        shared_expert = None if not local_parts else lambda: reduce(add, (part() for part in local_parts))
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
         y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
         if y_shared is not None:
             y = y + y_shared
-        return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
+        return self._attach_losses(y, routing, dropped, token_positions) if self.training else y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self.eval_capacity_policy
@@ -159,13 +174,16 @@ class MoELayer(nn.Module):
         if policy is None:
             return RoutingMap(routing.ids_TK, routing.probs_TK)
         kept_TK = policy.keep_mask(
-            routing.ids_TK, routing.probs_TK, token_positions.global_index(), self._num_experts, self.micro_batch_group
+            routing.ids_TK, routing.probs_TK, token_positions.global_index(), self._num_choices, self.micro_batch_group
         )
         padded_capacity = (
-            policy.padded_capacity(num_tokens, top_k, self._num_experts, self.micro_batch_group)
+            policy.padded_capacity(num_tokens, top_k, self._num_choices, self.micro_batch_group)
             if self._pads_to_capacity
             else None
         )
+        if self.has_zero_experts:
+            # Zero-computation experts have no capacity.
+            kept_TK = kept_TK | (routing.ids_TK >= self._num_experts)
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
     def run_shared_expert(self, x: Tensor) -> Tensor:
@@ -180,7 +198,7 @@ class MoELayer(nn.Module):
         return y
 
     def _attach_losses(
-        self, y: Tensor, routing: RoutingDecision, routing_map: RoutingMap, token_positions: TokenPositions
+        self, y: Tensor, routing: RoutingDecision, dropped: Tensor | None, token_positions: TokenPositions
     ) -> Tensor:
         """Attach the auxiliary losses to y, and add this micro-batch to `stats` when its gradient arrives."""
         num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
@@ -189,7 +207,7 @@ class MoELayer(nn.Module):
         if sums is not None and num_samples == 1:
             counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
         else:
-            counts_XE = count_tokens_per_expert(routing.ids_TK, self._num_experts, num_samples)
+            counts_XE = count_tokens_per_expert(routing.ids_TK, self._num_choices, num_samples)
         aux = z = None
         if self._aux_scale:
             load_XE = self._expert_load(counts_XE, token_positions)
@@ -204,7 +222,6 @@ class MoELayer(nn.Module):
             y = attach_aux_loss(y, z_sum, self._z_scale / num_tokens)
         if y.requires_grad:
             entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
-            dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
             # The thresholds are equal on all ranks of the group: each adds its share.
             thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.micro_batch_group.size
             counts_E = counts_XE[0] if num_samples == 1 else counts_XE.sum(0)
@@ -233,6 +250,27 @@ class MoELayer(nn.Module):
         return self._global_batch_load.add_micro_batch(
             self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), micro_batch
         )
+
+
+def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tensor:
+    """Compute the sum of the zero-computation experts of each token: its input times their routing probabilities.
+
+    Args:
+        x: input of the layer, [S/(cp*tp), B, H].
+        probs_TK: routing probabilities.
+        is_zero_TK: choices that are zero-computation experts, bool [T, K].
+
+    Returns:
+        [S/(cp*tp), B, H], multiplied in the dtype of the probabilities and returned in that of x.
+    """
+    weight_T1 = probs_TK.masked_fill(~is_zero_TK, 0.0).sum(-1, keepdim=True)
+    return (x.flatten(0, 1) * weight_T1).to(x.dtype).view_as(x)
+
+
+def without_zero_experts(routing_map: RoutingMap, is_zero_TK: Tensor) -> RoutingMap:
+    """Return the routing without the choices that are zero-computation experts."""
+    kept_TK = ~is_zero_TK if routing_map.kept_TK is None else routing_map.kept_TK & ~is_zero_TK
+    return replace(routing_map, kept_TK=kept_TK)
 
 
 def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:

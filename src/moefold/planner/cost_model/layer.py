@@ -431,7 +431,7 @@ class _MoECost:
         They read [T, H] once and [T, E] several times.
         """
         hidden = self.layer_costs.model_spec.hidden_size
-        experts = self.layer.num_experts
+        experts = self.layer.num_experts + self.layer.zero_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(
