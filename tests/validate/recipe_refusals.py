@@ -121,6 +121,30 @@ SIZES = {
     "model.zero_experts=4 model.expert_bias=true model.active_experts=3": (
         "model.active_experts=3.0 must be at most model.top_k=2, the choices of a token; choose a number up to 2"
     ),
+    "model.moe_shortcut=true model.layer_pattern=MD": (
+        "model.moe_shortcut=true adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means "
+        "none; set shared_expert_ffn_hidden_size"
+    ),
+    "model.moe_shortcut=true model.shared_expert_ffn_hidden_size=64": (
+        "model.moe_shortcut=true adds the routed output of a layer after the next one, which is dense, and "
+        "model.layer_pattern='M' has layers M without a D after them in model.num_layers=4; choose 'MD' with an even "
+        "number of layers"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 model.norm_placement=post": (
+        "model.moe_shortcut=true does not go with model.norm_placement='post': the routed output would be added "
+        "without a norm; set norm_placement='pre'"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=4 "
+    "parallel.pp=4": (
+        "model.moe_shortcut=true adds the routed output of a layer after the next one on the same pipeline stage, and "
+        "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
+        "MD, or parallel.pipeline_layout"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=2 "
+    "parallel.pp=2 parallel.pipeline_layout=auto": (
+        "parallel.pipeline_layout='auto' does not go with model.moe_shortcut=true, as it may part a layer M from the D "
+        "after it; write the layout out, or leave it out"
+    ),
     "model.attention_pattern=C2": (
         "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
         "set model.attention_chunk_size, or choose 'F'"

@@ -10,6 +10,7 @@ VLLM = [*RL, "rollout.engine=vllm"]
 EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 QK_NORM = ["model.qk_norm=true", "model.qk_norm_weight=false"]
 TEMPERATURE = ["model.rope_pattern=RN", "model.nope_temperature_scale=0.1"]
+SHORTCUT = ["model.layer_pattern=MD", "model.shared_expert_ffn_hidden_size=64"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -39,6 +40,8 @@ CASES = [
     ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
     ("model.zero_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.active_experts=1.5", ["model.zero_experts=4"], ["model.zero_experts=4", "model.expert_bias=true"]),
+    ("model.moe_shortcut=true", ["model.layer_pattern=D"], SHORTCUT),
+    ("model.mla_scale_latents=true", [], ["model.attention=mla"]),
     ("model.attention_chunk_size=16", [], ["model.attention_pattern=CF"]),
     ("model.qk_norm_weight=false", [], ["model.qk_norm=true"]),
     ("model.qk_norm_nope=false", QK_NORM, [*QK_NORM, "model.rope_pattern=RN"]),

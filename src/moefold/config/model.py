@@ -6,6 +6,8 @@ from typing import Literal
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
+SOFTMAX_LETTERS = "FWC"
+"""Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
 BLOCK_KINDS = ("D", "M", "DL", "ML")
 """Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
 ROPE_KINDS = "RN"
@@ -102,6 +104,9 @@ class ModelConfig:
     """Width of the part of a query and key head with RoPE, whose key all heads share (mla)."""
     v_head_dim: int = 32
     """Width of a value head (mla)."""
+    mla_scale_latents: bool = False
+    """Multiply the normalised latents by sqrt(hidden_size / rank), the query latent by that of q_lora_rank and the
+    key-value latent by that of kv_lora_rank (mla; LongCat-Flash)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
@@ -156,6 +161,9 @@ class ModelConfig:
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     router_bias: bool = False
     """Learned bias on the router's logits (gpt-oss)."""
+    moe_shortcut: bool = False
+    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; that of
+    the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False

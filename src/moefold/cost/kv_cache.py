@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Literal
 
-from moefold.config.model import ModelConfig
+from moefold.config.model import SOFTMAX_LETTERS, ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import attention_spec
 from moefold.cost.stages import plan_stages
@@ -23,7 +23,7 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
     if m.attention == "mla" and kind == "heads":
         # Keys and values are padded to one head dim.
         width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
-    return num_tokens * batch_size * _max_layers(cfg, "FW") * width * compute_dtype_bytes(cfg)
+    return num_tokens * batch_size * _max_layers(cfg, SOFTMAX_LETTERS) * width * compute_dtype_bytes(cfg)
 
 
 def num_state_slots(slots: int) -> int:
@@ -77,7 +77,7 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     limit = int(cfg.rollout.cache_gib * 2**30) - num_state_slots(cfg.rollout.slots) * state_bytes
     size = min(needed, max(0, limit))
     if size:
-        size = size * len(_layers(cfg.model, "FW")) // (p.pp * _max_layers(sampling, "FW"))
+        size = size * len(_layers(cfg.model, SOFTMAX_LETTERS)) // (p.pp * _max_layers(sampling, SOFTMAX_LETTERS))
     if states:
         states = states * len(_layers(cfg.model, "L")) // (p.pp * _max_layers(sampling, "L"))
     return size + states

@@ -68,6 +68,7 @@ def _supports_moe(ffn: nn.Module, kernel: DecodeKernel) -> bool:
         and not ffn.dispatcher.quantizes
         and not ffn.experts.applies_probs
         and not ffn.has_zero_experts
+        and not ffn.is_shortcut
         and ffn.router.logits_dtype(torch.float32) == torch.float32
     )
 

@@ -26,6 +26,7 @@ from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_co
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
+from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -188,6 +189,7 @@ def validate_ranges(cfg: Config) -> Iterator[str]:
 RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
+    *SHORTCUT_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,

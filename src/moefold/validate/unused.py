@@ -17,13 +17,13 @@ from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.train import compiles_parts, has_validation_split
-from moefold.validate.unused_attention import ATTENTION_RULES
+from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
-    *ATTENTION_RULES,
+    *LAYER_RULES,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -34,16 +34,10 @@ UNUSED_KEY_RULES = (
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
-        "model.zero_experts model.active_experts metrics.per_layer faults.check_dispatch",
+        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
-    ),
-    UnusedKeyRule(
-        "model.active_experts",
-        lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
-        "no expert bias balances experts against zero-computation experts",
-        "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedKeyRule(
         "model.ffn_hidden_size",

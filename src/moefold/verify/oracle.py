@@ -173,6 +173,7 @@ class Oracle:
     ) -> Tensor:
         """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
         x = self.weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
+        self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
         return self._norm("head.norm", x)
@@ -186,12 +187,18 @@ class Oracle:
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
-            return x + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
+            shortcut = self._shortcut
+            self._shortcut = torch.zeros_like(x)
+            return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
         weight = self.weights[f"{name}.ffn.router.weight"]
         bias = self.weights.get(f"{name}.ffn.router.bias")
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
-        return x + factor * self._output_norm(f"{name}.ffn", self._moe(f"{name}.ffn", normed, batch))
+        if self.cfg.model.moe_shortcut:
+            self._shortcut = factor * self._routed_experts(f"{name}.ffn", normed, batch)
+            return x + factor * self._shared_expert(f"{name}.ffn", normed)
+        output = self._routed_experts(f"{name}.ffn", normed, batch) + self._shared_expert(f"{name}.ffn", normed)
+        return x + factor * self._output_norm(f"{name}.ffn", output)
 
     def _input_norm(self, name: str, x: Tensor) -> Tensor:
         return x if self.cfg.model.norm_placement == "post" else self._norm(f"{name}_norm", x)
@@ -307,7 +314,7 @@ class Oracle:
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
-    def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
+    def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
         expert_input = x @ self.weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
@@ -338,13 +345,17 @@ class Oracle:
         if model.moe_hidden_size:
             y = y @ self.weights[f"{name}.latent_up.weight"].T
         is_zero = routed.experts >= model.num_experts
-        y = y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
-        if model.shared_expert_ffn_hidden_size:
-            shared = self._swiglu(f"{name}.shared", x)
-            if model.shared_expert_gate:
-                shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
-            y = y + shared
-        return y
+        return y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
+
+    def _shared_expert(self, name: str, x: Tensor) -> Tensor:
+        """Return the output of the shared expert; zeros if there is none."""
+        model = self.cfg.model
+        if not model.shared_expert_ffn_hidden_size:
+            return torch.zeros_like(x)
+        shared = self._swiglu(f"{name}.shared", x)
+        if model.shared_expert_gate:
+            shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
+        return shared
 
 
 def _gradient(weight: Tensor) -> Tensor:

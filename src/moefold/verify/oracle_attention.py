@@ -30,12 +30,16 @@ def mla_heads(
 
     if model.q_lora_rank:
         compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
+        if model.mla_scale_latents:
+            compressed = compressed * math.sqrt(model.hidden_size / model.q_lora_rank)
         to_query = weights[f"{name}.wq_up"]
     else:
         compressed = x
         to_query = weights[f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = norm(joint[..., :rank], "key_value_norm")
+    if model.mla_scale_latents:
+        latent = latent * math.sqrt(model.hidden_size / rank)
     shared = rotate(joint[..., None, rank:])[:, :, 0]
     queries = []
     keys = []

@@ -173,6 +173,9 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
+    if model.moe_shortcut:
+        # Each stage keeps a pair of layers.
+        num_layers = 2 * stages
     if p.pipeline_layout not in ("", "auto"):
         num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
     key_value_heads = model.num_key_value_heads
@@ -185,7 +188,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         model,
         preset="",
         num_layers=num_layers,
-        layer_pattern=_shrink_layer_pattern(model.layer_kinds, num_layers),
+        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp),
         attention_pattern=_keep_kinds(model.attention_letters, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),

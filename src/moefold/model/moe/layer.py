@@ -1,8 +1,6 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from dataclasses import replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -32,6 +30,9 @@ from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, Toke
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
+
+LayerOutput = Tensor | tuple[Tensor, Tensor]
+"""Output of a layer; with `model.moe_shortcut`, that of an MoE layer and the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -79,6 +80,7 @@ class MoELayer(nn.Module):
             self.latent_down = LatentProjection(model.hidden_size, model.moe_hidden_size)
             self.latent_up = LatentProjection(model.moe_hidden_size, model.hidden_size)
         self.shared = shared
+        self.is_shortcut = model.moe_shortcut
         has_gate = shared is not None and model.shared_expert_gate
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
@@ -136,8 +138,8 @@ class MoELayer(nn.Module):
         if self.last_counts_E is not None:
             self.last_counts_E.copy_(tokens_per_expert_E)
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same.
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> LayerOutput:
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, (shared expert, routed experts).
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
 
@@ -147,7 +149,7 @@ class MoELayer(nn.Module):
         """
         return run_to_end(self.forward_resumable(x, sample_ids))
 
-    def forward_resumable(self, x: Tensor, sample_ids: Tensor | None = None) -> Resumable[Tensor]:
+    def forward_resumable(self, x: Tensor, sample_ids: Tensor | None = None) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding while the dispatcher communicates; `x` is not read after the first yield."""
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
         token_positions = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
@@ -155,18 +157,25 @@ class MoELayer(nn.Module):
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
         dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
-        local_parts = [] if self.shared is None else [lambda: self.run_shared_expert(x)]
+        y_zero = None
         if self.has_zero_experts:
             is_zero_TK = routing.ids_TK >= self._num_experts
             routing_map = without_zero_experts(routing_map, is_zero_TK)
-            local_parts.append(lambda: zero_expert_output(x, routing.probs_TK, is_zero_TK))
-        shared_expert = None if not local_parts else lambda: reduce(add, (part() for part in local_parts))
+            y_zero = zero_expert_output(x, routing.probs_TK, is_zero_TK)
+        shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
         y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
-        if y_shared is not None:
+        if y_zero is not None:
+            y = y + y_zero
+        if y_shared is not None and not self.is_shortcut:
             y = y + y_shared
-        return self._attach_losses(y, routing, dropped, token_positions) if self.training else y
+        if self.training:
+            y = self._attach_losses(y, routing, dropped, token_positions)
+        if self.is_shortcut:
+            assert y_shared is not None, "rejected by validate/shortcut.py"
+            return y_shared, y
+        return y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self.eval_capacity_policy

@@ -1,8 +1,14 @@
-"""Keys without effect in models without certain kinds of attention layers."""
+"""Keys without effect in models without certain kinds of layers and experts."""
 
 from moefold.validate.unused_rule import UnusedKeyRule
 
-ATTENTION_RULES = (
+LAYER_RULES = (
+    UnusedKeyRule(
+        "model.active_experts",
+        lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
+        "no expert bias balances experts against zero-computation experts",
+        "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
+    ),
     UnusedKeyRule(
         "model.qk_norm_weight",
         lambda cfg: not cfg.model.qk_norm,
@@ -32,5 +38,11 @@ ATTENTION_RULES = (
         lambda cfg: cfg.model.nope_temperature_scale == 0,
         "model.nope_temperature_scale=0.0 changes no temperature",
         "set model.nope_temperature_scale",
+    ),
+    UnusedKeyRule(
+        "model.mla_scale_latents",
+        lambda cfg: cfg.model.attention != "mla",
+        "model.attention is not 'mla'",
+        "set model.attention='mla'",
     ),
 )
