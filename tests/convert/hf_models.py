@@ -108,6 +108,25 @@ GRANITE = {
     "attention_multiplier": 0.3,
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+LONGCAT = {
+    # The scaled latents sharpen attention, which amplifies rounding.
+    "initializer_range": 0.2,
+    # Each of two layers has two attentions.
+    "num_hidden_layers": 4,
+    "num_layers": 2,
+    "num_key_value_heads": 6,
+    "ffn_hidden_size": 20,
+    "expert_ffn_hidden_size": 12,
+    "n_routed_experts": 5,
+    "moe_topk": 3,
+    "kv_lora_rank": 11,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 5,
+    "routed_scaling_factor": 1.7,
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
@@ -258,6 +277,14 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LLAMA3,
         },
     ),
+    "longcat-flash": (
+        "LongcatFlash",
+        {
+            **LONGCAT,
+            "zero_expert_num": 0,
+            "rope_parameters": YARN | MSCALE,
+        },
+    ),
     "llama4-plain": (
         "Llama4",
         {
@@ -333,6 +360,8 @@ CONFIG_CLASSES = {"Llama4": "Llama4TextConfig"}
 """Configuration classes with another name than the model's."""
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS
+MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
+"""Not among those whose export transformers loads: it expects tensors of the experts without computation."""
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
 ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
 """For tests of code that does not depend on the family."""

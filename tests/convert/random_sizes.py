@@ -314,7 +314,34 @@ def _llama4(rng: random.Random, is_cut: bool) -> Sizes:
     return sizes | rng.choice([{}, {"layer_types": [rng.choice(kinds) for _ in range(layers)]}])
 
 
+def _longcat(rng: random.Random, is_cut: bool) -> Sizes:
+    heads, rotated = 2 * rng.choice([1, 2, 3]) - (not is_cut), rng.choice([2, 6])
+    layers = 2 if is_cut else rng.choice([1, 2])
+    scaling = {"rope_parameters": YARN | {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}}
+    sizes = {
+        "hidden_size": _hidden(rng, heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": 2 * layers,
+        "num_layers": layers,
+        "ffn_hidden_size": _width(rng, is_cut),
+        "expert_ffn_hidden_size": _width(rng, is_cut),
+        "n_routed_experts": rng.choice([4, 6]),
+        "zero_expert_num": rng.choice([0, 3]),
+        "moe_topk": rng.choice([2, 3]),
+        "q_lora_rank": rng.choice([5, 7]),
+        "kv_lora_rank": rng.choice([5, 11]),
+        "qk_nope_head_dim": rng.choice([3, 7]),
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,
+        "v_head_dim": rng.choice([4, 5, 16]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+    return sizes | (scaling if rng.random() < 0.5 else {})
+
+
 NEWER_FAMILIES = {
+    "longcat-flash": _longcat,
     "llama4": _llama4,
     "glm4-moe": _glm4_moe,
     "dots1": _dots1,

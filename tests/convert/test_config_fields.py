@@ -39,7 +39,7 @@ FAMILY_OF = {
 }
 FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
-FAMILY_OF |= {"llama-4": "llama4_text"}
+FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
@@ -83,6 +83,7 @@ _SPECIAL |= {
 }
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 _SPECIAL["llama4_text"] = {"no_rope_layers": [1, 0, 1, 1, 0], "attention_chunk_size": 8192}
+_SPECIAL["longcat_flash"] |= {"num_layers": 3}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
 
@@ -143,6 +144,9 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
+    if family == "longcat_flash":
+        sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
+        sizes |= {"zero_experts": 5, "q_lora_rank": 8}
     fields = FAMILIES[family].config_fields
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
@@ -338,6 +342,9 @@ def test_older_spellings_mean_the_published_model(preset):
             {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None},
             "attention_chunk_size",
         ),
+        ("longcat_flash", {"num_layers": 0}, "num_layers=0, which should be 1 to 5000"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which moefold does not compute"),
+        ("longcat_flash", {"router_bias": True}, "router_bias=True, which moefold does not compute"),
         ("afmoe", {"mup_enabled": 3}, "mup_enabled=3 of hidden_size=48"),
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0, which"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "other", "sparse"]}, "mlp_layer_types=.*, which moefold does not"),

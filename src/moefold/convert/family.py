@@ -34,6 +34,8 @@ class Family:
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
             (`_keys_to_ignore_on_load_unexpected` of the class).
         ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
+        zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
+            not read them; its group is the number of the expert. Empty: none.
     """
 
     name: str
@@ -45,6 +47,13 @@ class Family:
     has_mtp: bool = False
     mtp_unreported: tuple[int, ...] = ()
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    zero_expert_tensors: str = ""
+
+    def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
+        """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
+        match = re.fullmatch(self.zero_expert_tensors, name) if self.zero_expert_tensors else None
+        return match is not None and model.num_experts <= int(match[1]) < model.num_router_choices
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor of a folder is ignored."""

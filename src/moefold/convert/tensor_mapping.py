@@ -279,5 +279,7 @@ class InterleavedTensor:
 
 
 def fill_in_layer(template: str, layer: str) -> str:
-    """Return an HF name for a layer."""
-    return template.replace("{l}", layer)
+    """Return an HF name for a layer; "{pair}" and "{half}" are the number of a pair of our layers, and that in it."""
+    if "{pair}" not in template:
+        return template.replace("{l}", layer)
+    return template.replace("{pair}", str(int(layer) // 2)).replace("{half}", str(int(layer) % 2))

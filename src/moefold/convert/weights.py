@@ -139,7 +139,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every parameter and expert bias of a model, by name."""
     shapes: dict[str, Shape] = {name: weight.shape for name, weight in model_weights(model).items()}
     if model.expert_bias:
-        shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_experts,) for i in model.moe_layer_numbers}
+        shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_router_choices,) for i in model.moe_layer_numbers}
     return shapes
 
 
@@ -172,6 +172,8 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
         original = folder.tensors.get(duplicates.get(name, ""))
         if folder.family.is_ignored(name):
             ignored[name] = "computed, not stored"
+        elif folder.family.is_of_zero_expert(name, model):
+            ignored[name] = "of an expert without computation"
         elif leaves_out_mtp and folder.family.has_mtp and is_mtp_tensor(name, model.num_layers):
             ignored[name] = MTP_REASON
         elif original is not None and bytes_equal(stored, original):
