@@ -1,4 +1,4 @@
-"""Family LongCat-Flash: layers of two attentions, two dense networks and experts beside them. Torch-free.
+"""Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts. Torch-free.
 
 A layer of the folder is two layers here, an MoE layer and a dense one: the first dense network is the shared expert of
 the MoE layer, and `model.moe_shortcut` adds the output of its routed experts after the dense layer.
