@@ -87,7 +87,10 @@ def test_a_list_of_paths_is_a_list_on_the_command_line_too():
         ("parallel.zero=true", "parallel.zero=true must be one of 0, 1, 2, 3"),
         ("parallel.zero=1.0", "parallel.zero=1.0 must be one of 0, 1, 2, 3"),
         ("parallel.zero=4", "parallel.zero=4 must be one of 0, 1, 2, 3"),
-        ("parallel.context=rings", "parallel.context='rings' must be one of 'ring', 'allgather', 'ulysses'; did"),
+        (
+            "parallel.context=rings",
+            "parallel.context='rings' must be one of 'ring', 'allgather', 'ulysses', 'planned'; did",
+        ),
         ("data.path=[1]", "data.path=[1] must be a string or a list of strings"),
     ],
 )

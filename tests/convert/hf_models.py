@@ -128,6 +128,21 @@ LONGCAT = {
     "routed_scaling_factor": 1.7,
 }
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+NO_TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+BAILING = {
+    **{key: value for key, value in LATENT.items() if key != "n_routed_experts"},
+    **NO_TOKENS,
+    "initializer_range": 0.1,
+    "num_local_experts": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "head_dim": 5,
+    "short_conv_kernel_size": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "kda_lower_bound": -3.0,
+    "num_mtp_layers": 0,
+}
 NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
         "Glm4Moe",
@@ -261,7 +276,7 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4": (
-        "Llama4",
+        "Llama4Text Llama4",
         {
             "num_hidden_layers": 4,
             "intermediate_size": 12,
@@ -286,7 +301,7 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4-plain": (
-        "Llama4",
+        "Llama4Text Llama4",
         {
             "intermediate_size": 12,
             "intermediate_size_mlp": 20,
@@ -339,6 +354,61 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": None,
         },
     ),
+    "qwen3-5-moe": (
+        "Qwen3_5MoeText Qwen3_5Moe",
+        {
+            **{key: value for key, value in QWEN_EXPERTS.items() if key != "intermediate_size"},
+            "initializer_range": 0.1,
+            "shared_expert_intermediate_size": 10,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **QWEN_EXPERTS,
+            "initializer_range": 0.1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": True,
+            **NO_TOKENS,
+        },
+    ),
+    "lfm2-moe-plain": (
+        "Lfm2Moe",
+        {
+            **QWEN_EXPERTS,
+            "initializer_range": 0.1,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+            "conv_L_cache": 4,
+            **NO_TOKENS,
+        },
+    ),
+    "bailing-hybrid": ("BailingHybrid", BAILING),
+    "bailing-hybrid-plain": (
+        "BailingHybrid",
+        {
+            **BAILING,
+            "q_lora_rank": None,
+            "kda_safe_gate": False,
+            "norm_topk_prob": False,
+            "layer_types": None,
+            "layer_group_size": 2,
+            "first_k_dense_replace": 0,
+            "rope_parameters": YARN | MSCALE,
+        },
+    ),
     "qwen3-next-equal-heads": (
         "Qwen3Next",
         {
@@ -356,8 +426,6 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-CONFIG_CLASSES = {"Llama4": "Llama4TextConfig"}
-"""Configuration classes with another name than the model's."""
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
@@ -370,11 +438,12 @@ ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slo
 def make_model(name: str, **sizes: Any) -> Any:
     """A random model of transformers in float32; no norm is 1 and no bias 0."""
     kind, more = MODELS[name]
-    config = getattr(transformers, CONFIG_CLASSES.get(kind, f"{kind}Config"))(
+    config_kind, _, class_kind = kind.partition(" ")
+    config = getattr(transformers, f"{config_kind}Config")(
         **{**SIZES, **more, **sizes}, attn_implementation="eager", experts_implementation="eager"
     )
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{class_kind or config_kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):

@@ -15,6 +15,7 @@ from moefold.convert.config_fields import (
     HunyuanSharedExpert,
     MultiHeadKeyValue,
     SharedExperts,
+    WithAlias,
 )
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
@@ -110,7 +111,8 @@ def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
         theirs = transformers.AutoConfig.for_model(**rest).to_dict()
         if key in theirs:
             assert found == _outcome(rest | {key: theirs[key]}), key
-    assert {"rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"} <= understood
+    assert {"tie_word_embeddings", "num_key_value_heads"} <= understood
+    assert {"rms_norm_eps", "norm_eps"} & understood
     if family == "deepseek_v3":
         assert {"n_group", "topk_group", "q_lora_rank", "first_k_dense_replace", "rope_interleave"} <= understood
         assert "num_nextn_predict_layers" in understood
@@ -147,7 +149,7 @@ def _model_for(family: str) -> ModelConfig:
     if family == "longcat_flash":
         sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
         sizes |= {"zero_experts": 5, "q_lora_rank": 8}
-    fields = FAMILIES[family].config_fields
+    fields = [entry.entry if isinstance(entry, WithAlias) else entry for entry in FAMILIES[family].config_fields]
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}

@@ -35,6 +35,17 @@ MODELS = {
     "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
     "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
     "latent": replace(LATENT, mtp_layers=1),
+    "gated latent": replace(LATENT, attention_gate=True, mtp_layers=1),
+    "gla": replace(MODEL, attention_pattern="LF", linear_attention="gla", linear_gate_rank=3, linear_value_head_dim=5),
+    "short convolution": replace(MODEL, attention_pattern="FL", linear_attention="short_convolution", mtp_layers=1),
+    "kda, full rank": replace(
+        MODEL,
+        attention_pattern="LF",
+        linear_attention="kda",
+        linear_full_rank_gates=True,
+        attention_gate=True,
+        attention_gate_width="head",
+    ),
     "kda": replace(MODEL, attention_pattern="LF", linear_attention="kda", linear_value_head_dim=5),
     "gated_deltanet": replace(
         MODEL, num_layers=4, attention_pattern="LF", linear_num_value_heads=8, linear_value_head_dim=5, mtp_layers=1

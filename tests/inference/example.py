@@ -52,6 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "router_score": "sigmoid",
         "expert_bias": True,
         "mtp_layers": 1,
+        "attention_gate": True,
+        "attention_gate_width": "head",
     },
     "gpt-oss": {
         "qkv_bias": True,
@@ -75,6 +77,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
 """Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone, with states."""
+LINEAR_KINDS = {
+    name: KINDS["linear"] | {"linear_attention": name, "attention_gate": True, "attention_gate_width": "head"}
+    for name in ("gla", "short_convolution")
+}
+"""Further kinds of layers of linear attention: without a convolution, without a recurrence."""
 
 
 def recipe_of_kind(kind: str, run_dir: Path) -> Config:
@@ -82,7 +89,7 @@ def recipe_of_kind(kind: str, run_dir: Path) -> Config:
     return config_from_dict(
         {
             "run": {"dtype": "float64", "seed": 6, "dir": str(run_dir)},
-            "model": SIZES | KINDS[kind],
+            "model": SIZES | (KINDS | LINEAR_KINDS)[kind],
             "train": {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2},
             "data": {"kind": "synthetic"},
         }

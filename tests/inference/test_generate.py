@@ -9,8 +9,18 @@ from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
-from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
+from tests.inference.example import (
+    KINDS,
+    LINEAR_KINDS,
+    opened,
+    recipe,
+    recipe_of_kind,
+    row_of_ids,
+    theirs,
+    write_checkpoint,
+)
 from tests.model.paged_rows import pass_rows
+from tests.slow import slow
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
@@ -118,7 +128,7 @@ def run_whole(path: Path, num_tokens: int, mapping: dict[str, str] | None = None
     return logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *slow((kind,) for kind in LINEAR_KINDS)])
 def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
     pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
     pieces = [5, 1, 3, 1, 1]

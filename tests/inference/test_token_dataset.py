@@ -25,8 +25,9 @@ def test_every_token_but_the_first_of_a_sequence_is_a_target_once():
     cut = row(23, 4, keeps_tail=True)
     targets = []
     for first in range(0, cut.num_sequences, 4):
-        tokens, labels, is_target = cut.batch(first, 4, 6)
-        assert tokens.shape == labels.shape == is_target.shape == (4, 6)
+        tokens, labels, is_target, is_token = cut.batch(first, 4, 6)
+        assert tokens.shape == labels.shape == is_target.shape == is_token.shape == (4, 6)
+        assert (is_token[:, 1:] == is_target[:, :-1]).all()
         assert (labels[is_target] == tokens[is_target] + 1).all()
         targets += labels[is_target].tolist()
     assert targets == [i for i in range(23) if i % 4]

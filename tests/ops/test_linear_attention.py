@@ -144,8 +144,21 @@ def test_convolution_equals_conv1d_of_each_document() -> None:
             part = x[start:stop, sample].t()
             expected[start:stop, sample] = F.silu(F.conv1d(F.pad(part, (3, 0)), weight.unsqueeze(1), groups=3)).t()
     num_previous = torch.arange(20).unsqueeze(1) - starts
-    found = causal_convolution(x, weight, x.new_zeros(3, B, 3), num_previous)
+    found = causal_convolution(x, weight, x.new_zeros(3, B, 3), num_previous, F.silu)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
     # In two halves, with the last tokens of the first half.
-    second = causal_convolution(x[10:], weight, x[7:10], num_previous[10:])
+    second = causal_convolution(x[10:], weight, x[7:10], num_previous[10:], F.silu)
     torch.testing.assert_close(second, expected[10:], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", [None, F.silu])
+def test_a_convolution_in_bfloat16_is_rounded_once(activation) -> None:
+    """The taps are added, and activated, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, previous = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((20, B, 3), (3, 4), (3, B, 3))
+    )
+    num_previous = torch.full((20, B), 5)
+    wide = causal_convolution(x.float(), weight.float(), previous.float(), num_previous, activation)
+    found = causal_convolution(x, weight, previous, num_previous, activation)
+    assert torch.equal(found, wide.bfloat16())

@@ -15,6 +15,7 @@ from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
 from moefold.testing.pool import WorkerError
 from moefold.topology.layout import fold
 from tests.model.attention_reference import (
@@ -29,7 +30,7 @@ from tests.model.attention_reference import (
 from tests.ops.reference_cudnn import reference_cudnn
 from tests.ops.reference_flash import reference_flash
 
-KINDS = ["ring", "allgather", "ulysses"]
+KINDS = ["ring", "allgather", "ulysses", "planned"]
 HEADS = [(4, 4, 8), (8, 4, 8), (4, 2, 8), (4, 1, 5)]
 SEQ_LEN = 24
 Case = tuple[tuple[int, int, int], int]
@@ -49,6 +50,13 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+def _core(kind: str, groups: ParallelGroups, window: int = 0):
+    """The core attention of a kind."""
+    if kind == "planned":
+        return PlannedAttention(AttentionPlanner(groups, PlanOptions()), window)
+    return context_parallel_attention(kind, groups.attn.cp, window)
+
+
 def _attend_on_shards(
     kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str, limits: Limits
 ) -> list[list[np.ndarray]]:
@@ -56,7 +64,7 @@ def _attend_on_shards(
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
     positions = sequence_positions(cut_as, limits.seq_len, cp.size, cp.rank)
-    core = context_parallel_attention(kind, cp, limits.window)
+    core = _core(kind, groups, limits.window)
     results = []
     for heads, batch in cases:
         shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, limits.seq_len, batch, heads)]
@@ -75,6 +83,12 @@ def _attend_through_flash(*args) -> list[list[np.ndarray]]:
         results = _attend_on_shards(*args)
     assert {"forward", "backward"} == set(flash.calls)
     return results
+
+
+def _attend_task_by_task(*args) -> list[list[np.ndarray]]:
+    """The same with no task computed together with others."""
+    with mock.patch("moefold.ops.task_attention.MAX_SHORT_KEYS", 0):
+        return _attend_on_shards(*args)
 
 
 def _attend_through_cudnn(*args) -> list[list[np.ndarray]]:
@@ -166,6 +180,15 @@ LIMITS = [
 def test_windows_and_sinks(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
     assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits)) < 1e-10
+
+
+@pytest.mark.parametrize("limits", [*LIMITS, EVERYTHING], ids=str)
+def test_tasks_one_by_one(pool, limits):
+    cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
+    errors = _largest_errors(
+        pool, "planned", {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_task_by_task
+    )
+    assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -411,7 +411,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda", "gla", "short_convolution"])
 @pytest.mark.parametrize(
     ("mapping", "sampling"),
     [

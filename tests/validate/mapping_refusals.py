@@ -19,6 +19,42 @@ FOLDS = {
     ),
 }
 
+PLACED = "world_size=4 ep=2 context=planned placement=balanced"
+BY_DOCUMENT = "world_size=2 cp=2 context=planned placement=documents data.document_end=0"
+PLACEMENTS = {
+    f"{PLACED} data.kind=preference data.path=a align.method=dpo train.eval_every=0": (
+        "parallel.placement='balanced' splits samples between ranks, and data.kind='preference' has losses and columns "
+        "of whole samples; choose parallel.placement='samples'"
+    ),
+    "world_size=2 cp=2 context=planned model.attention_pattern=C model.attention_chunk_size=4": (
+        "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
+        "kind C, which divide them into chunks; choose parallel.context='ring'"
+    ),
+    f"{PLACED} data.kind=task rl.group_size=4": (
+        "parallel.placement='balanced' needs every sample of the step on every rank, and rollouts are packed for one "
+        "rank; choose parallel.placement='samples'"
+    ),
+    f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
+        "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
+        "a capacity is that of a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
+        "choose parallel.placement='samples'"
+    ),
+    f"{BY_DOCUMENT} moe.capacity_factor=1.0 moe.drop_scope=sub_sequence": (
+        "parallel.placement='documents' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
+        "a capacity is that of one rank's part of a sample; set capacity_factor=0.0 (dropless), or choose "
+        "parallel.placement='samples'"
+    ),
+    f"{PLACED} data.document_end=0 moe.choice=sinkhorn": (
+        "parallel.placement='balanced' with moe.choice='sinkhorn' would balance other tokens than placement='samples': "
+        "it reads the tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or choose "
+        "parallel.placement='samples'"
+    ),
+    f"{PLACED} data.document_end=0 moe.trace_every=1": (
+        "parallel.placement='balanced' with moe.trace_every=1: traces are read and written by rank and sample, and "
+        "ranks hold parts of any samples; leave trace_every out, or choose parallel.placement='samples'"
+    ),
+}
+
 MAPPINGS = {
     "world_size=4 etp=4 model.hidden_size=66 model.head_dim=8 model.moe_bias=true": (
         "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
@@ -26,6 +62,10 @@ MAPPINGS = {
     "world_size=8 tp=8 model.num_attention_heads=12 model.num_query_groups=2 model.head_dim=32": (
         "parallel.tp=8 must divide model.num_attention_heads=12; choose model.num_attention_heads=8 or 16, or "
         "parallel.tp=1, 2 or 4"
+    ),
+    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention=short_convolution model.hidden_size=64 "
+    "model.vocab_size=258 train.seq_len=96 moe.z_loss=0": (
+        "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
     ),
     "world_size=4 tp=4 model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32": (
         "parallel.tp=4 must divide model.num_query_groups=6, or be a multiple of it (key and value heads are then "

@@ -333,6 +333,18 @@ TRAINING = {
 }
 
 DATA = {
+    "data.kind=text data.packing=best_fit": (
+        "data.packing='best_fit' packs documents, and the recipe does not say where they end; set data.document_end to "
+        "the token that ends documents, or data.document_index=true for files of `moefold tokenize`"
+    ),
+    "data.kind=huggingface data.path=a data.packing=best_fit data.document_end=0 data.streaming=true": (
+        "data.packing='best_fit' reads all documents before it packs them, and data.streaming=true reads each once; "
+        "set streaming=false, or packing='concatenate'"
+    ),
+    "data.kind=tokens data.packing=best_fit data.document_end=0 data.corrupt=skip": (
+        "data.packing='best_fit' packs the documents of all files together, and data.corrupt='skip' leaves files out; "
+        "set corrupt='fatal', or packing='concatenate'"
+    ),
     'data.kind=text data.path=["a","b"] data.weights=[1]': (
         "data.weights=[1.0] must have one number for each of the 2 paths of data.path; list as many, or leave weights"
         " out to join the paths by their sizes"

@@ -11,6 +11,7 @@ REFUSED = {
     **mapping_refusals.FOLDS,
     **mapping_refusals.MAPPINGS,
     **mapping_refusals.PIPELINES,
+    **mapping_refusals.PLACEMENTS,
     **recipe_refusals.SIZES,
     **recipe_refusals.ROUTING,
     **recipe_refusals.TRAINING,

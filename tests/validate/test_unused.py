@@ -11,6 +11,9 @@ EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 QK_NORM = ["model.qk_norm=true", "model.qk_norm_weight=false"]
 TEMPERATURE = ["model.rope_pattern=RN", "model.nope_temperature_scale=0.1"]
 SHORTCUT = ["model.layer_pattern=MD", "model.shared_expert_ffn_hidden_size=64"]
+_GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
+PLANNED = ["parallel.context=planned"]
+BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -27,6 +30,14 @@ CASES = [
     ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.placement=documents", [], [*PLANNED, "data.document_end=0"]),
+    ("parallel.placement=documents", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_hosts=balanced", [], [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_hosts=balanced", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.attention_tolerance=0.2", [], BALANCED_HOSTS),
+    ("parallel.attention_pool=2", [], BALANCED_HOSTS),
+    ("parallel.attention_block=64", [], BALANCED_HOSTS),
+    ("parallel.attention_block=64", PLANNED, [*PLANNED, "data.document_end=0", "parallel.placement=documents"]),
     ("parallel.overlap_tp=true", [], ["parallel.world_size=2", "parallel.tp=2"]),
     ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
@@ -55,6 +66,21 @@ CASES = [
     ("model.linear_key_head_dim=16", [], ["model.attention_pattern=LF"]),
     ("model.linear_value_head_dim=16", [], ["model.attention_pattern=LF"]),
     ("model.linear_conv_kernel=3", [], ["model.attention_pattern=LF"]),
+    ("model.linear_num_key_heads=2", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    (
+        "model.linear_num_value_heads=8",
+        ["model.attention_pattern=LF", "model.linear_attention=short_convolution"],
+        _GLA,
+    ),
+    ("model.linear_key_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    ("model.linear_value_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
+    ("model.linear_conv_kernel=3", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_gate_rank=8", ["model.attention_pattern=LF"], _GLA),
+    ("model.linear_full_rank_gates=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
+    ("model.linear_decay_bound=-5", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
+    ("model.attention_gate_width=head", [], ["model.attention_gate=true"]),
+    ("model.num_attention_heads=4", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
+    ("model.rope_theta=50", ["model.attention_pattern=LF", "model.rope_pattern=RN"], ["model.rope_pattern=RN"]),
     ("model.attention=mla", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
     ("model.num_query_groups=2", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
     ("model.head_dim=16", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
@@ -158,6 +184,8 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("data.packing=best_fit", ["data.kind=sft"], ["data.kind=text", "data.document_end=0"]),
+    ("data.packing=best_fit", ["data.kind=synthetic"], ["data.kind=tokens", "data.document_index=true"]),
     ("data.task=add", [], ["data.kind=task"]),
     ("data.task_size=3", ["data.kind=text"], ["data.kind=task"]),
     ("rl.objective=clip", [], RL),

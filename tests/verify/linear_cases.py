@@ -1,4 +1,4 @@
-"""Linear attention that must equal the oracle: hybrids under every axis, with packed documents and recomputation."""
+"""Layers of kind L that must equal the oracle: hybrids under every axis, with packed documents and recomputation."""
 
 from tests.verify.cases import Case, Settings, cases, few
 
@@ -82,6 +82,46 @@ KDA = [
         ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}),
     )
 ]
+LING = {
+    "linear_attention": "kda",
+    "linear_full_rank_gates": True,
+    "linear_decay_bound": -5.0,
+    "attention": "mla",
+    "q_lora_rank": 6,
+    "attention_gate": True,
+    "attention_gate_width": "head",
+}
+KINDS = {
+    "gla": {"linear_attention": "gla", "linear_gate_rank": 3},
+    "convolution": {"linear_attention": "short_convolution", "attention_gate": True, "attention_gate_width": "head"},
+    "bounded": LING,
+}
+KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (
+    ("gla", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}, {}),
+    ("convolution", {"world_size": 4, "cp": 2, "pp": 2}, {}, {}),
+    ("bounded", {"world_size": 4, "tp": 2, "cp": 2}, {}, {}),
+    ("gla", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"attention_pattern": "L"}, {}),
+    ("gla", {"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
+    ("gla", {"world_size": 4, "cp": 4, "context": "allgather"}, {}, {}),
+    ("gla", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
+    ("gla", {"world_size": 4, "tp": 4, "etp": 2}, {"attention_pattern": "L"}, {"optimizer": "muon"}),
+    ("gla", {"world_size": 2, "ep": 2, "zero": 2}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+    ("convolution", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"attention_pattern": "L"}, {}),
+    ("convolution", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"attention_pattern": "L"}, {}),
+    ("convolution", {"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
+    ("convolution", {"world_size": 4, "cp": 4, "context": "allgather"}, {}, {}),
+    ("convolution", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
+    ("convolution", {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}, {}, {"optimizer": "muon"}),
+    ("convolution", {"world_size": 2, "zero": 3}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+    ("bounded", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}, {}),
+    ("bounded", {"world_size": 4, "tp": 2, "zero": 3}, {"q_lora_rank": 0}, {"recompute": ("layer",)}),
+    ("bounded", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"attention_gate_width": "dim"}, {}),
+    ("bounded", {"world_size": 2, "tp": 2, "overlap_tp": True}, {"mtp_layers": 1}, {"optimizer": "muon"}),
+)
+OTHER_KINDS = [
+    _hybrid(mapping, {"vocab_size": 8, **KINDS[kind], **model}, TWO_SAMPLES | train, data=DOCUMENTS)
+    for kind, mapping, model, train in KIND_AXES
+]
 MUON = [_hybrid(mapping, train={"optimizer": "muon"}) for mapping in ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3},)]
 OFFLOAD = [
     _hybrid({"world_size": 2, "cp": 2}, train={"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True})
@@ -92,4 +132,5 @@ CASES: list[Case] = [
     *cases("linear attention", MAPPED[:2], [*MAPPED[2:], *MUON, *OFFLOAD]),
     *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
     *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
+    *cases("other layers of kind L", OTHER_KINDS[:3], OTHER_KINDS[3:]),
 ]

@@ -46,8 +46,9 @@ def _run_without_states_of_other_chunks(cfg: Config) -> DistributedRecord:
 
     whole = ChunkedLinearAttention.__call__
 
-    def broken(self: object, *tensors: torch.Tensor, is_start_SB: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = zip(*(tensor.split(4) for tensor in tensors), strict=True)
+    def broken(self: object, *tensors: object, is_start_SB: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        count = -(-len(tensors[0]) // 4)
+        parts = zip(*([None] * count if x is None else x.split(4) for x in tensors), strict=True)
         outs = [whole(ChunkedLinearAttention(4), *part) for part in parts]
         return torch.cat([out for out, _ in outs]), outs[-1][1]
 
@@ -55,18 +56,32 @@ def _run_without_states_of_other_chunks(cfg: Config) -> DistributedRecord:
     return run_distributed(cfg, 1)
 
 
+GLA = {"linear_attention": "gla"}
+CONVOLUTION = {"linear_attention": "short_convolution"}
+TWO_PARTS = {"world_size": 2, "cp": 2}
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("broken", "mapping"),
+    ("broken", "mapping", "kind", "parameter"),
     [
-        (_run_without_states_of_other_ranks, {"world_size": 2, "cp": 2}),
-        pytest.param(_run_without_tokens_of_other_ranks, {"world_size": 2, "cp": 2}, marks=pytest.mark.slow),
-        (_run_with_states_of_earlier_documents, {"data": DOCUMENTS}),
-        pytest.param(_run_without_states_of_other_chunks, {}, marks=pytest.mark.slow),
+        (_run_without_states_of_other_ranks, TWO_PARTS, {}, "a_log"),
+        pytest.param(_run_without_tokens_of_other_ranks, TWO_PARTS, {}, "a_log", marks=slow),
+        (_run_with_states_of_earlier_documents, {"data": DOCUMENTS}, {}, "a_log"),
+        pytest.param(_run_without_states_of_other_chunks, {}, {}, "a_log", marks=slow),
+        pytest.param(_run_without_states_of_other_ranks, TWO_PARTS, GLA, "ba", marks=slow),
+        pytest.param(_run_with_states_of_earlier_documents, {"data": DOCUMENTS}, GLA, "ba", marks=slow),
+        pytest.param(_run_without_states_of_other_chunks, {}, GLA, "ba", marks=slow),
+        pytest.param(_run_without_tokens_of_other_ranks, TWO_PARTS, CONVOLUTION, "conv", marks=slow),
     ],
 )
 def test_a_state_or_token_that_is_lost_or_kept_is_noticed(
-    pool, broken: Callable[[Config], DistributedRecord], mapping: dict[str, object]
+    pool,
+    broken: Callable[[Config], DistributedRecord],
+    mapping: dict[str, object],
+    kind: dict[str, object],
+    parameter: str,
 ):
-    cfg = tiny(model=HYBRID | {"vocab_size": 8}, **mapping)
+    cfg = tiny(model=HYBRID | kind | {"vocab_size": 8}, **mapping)
     names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
-    assert any(".attention.a_log" in name for name in names)
+    assert any(name.endswith(f".attention.{parameter}") for name in names)

@@ -13,7 +13,7 @@ from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
-from moefold.model.moe.layer import without_zero_experts
+from moefold.model.moe.layer import split_zero_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
@@ -97,8 +97,7 @@ class StepBreakdown:
             routing = self._moe.router(self._x_TH, self._positions)
         self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
         if self._moe.has_zero_experts:
-            is_zero_TK = routing.ids_TK >= cfg.model.num_experts
-            self._routing_map = without_zero_experts(self._routing_map, is_zero_TK)
+            self._routing_map, _ = split_zero_experts(self._routing_map, cfg.model.num_experts)
         experts = self._moe.experts
         # As in `Dispatcher.run`, for one rank.
         self._applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
@@ -296,7 +295,7 @@ class StepBreakdown:
         moe = self._moe
         positions = self._positions
         routing = moe.router(x_TH, positions)
-        y = moe._attach_losses(routing.probs_TK, routing, None, positions)
+        y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), positions)
         return y.sum()
 
     @property

@@ -28,6 +28,7 @@ def draw_report(report: Report, path: Path) -> None:
         "dispatch": (2, _draw_dispatch),
         "ranks": (1, _draw_ranks),
         "scaling": (2, _draw_scaling),
+        "documents": (2, _draw_documents),
     }
     if report.get("kind") not in drawers:
         raise ConfigError(f"not a report of moefold bench that can be plotted; the kinds are {', '.join(drawers)}")
@@ -109,6 +110,26 @@ def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
         panel.set_xticks([r[key] for r in rows], [str(r[key]) for r in rows])
         panel.set_ylim(bottom=0)
     return f"Scaling, {report['dtype']}: {report['machine']}"
+
+
+def _draw_documents(report: Report, axes: Sequence["Axes"]) -> str:
+    left, right = axes
+    rows = report["methods"]
+    names = [row["method"] for row in rows]
+    ticks = range(len(rows))
+    left.barh(ticks, [row["busiest_cpu_s"] * MS_PER_S for row in rows], color=PALETTE[0], label="busiest rank")
+    left.barh(ticks, [row["mean_cpu_s"] * MS_PER_S for row in rows], height=0.4, color=PALETTE[3], label="mean")
+    left.set_title("CPU time of the core attention of a layer, ms", fontsize=9.5, color=INK)
+    left.legend(frameon=False, fontsize=8)
+    right.barh(ticks, [row["step_s"] * MS_PER_S for row in rows], color=PALETTE[4])
+    right.set_title("a step, ms", fontsize=9.5, color=INK)
+    for panel in axes:
+        panel.set_yticks(ticks, names)
+        panel.invert_yaxis()
+    return (
+        f"Documents of {report['lengths']} in samples of {report['seq_len']:,} tokens, cp={report['cp']} "
+        f"dp={report['dp']}: {report['machine']}"
+    )
 
 
 def _draw_stacked_bars(axes: "Axes", names: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:

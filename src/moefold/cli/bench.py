@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "ranks": "where the ranks of a recipe spend a step",
     "scaling": "tokens/s over tokens, step time over experts",
     "leastloaded": "least-loaded dispatch under skewed routing",
+    "documents": "context parallelism on packed documents",
     "rollout": "generation by the rollout engine against transformers",
     "plot": "plot a report of any of these commands",
 }

@@ -13,6 +13,7 @@ from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
+from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.memory.budget import RESERVE_FRACTION
 from moefold.planner.query import result_as_dict
 from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
@@ -104,6 +105,11 @@ def _check_output(args: argparse.Namespace) -> None:
     for option in ("wide", "breakdown"):
         if getattr(args, option) and args.json:
             raise ConfigError(f"--{option} has no effect on --json, which has every number; leave --{option} out")
+    if args.lengths is not None and args.compare_folding is not None:
+        raise ConfigError(
+            f"--lengths {args.lengths} has no effect on --compare-folding, which compares samples of one document; "
+            "leave one of them out"
+        )
     is_other_answer = args.explain is not None or args.compare_folding is not None
     for name in ("prompt", "new"):
         if getattr(args, f"{name}_tokens") is not None and is_other_answer:
@@ -145,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="explain one mapping, and why it cannot run or fit")
     add("--trace", type=Path, metavar="RUN_DIR", help="plan for the recorded routing of a run (moe.trace_every)")
+    help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
+    add("--lengths", metavar="NAME|FILE|RUN", help=help_)
     help_ = "compare the best mapping with folding to the best without, at these sequence lengths (default: --seq-len)"
     add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
     add(

@@ -9,7 +9,7 @@ from typing import Any
 from moefold.cli.plan_outputs import report_unwritten, write_outputs
 from moefold.cli.plan_table import parse_axes
 from moefold.errors import ConfigError
-from moefold.planner.planner import PlanRequest, format_mapping
+from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.search.space import explain_illegal
@@ -52,7 +52,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     if args.json:
         print(json.dumps(record))
     else:
-        _print(request, plan, record, wide=args.wide)
+        _print(planner, plan, record, wide=args.wide)
     return 0 if plan.memory.fits else EXIT_NOT_FEASIBLE
 
 
@@ -95,17 +95,19 @@ def _print_answer(args: argparse.Namespace, record: dict[str, Any], text: str) -
     print_escaped(json.dumps(record) if args.json else text)
 
 
-def _print(request: PlanRequest, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
-    from moefold.cli.plan_outputs import ACCURACY_STATEMENT, list_assumptions
+def _print(planner: Planner, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
+    from moefold.cli.plan_outputs import ACCURACY_STATEMENT, list_assumptions, print_documents
     from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
     from moefold.cli.screen import open_console, print_prose
 
     console = open_console()
+    request = planner.request
     print_request(console, request)
     print_ranking(console, [plan], wide=wide)
     print_breakdown(console, [plan])
     console.print()
     print_prose(console, "#1", format_mapping(plan))
+    print_documents(console, planner, plan)
     if not plan.memory.fits:
         print_prose(console, "memory", record["reason"])
         return

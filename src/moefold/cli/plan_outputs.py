@@ -10,12 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
 from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
+from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
@@ -218,6 +220,7 @@ def print_footer(
     """
     console.print()
     print_prose(console, "#1", format_mapping(shown[0]))
+    print_documents(console, planner, shown[0])
     print_prose(
         console,
         "searched",
@@ -231,6 +234,17 @@ def print_footer(
         print_prose(console, "more", f"{', '.join(others)}, --help")
     # On one line, so that it can be copied.
     console.print(f"{'next:':{HEAD_WIDTH}}{_next_command(planner.request, args, argv)}", soft_wrap=True)
+
+
+def print_documents(console: Console, planner: Planner, plan: PlannedMapping) -> None:
+    """Print the lengths of the documents and how the ranks share their attention; nothing without --lengths."""
+    loads = planner.request.workload.attention
+    if not isinstance(loads, DocumentLoads) or plan.attention is None:
+        return
+    load = attention_of(planner.cost_model_for(plan), plan.mapping)
+    assert load is not None
+    print_prose(console, "attention", f"{describe_attention(plan.attention, load.max_over_mean)}.")
+    print_prose(console, "lengths", f"{describe_documents(loads)}.")
 
 
 def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> list[str]:

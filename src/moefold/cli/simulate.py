@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
+from moefold.cli.plan_documents import describe_attention, describe_documents
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.cli.simulate_rounds import (
     add_round_options,
@@ -29,9 +30,11 @@ from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.query import check_imbalance
+from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.round_export import write_rounds
 from moefold.planner.simulator.simulate import Noise, chunks_from_config, simulate_mapping
@@ -79,7 +82,8 @@ def run(argv: list[str]) -> int:
     )
     device = load_device(args.gpu)
     cfg = _with_recompute(cfg, device)
-    timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise)
+    loads = document_loads(args.lengths, cfg)
+    timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise, loads)
     rounds = simulate_recipe_rounds(cfg, device, args, timeline) if cfg.is_rl else None
     for path in args.timeline:
         if rounds is None:
@@ -91,11 +95,16 @@ def run(argv: list[str]) -> int:
         report = timeline_as_dict(timeline)
         if rounds is not None:
             report["rl"] = rounds_as_dict(rounds)
+        if loads is not None:
+            report |= documents_as_dict(loads) | {"attention_max_over_mean": _balance(cfg, loads)}
         if measured:
             report["measured"] = {"step_time_s": statistics.median(measured), "steps": len(measured)}
         print(json.dumps(report))
     else:
         _print(timeline)
+        if loads is not None:
+            print_escaped(f"attention: {describe_attention(loads.strategy, _balance(cfg, loads))}")
+            print_escaped(f"lengths: {describe_documents(loads)}")
         if rounds is not None:
             print_escaped(describe_rounds(cfg, rounds))
         if measured:
@@ -157,10 +166,18 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
     return with_recompute(cfg, choice.parts)
 
 
-def _simulate(cfg: Config, device: Device, args: argparse.Namespace, noise: Noise) -> Timeline:
+def _balance(cfg: Config, loads: DocumentLoads) -> float:
+    """Return the attention work of the busiest rank of a round over the mean."""
+    p = cfg.parallel
+    return loads.rounds(p.cp, p.dp, cfg.train.micro_batch_size).max_over_mean
+
+
+def _simulate(
+    cfg: Config, device: Device, args: argparse.Namespace, noise: Noise, loads: DocumentLoads | None
+) -> Timeline:
     shape = model_spec_from_config(cfg.model)
     cfg, precision = resolve_precision(cfg, args.precision, device)
-    workload = workload_from_config(cfg, precision, imbalance=args.imbalance)
+    workload = workload_from_config(cfg, precision, imbalance=args.imbalance, attention=loads)
     cost_model = CostModel(shape, device, workload)
     path = cfg.parallel.schedule_csv
     return simulate_mapping(
@@ -203,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlap", action="store_true", help="overlap the experts' all-to-all with the compute of another micro-batch"
     )
+    help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
+    parser.add_argument("--lengths", metavar="NAME|FILE|RUN", help=help_)
     add_noise_options(parser)
     add_round_options(parser)
     parser.add_argument(

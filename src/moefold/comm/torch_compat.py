@@ -82,8 +82,17 @@ def operator_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def process_group_size(args: Sequence[Any]) -> int:
     """Return the size of the process group among the arguments of an operator of `torch.ops.c10d`."""
+    return int(_process_group(args).size())
+
+
+def process_group_rank(args: Sequence[Any]) -> int:
+    """Return this process's rank in the process group among the arguments of an operator of `torch.ops.c10d`."""
+    return int(_process_group(args).rank())
+
+
+def _process_group(args: Sequence[Any]) -> dist.ProcessGroup:
     group = next(arg for arg in args if hasattr(arg, "_type") and "ProcessGroup" in str(arg._type()))
-    return int(torch.distributed.ProcessGroup.unbox(group).size())
+    return torch.distributed.ProcessGroup.unbox(group)
 
 
 # Autograd.

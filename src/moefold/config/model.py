@@ -183,8 +183,10 @@ class ModelConfig:
     attention_sinks: bool = False
     """Learned sink logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     attention_gate: bool = False
-    """Multiply the output of each head, dim by dim, by the sigmoid of a projection of the layer's input, before the
-    output projection (arXiv:2505.06708)."""
+    """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
+    projection (arXiv:2505.06708)."""
+    attention_gate_width: Literal["dim", "head"] = "dim"
+    """Gate of attention_gate: one for each dim of a head, or one for the whole head (Ling 3)."""
     attention_scale: float = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
     attention_pattern: str = "F"
@@ -196,9 +198,11 @@ class ModelConfig:
     attention_chunk_size: int = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Literal["gated_deltanet", "kda"] = "gated_deltanet"
-    """Recurrence of the layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464), or
-    for each key channel (kda: Kimi Delta Attention, arXiv:2510.26692)."""
+    linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
+    """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
+    channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
+    linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
+    attention (short_convolution: LFM2, arXiv:2511.23404)."""
     linear_num_key_heads: int = 4
     """Query and key heads of a layer of kind L; each serves the same number of value heads."""
     linear_num_value_heads: int = 4
@@ -208,8 +212,15 @@ class ModelConfig:
     linear_value_head_dim: int = 32
     """Width of a value head of a layer of kind L."""
     linear_conv_kernel: int = 4
-    """Tokens that the causal convolution of each channel of queries, keys and values combines (kind L), itself
-    included."""
+    """Tokens that the causal convolution of each channel combines (kind L), itself included."""
+    linear_gate_rank: int = 16
+    """Width between the two projections that lead to the decays (gla)."""
+    linear_full_rank_gates: bool = False
+    """Project the hidden state to decays and output gate directly (kda; Ling 3), not through linear_value_head_dim
+    dimensions."""
+    linear_decay_bound: float = 0.0
+    """Lower bound of the logarithm of a decay (kda; Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)); 0: none,
+    and the logarithm is -exp(a_log) * softplus(a + dt_bias)."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
@@ -341,6 +352,18 @@ class ModelConfig:
         return set(self.attention_pattern) - set("0123456789") != {"L"}
 
     @property
+    def has_linear_convolution(self) -> bool:
+        """Return whether some layers have linear attention with a convolution over neighbouring tokens."""
+        return self.has_linear_attention and self.linear_attention != "gla"
+
+    @property
+    def attention_gate_size(self) -> int:
+        """Gates of one head of softmax attention; 0: none."""
+        if not self.attention_gate:
+            return 0
+        return 1 if self.attention_gate_width == "head" else self.value_head_size
+
+    @property
     def block_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, one of `BLOCK_KINDS`."""
         letters = self.attention_letters
@@ -361,6 +384,15 @@ class ModelConfig:
         """Return whether each layer, in order, applies RoPE; MTP (multi-token prediction) layers as the last one."""
         kinds = layers_with_rope(self.rope_pattern, self.num_layers)
         return kinds + kinds[-1:] * self.mtp_layers
+
+    @property
+    def has_rope(self) -> bool:
+        """Return whether a layer of softmax attention applies RoPE; so also if a pattern is not valid."""
+        try:
+            kinds = zip(self.attention_letters, self.rope_layers, strict=False)
+            return any(is_rotated for letter, is_rotated in kinds if letter != "L")
+        except ValueError:
+            return True
 
     @property
     def last_stage_needs_embedding(self) -> bool:

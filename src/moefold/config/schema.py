@@ -113,8 +113,22 @@ class ParallelConfig:
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
-    context: Literal["ring", "allgather", "ulysses"] = "ring"
-    """Context-parallel attention under cp: how each rank attends to the whole sequence."""
+    context: Literal["ring", "allgather", "ulysses", "planned"] = "ring"
+    """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
+    visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
+    placement: Literal["samples", "documents", "balanced"] = "samples"
+    """Tokens of a rank (context "planned"). samples: two chunks of each sample. documents: two chunks of each document
+    of its samples. balanced: documents of all dp x cp ranks, so that their attention work is nearly equal."""
+    attention_hosts: Literal["home", "balanced"] = "home"
+    """Ranks that compute the attention of a token (context "planned"). home: the rank that holds it. balanced: rows of
+    queries leave ranks with too much attention work, and their outputs return (arXiv:2510.18121)."""
+    attention_tolerance: float = 0.1
+    """Attention work above the mean that a rank keeps, over the mean (attention_hosts "balanced")."""
+    attention_pool: int = 0
+    """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (attention_hosts "balanced")."""
+    attention_block: int = 128
+    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
+    attention_hosts "balanced")."""
     elastic: bool = False
     """Under torchrun or srun, take world_size from the launcher: dp and edp follow from the available ranks, also after
     a restart with fewer nodes; the global batch stays. Without a launcher, moefold starts world_size ranks."""
@@ -338,6 +352,10 @@ class DataConfig:
     document_index: bool = False
     """Mask attention as document_end does, at the document boundaries that `moefold tokenize` recorded next to the
     tokens (tokens)."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents become samples. concatenate: the stream of all documents is split every seq_len tokens. best_fit:
+    no document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830;
+    python-docs, text, tokens, huggingface)."""
     corrupt: Literal["fatal", "skip"] = "fatal"
     """Handling of files that cannot be read to their end: fatal refuses the run; skip leaves out each such file as a
     whole and lists it in the log, token files also when they become unreadable during the run

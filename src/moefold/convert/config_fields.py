@@ -57,6 +57,30 @@ class Renamed:
 
 
 @dataclass(frozen=True)
+class WithAlias:
+    """A field whose key some folders spell in another way.
+
+    Attributes:
+        entry: the field.
+        key: the spelling that is written.
+        alias: the other spelling, which is read where it is present.
+    """
+
+    entry: ConfigField
+    key: str
+    alias: str
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the field by either spelling."""
+        value = hf_config.get(self.alias)
+        return self.entry.read(hf_config if value is None else {**hf_config, self.key: value})
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the field."""
+        return self.entry.write(model)
+
+
+@dataclass(frozen=True)
 class AllowedValues:
     """A key of config.json that is restricted to the supported values; the first one is written.
 

@@ -23,7 +23,7 @@ from moefold.checkpoint.streaming_io import CHUNK_BYTES, CheckpointSource, Tenso
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.families import FAMILIES
+from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import (
     QUANTIZATION_KEY,
@@ -49,7 +49,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
-from moefold.convert.mtp import is_mtp_tensor, mtp_layer_numbers
+from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
 from moefold.convert.safetensors_file import (
@@ -78,7 +78,7 @@ from moefold.errors import ConfigError, format_list
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
 """Keys of a config.json that stay valid when its model has been changed."""
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,13 @@ class WeightsOrigin:
         original = {} if self.manifest is None else self.manifest.tensors
         return all(name in original and original[name].dtype == dtype for name, dtype in dtypes.items())
 
-    def lacks_mtp_layers(self, model: ModelConfig) -> bool:
-        """Return whether the original folder held no MTP layers, whatever its config.json says."""
-        names = () if self.manifest is None else self.manifest.tensors
-        return self.manifest is not None and not any(is_mtp_tensor(name, model.num_layers) for name in names)
+    def model(self, hf_config: Mapping[str, Any]) -> ModelConfig | None:
+        """Return the model of the original folder, with the MTP layers that it held; None if it cannot be parsed."""
+        try:
+            model = parse_model_config(hf_config, self.sidecar_dir or Path())
+        except ConfigError:
+            return None
+        return count_mtp_layers(model, None if self.manifest is None else self.manifest.tensors.keys())
 
 
 def write_config(
@@ -122,13 +125,13 @@ def write_config(
     """
     original = origin.read_config()
     dtype = _folder_dtype(dtypes)
-    before = _parse_model(original, origin.sidecar_dir) if original.get("model_type") == family.name else None
+    before = origin.model(original) if original.get("model_type") == family.name else None
     # Adding or dropping MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
         keys = {key: value for key, value in original.items() if key != QUANTIZATION_KEY}
-        if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.lacks_mtp_layers(model)):
+        if before.mtp_layers != model.mtp_layers:
             keys = {key: value for key, value in keys.items() if key not in MTP_KEYS}
-            keys[MTP_KEYS[0]] = model.mtp_layers
+            keys[family.mtp_key] = model.mtp_layers
         keys |= more_keys
         if keys == original and (
             origin.has_dtypes(dtypes) or original.get("dtype", original.get("torch_dtype", dtype)) == dtype
@@ -148,13 +151,6 @@ def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     is_scaled = model.rope_scaling in ("llama3", "yarn")
     scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
     return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
-
-
-def _parse_model(hf_config: Mapping[str, Any], sidecar_dir: Path | None) -> ModelConfig | None:
-    try:
-        return parse_model_config(hf_config, sidecar_dir or Path())
-    except ConfigError:
-        return None
 
 
 def _folder_dtype(dtypes: Mapping[str, str]) -> str:
@@ -214,7 +210,7 @@ def export_folder(
     before = read_manifest(sidecar_dir) if sidecar_dir is not None else None
     origin = WeightsOrigin(sidecar_dir, before if before is not None and before.family == family.name else None)
     number = 0 if origin.manifest is None else origin.manifest.layout
-    duplicates = _duplicate_tensors(model, origin.manifest)
+    duplicates = _duplicate_tensors(model, family, origin.manifest)
     mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
     _check_tensors(mapping, source, checkpoint, left_out)
     dtypes = _hf_dtypes(mapping, source, options)
@@ -276,9 +272,9 @@ def _exported_model(
     return replace(model, mtp_layers=0), [name for name in source.shapes if name.startswith(prefixes)]
 
 
-def _duplicate_tensors(model: ModelConfig, imported: Manifest | None) -> dict[str, str]:
-    """Return the duplicate tensors to write: those of the imported folder, else those of DeepSeek's folder."""
-    duplicates = find_duplicate_tensors(model)
+def _duplicate_tensors(model: ModelConfig, family: Family, imported: Manifest | None) -> dict[str, str]:
+    """Return the duplicate tensors to write: those of the imported folder, else those of released folders."""
+    duplicates = find_duplicate_tensors(model, family)
     if imported is None:
         return {name: original for name, original in duplicates.items() if name != HEAD_NAME}
     imported_names = {
@@ -306,8 +302,8 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
             raise ConfigError(f"--family {options.family}: it cannot express this model: {reason}{way_out}")
         return FAMILIES[options.family]
     supported = families_for(model)
-    original_family = origin.read_config().get("model_type")
-    supported.sort(key=lambda family: family.name != original_family)
+    original_family = MODEL_TYPES.get(origin.read_config().get("model_type", ""))
+    supported.sort(key=lambda family: family != original_family)
     if supported:
         return supported[0]
     if model.mtp_layers and families_for(plain):

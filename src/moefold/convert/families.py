@@ -34,6 +34,7 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.kda_families import KDA_FAMILIES
 from moefold.convert.layer_fields import (
     FirstKDense,
     MlpLayerTypes,
@@ -42,7 +43,8 @@ from moefold.convert.layer_fields import (
     SparseLayers,
     UniformLayers,
 )
-from moefold.convert.linear_families import LINEAR_FAMILIES
+from moefold.convert.lfm2_families import LFM2_FAMILIES
+from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
 from moefold.convert.llama4_families import LLAMA4_FAMILIES
 from moefold.convert.longcat_families import LONGCAT_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
@@ -289,7 +291,9 @@ FAMILIES = {
             mtp_unreported=(61,),
             aliases=("kimi_k2",),
         ),
-        *LINEAR_FAMILIES,
+        *KDA_FAMILIES,
+        *QWEN_HYBRID_FAMILIES,
+        *LFM2_FAMILIES,
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
@@ -312,5 +316,7 @@ FAMILIES = {
     )
 }
 
-MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)} | {
+    family.multimodal.model_type: family for family in FAMILIES.values() if family.multimodal is not None
+}
 """Every family by each `model_type` that means it."""

@@ -14,8 +14,40 @@ from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import AllowedValues, ConfigField, HeadSize, KeyValueHeads, Renamed
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import PerExpertTensors, RenamedTensor, StackedExperts, TensorRule
+from moefold.errors import ConfigError
 
 TensorRules = Mapping[str, TensorRule]
+
+
+@dataclass(frozen=True)
+class MultimodalFolder:
+    """Folders of a multimodal model, of which only the text model is read.
+
+    Attributes:
+        model_type: of the folder; `text_config` of its config.json describes the text model.
+        text_prefix: first words of the names of the text model's tensors, for "model.".
+        other_tensors: regular expression of the tensors of the other models.
+    """
+
+    model_type: str
+    text_prefix: str
+    other_tensors: str
+
+    def text_name(self, name: str) -> str:
+        """Return the name that a tensor has in a folder of the text model alone."""
+        return f"model.{name.removeprefix(self.text_prefix)}" if name.startswith(self.text_prefix) else name
+
+    def text_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the text model.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        keys = hf_config.get("text_config")
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"config.json of model_type={self.model_type!r} has text_config={keys!r}, no object")
+        shared = {key: hf_config[key] for key in ("tie_word_embeddings",) if key in hf_config}
+        return {**shared, **keys}
 
 
 @dataclass(frozen=True)
@@ -32,10 +64,13 @@ class Family:
         aliases: other `model_type`s of the same computation and tensors, which are read and not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
-            (`_keys_to_ignore_on_load_unexpected` of the class).
+            (`_keys_to_ignore_on_load_unexpected` of the class); None: it reports none.
+        mtp_key: key of config.json with the number of MTP layers.
+        mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
             not read them; its group is the number of the expert. Empty: none.
+        multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
     """
 
     name: str
@@ -45,8 +80,11 @@ class Family:
     default_keys: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     has_mtp: bool = False
-    mtp_unreported: tuple[int, ...] = ()
+    mtp_unreported: tuple[int, ...] | None = ()
+    mtp_key: str = "num_nextn_predict_layers"
+    mtp_prefix: str = "model.layers."
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    multimodal: MultimodalFolder | None = None
 
     zero_expert_tensors: str = ""
 

@@ -11,8 +11,8 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, MODEL_TYPES
-from moefold.convert.family import Family
-from moefold.convert.mtp import drop_absent_mtp, tensor_names
+from moefold.convert.family import Family, MultimodalFolder
+from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 
@@ -33,7 +33,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does
             not support.
     """
-    return drop_absent_mtp(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
+    return count_mtp_layers(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -74,6 +74,12 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
     return MODEL_TYPES[name]
 
 
+def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> MultimodalFolder | None:
+    """Return the description of a multimodal model's folder whose text model is of the family; None for others."""
+    found = family.multimodal
+    return found if found is not None and hf_config.get("model_type") == found.model_type else None
+
+
 def quantization_unsupported_reason(quantization: Any) -> str:
     """Return why the `quantization_config` of a config.json cannot be read; empty if it can, or is absent."""
     if quantization is None:
@@ -103,9 +109,11 @@ def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfi
         ConfigError: as in `read_model_config`.
     """
     family = find_family(hf_config, folder)
-    hf_config = {**family.default_keys, **hf_config}
     model: dict[str, Any] = {}
     try:
+        if multimodal := multimodal_folder(hf_config, family):
+            hf_config = multimodal.text_config(hf_config)
+        hf_config = {**family.default_keys, **hf_config}
         for entry in family.config_fields:
             model |= entry.read(hf_config)
         cfg = config_from_dict({"model": model})

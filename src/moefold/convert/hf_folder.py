@@ -11,8 +11,14 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
-from moefold.convert.hf_config import QUANTIZATION_KEY, find_family, parse_model_config, read_hf_config
-from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
+from moefold.convert.hf_config import (
+    QUANTIZATION_KEY,
+    find_family,
+    multimodal_folder,
+    parse_model_config,
+    read_hf_config,
+)
+from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
 from moefold.errors import ConfigError, format_list
@@ -45,9 +51,11 @@ def open_hf_folder(path: Path) -> HfFolder:
     tensors = _read_tensors(path, allows_quantized=quantization is not None)
     for file in sorted(path.glob(MTP_FILES)):
         _add_file(tensors, file)
+    if multimodal := multimodal_folder(keys, family):
+        tensors = {multimodal.text_name(name): stored for name, stored in tensors.items()}
     if quantization is not None:
         tensors = dequantize_tensors(tensors, quantization, path)
-    return HfFolder(path, keys, family, drop_absent_mtp(model, tensors), tensors)
+    return HfFolder(path, keys, family, count_mtp_layers(model, tensors), tensors)
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:

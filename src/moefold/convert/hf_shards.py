@@ -195,7 +195,8 @@ def assign_shards(
 
 def needs_mtp_file(model: ModelConfig, family: Family) -> bool:
     """Return whether transformers would report MTP layers in the indexed files as unexpected."""
-    return any(number not in family.mtp_unreported for number in mtp_layer_numbers(model))
+    unreported = family.mtp_unreported
+    return unreported is not None and any(number not in unreported for number in mtp_layer_numbers(model))
 
 
 def is_mtp_file(file: str) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
+from moefold.convert.family import Family
 from moefold.errors import ConfigError
 
 SIDECAR_DIR = "hf"
@@ -87,15 +88,16 @@ DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head
 """Reason to ignore a duplicate tensor, by its original; recorded in manifests."""
 
 
-def find_duplicate_tensors(model: ModelConfig) -> dict[str, str]:
+def find_duplicate_tensors(model: ModelConfig, family: Family) -> dict[str, str]:
     """Return the duplicate tensors that a folder may hold, each with the tensor that it must equal.
 
     Duplicates are the head of tied embeddings, and the embedding and the head of each MTP layer: the published folder
-    of DeepSeek-V3 has both, and transformers reads neither.
+    of DeepSeek-V3 has both, and transformers reads neither. Folders of Qwen have neither.
     """
     head = EMBEDDING_NAME if model.tie_embeddings else HEAD_NAME
     duplicates = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}
-    for number in range(model.num_layers, model.num_layers + model.mtp_layers):
+    own_layers = model.mtp_layers if family.mtp_prefix == "model.layers." else 0
+    for number in range(model.num_layers, model.num_layers + own_layers):
         duplicates[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_NAME
         duplicates[f"model.layers.{number}.shared_head.head.weight"] = head
     return duplicates

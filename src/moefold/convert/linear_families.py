@@ -1,7 +1,7 @@
-"""Families with layers of linear attention. Torch-free."""
+"""Hybrid families of Qwen, with Gated DeltaNet; layers of linear attention in config.json. Torch-free."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moefold.config.model import ATTENTION_KINDS, ModelConfig
@@ -11,12 +11,8 @@ from moefold.convert.config_fields import (
     Constant,
     GatedSharedExpert,
     Json,
-    MultiHeadKeyValue,
     NormTopKProb,
-    QueryLoraRank,
     Renamed,
-    RouterGroups,
-    SharedExperts,
     is_int,
     num_layers_of,
 )
@@ -24,21 +20,21 @@ from moefold.convert.family import (
     BACKBONE,
     DENSE_FFN,
     HEAD_NORMS,
-    MIXTRAL_EXPERTS,
-    MLA,
     PER_EXPERT,
     ROUTER,
     SHARED_EXPERT,
     STACKED_EXPERTS,
     Family,
+    MultimodalFolder,
     NumExperts,
     family_sizes,
     layer_rules,
     merge_rules,
 )
-from moefold.convert.layer_fields import MlpLayerTypes, SparseLayers, letters_of, shorten_pattern
+from moefold.convert.layer_fields import SparseLayers, UniformLayers, letters_of, shorten_pattern
+from moefold.convert.mtp import MTP_PREFIX, has_qwen_mtp
 from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import Shape, SliceMapping, TensorRule, fill_in_layer
+from moefold.convert.tensor_mapping import RenamedTensor, Shape, SliceMapping, TensorRule, fill_in_layer
 from moefold.errors import ConfigError
 
 
@@ -109,35 +105,32 @@ class GroupedRows:
 
 
 @dataclass(frozen=True)
-class ConvolutionRows:
-    """Rows of an HF convolution [2*keys + values, 1, K] over queries, keys and values, for one of our three.
+class QkvRows:
+    """Rows of an HF tensor over queries, keys and values, [2*keys + values, ...], for one of our three.
 
     Attributes:
         hf_name: its name.
         part: 0 for queries, 1 for keys, 2 for values.
+        num_dims: its dims: 2 of a matrix, 3 of a convolution [.., 1, K].
     """
 
     hf_name: str
     part: int
+    num_dims: int
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield one slice mapping of the whole parameter."""
-        start = (self.part * model.linear_num_key_heads * model.linear_key_head_dim, 0, 0)
-        yield SliceMapping(param_name, (0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2))
+        rest = (0,) * (self.num_dims - 1)
+        start = (self.part * model.linear_num_key_heads * model.linear_key_head_dim, *rest)
+        ones = (1,) * self.num_dims
+        hf_name = fill_in_layer(self.hf_name, layer)
+        yield SliceMapping(param_name, (0, 0), shape, hf_name, start, ones, (0, self.num_dims - 1))
 
 
 _LINEAR = "model.layers.{l}.linear_attn"
-_GATED_DELTANET: dict[str, TensorRule] = {
+_DELTANET: dict[str, TensorRule] = {
     **{
-        f"layers.{{l}}.attention.w{name}": GroupedRows(f"{_LINEAR}.in_proj_qkvz.weight", "qkvz", part)
-        for part, name in enumerate("qkvg")
-    },
-    **{
-        f"layers.{{l}}.attention.w{name}": GroupedRows(f"{_LINEAR}.in_proj_ba.weight", "ba", part)
-        for part, name in enumerate("ba")
-    },
-    **{
-        f"layers.{{l}}.attention.conv_{name}": ConvolutionRows(f"{_LINEAR}.conv1d.weight", part)
+        f"layers.{{l}}.attention.conv_{name}": QkvRows(f"{_LINEAR}.conv1d.weight", part, 3)
         for part, name in enumerate("qkv")
     },
     **layer_rules(
@@ -146,6 +139,30 @@ _GATED_DELTANET: dict[str, TensorRule] = {
             "attention.a_log": "linear_attn.A_log",
             "attention.dt_bias": "linear_attn.dt_bias",
             "attention.norm.weight": "linear_attn.norm.weight",
+        }
+    ),
+}
+_QWEN3_NEXT_DELTANET: dict[str, TensorRule] = {
+    **_DELTANET,
+    **{
+        f"layers.{{l}}.attention.w{name}": GroupedRows(f"{_LINEAR}.in_proj_qkvz.weight", "qkvz", part)
+        for part, name in enumerate("qkvg")
+    },
+    **{
+        f"layers.{{l}}.attention.w{name}": GroupedRows(f"{_LINEAR}.in_proj_ba.weight", "ba", part)
+        for part, name in enumerate("ba")
+    },
+}
+_QWEN3_5_DELTANET: dict[str, TensorRule] = {
+    **_DELTANET,
+    **{
+        f"layers.{{l}}.attention.w{name}": QkvRows(f"{_LINEAR}.in_proj_qkv.weight", part, 2)
+        for part, name in enumerate("qkv")
+    },
+    **layer_rules(
+        {
+            f"attention.w{ours}": f"linear_attn.in_proj_{theirs}.weight"
+            for ours, theirs in (("g", "z"), ("b", "b"), ("a", "a"))
         }
     ),
 }
@@ -169,17 +186,66 @@ class ByAttention:
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield the slice mappings of the rule of the layer's kind."""
-        rule = self.linear if model.attention_letters[int(layer)] == "L" else self.full
+        rule = self.linear if model.all_block_kinds[int(layer)].endswith("L") else self.full
         return rule.slices(param_name, shape, layer, model)
 
 
-def _both(linear: dict[str, TensorRule], full: dict[str, TensorRule]) -> dict[str, TensorRule]:
+def by_attention(linear: dict[str, TensorRule], full: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Return one table of the tables of both kinds of layers."""
     shared = linear.keys() & full.keys()
     return linear | full | {name: ByAttention(linear[name], full[name]) for name in shared}
 
 
-_QWEN3_NEXT: tuple[ConfigField, ...] = (
+@dataclass(frozen=True)
+class QwenMTPLayer:
+    """Rule of a parameter of a layer, whose MTP layers have the names of mtp.layers.0 and on (Qwen3-Next).
+
+    Attributes:
+        rule: of the other layers.
+    """
+
+    rule: TensorRule
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield the slice mappings of the rule, under the names of the layer."""
+        number = int(layer) - model.num_layers
+        for piece in self.rule.slices(param_name, shape, layer, model):
+            name = piece.hf_name.replace(f"model.layers.{layer}.", f"{MTP_PREFIX}layers.{number}.", 1)
+            yield replace(piece, hf_name=name) if number >= 0 else piece
+
+
+_QWEN_MTP: dict[str, TensorRule] = {
+    "layers.{l}.projection": RenamedTensor("mtp.fc.weight"),
+    "layers.{l}.embedding_norm.weight": RenamedTensor("mtp.pre_fc_norm_embedding.weight"),
+    "layers.{l}.hidden_norm.weight": RenamedTensor("mtp.pre_fc_norm_hidden.weight"),
+    "layers.{l}.output_norm.weight": RenamedTensor("mtp.norm.weight"),
+}
+"""Tensors that the one MTP layer of a Qwen folder adds to those of an ordinary layer."""
+
+
+@dataclass(frozen=True)
+class QwenMTPLayers:
+    """Number of MTP layers of a Qwen folder: 0, or 1 of full attention and experts, like the last of the others.
+
+    Attributes:
+        hf_key: key of config.json, which folders may lack.
+    """
+
+    hf_key: str
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the number; 0 if absent, and `count_mtp_layers` looks for the layer."""
+        found = Renamed(self.hf_key, "mtp_layers", 0).read(hf_config)
+        if found["mtp_layers"] not in (0, 1):
+            raise ConfigError(f"config.json has {self.hf_key}={found['mtp_layers']}; moefold reads 0 or 1")
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the number; an MTP layer of another kind than theirs reads back as none."""
+        return {self.hf_key: model.mtp_layers} if model.mtp_layers and has_qwen_mtp(model) else {}
+
+
+_QWEN_HYBRID: tuple[ConfigField, ...] = (
     *family_sizes(norm_eps=1e-6, rope_theta=1e4, head_size=256, rope=RopeParameters(1e4, fraction=0.25)),
     AllowedValues("attention_bias", (False,)),
     LinearLayers(),
@@ -191,172 +257,58 @@ _QWEN3_NEXT: tuple[ConfigField, ...] = (
     Renamed("linear_value_head_dim", "linear_value_head_dim", 128),
     Renamed("linear_num_key_heads", "linear_num_key_heads", 16),
     Renamed("linear_num_value_heads", "linear_num_value_heads", 32),
-    SparseLayers(),
-    Renamed("intermediate_size", "ffn_hidden_size"),
     Renamed("num_experts_per_tok", "top_k"),
     Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
-    NormTopKProb(default=True),
     NumExperts("num_experts"),
     GatedSharedExpert(),
 )
 
 
-@dataclass(frozen=True)
-class KimiLinearSizes:
-    """Layers and heads of Kimi-Linear: `linear_attn_config` of released folders, or the keys that transformers writes.
-
-    Numbers of layers in `linear_attn_config` start at 1.
-    """
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the attention pattern, the heads and the convolution."""
-        nested = hf_config.get("linear_attn_config") or {}
-        if not isinstance(nested, Mapping):
-            raise ConfigError(f"config.json has linear_attn_config={nested!r}, which should be an object")
-        names = {
-            "linear_head_dim": ("head_dim", 128),
-            "linear_num_heads": ("num_heads", 32),
-            "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
-        }
-        keys = {key: nested.get(name, hf_config.get(key, default)) for key, (name, default) in names.items()}
-        found: dict[str, Any] = Renamed("linear_conv_kernel_dim", "linear_conv_kernel").read(keys)
-        for part in ("key", "value"):
-            found |= Renamed("linear_head_dim", f"linear_{part}_head_dim").read(keys)
-            found |= Renamed("linear_num_heads", f"linear_num_{part}_heads").read(keys)
-        types = hf_config.get("layer_types") or self._layer_types(nested, num_layers_of(hf_config))
-        return found | LinearLayers().read({**hf_config, "layer_types": types})
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the keys of transformers; heads of several sizes read back as another model."""
-        return LinearLayers().write(model) | {
-            "linear_head_dim": model.linear_key_head_dim,
-            "linear_num_heads": model.linear_num_value_heads,
-            "linear_conv_kernel_dim": model.linear_conv_kernel,
-        }
-
-    @staticmethod
-    def _layer_types(nested: Json, count: int) -> list[str]:
-        """Return the types of all layers; without lists of layers, as transformers: every fourth is full, from 4 on."""
-        full = nested.get("full_attn_layers", [i + 1 for i in range(4, count, 4)])
-        linear = nested.get("kda_layers", [i + 1 for i in range(count) if i + 1 not in full])
-        if not isinstance(full, list) or not isinstance(linear, list) or {*full, *linear} != {*range(1, count + 1)}:
-            raise ConfigError(
-                f"config.json has linear_attn_config with full_attn_layers={full!r} and kda_layers={linear!r}, which "
-                f"should hold each layer from 1 to {count}"
-            )
-        return ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
+def _qwen_layouts(deltanet: dict[str, TensorRule]) -> tuple[dict[str, TensorRule], ...]:
+    """Return the layouts of a Qwen family with Gated DeltaNet."""
+    attention = by_attention(deltanet, merge_rules(BACKBONE, HEAD_NORMS, _GATED_ATTENTION))
+    layouts = []
+    for experts in (PER_EXPERT, STACKED_EXPERTS):
+        table = merge_rules(attention, DENSE_FFN, ROUTER, SHARED_EXPERT, experts)
+        layers = {name: QwenMTPLayer(rule) for name, rule in table.items() if name.startswith("layers.")}
+        layouts.append(merge_rules(table, layers, _QWEN_MTP))
+    return tuple(layouts)
 
 
-@dataclass(frozen=True)
-class ReshapedTensor:
-    """HF tensor with further dims of size 1.
-
-    Attributes:
-        hf_name: its name.
-        num_dims: its dims.
-        dims: for each of our dims the matching HF dim.
-    """
-
-    hf_name: str
-    num_dims: int
-    dims: tuple[int, ...]
-
-    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping of the whole tensor."""
-        zeros = (0,) * self.num_dims
-        ones = (1,) * self.num_dims
-        hf_name = fill_in_layer(self.hf_name, layer)
-        yield SliceMapping(param_name, (0,) * len(shape), shape, hf_name, zeros, ones, self.dims)
-
-
-_KDA: dict[str, TensorRule] = {
-    **layer_rules(
-        {
-            **{f"attention.w{name}": f"self_attn.{name}_proj.weight" for name in "qkvbo"},
-            "attention.wa_down": "self_attn.f_a_proj.weight",
-            "attention.wa_up": "self_attn.f_b_proj.weight",
-            "attention.wg_down": "self_attn.g_a_proj.weight",
-            "attention.wg_up": "self_attn.g_b_proj.weight",
-            "attention.dt_bias": "self_attn.dt_bias",
-            "attention.norm.weight": "self_attn.o_norm.weight",
-        }
-    ),
-    **{
-        f"layers.{{l}}.attention.conv_{name}": ReshapedTensor(
-            f"model.layers.{{l}}.self_attn.{name}_conv1d.weight", 3, (0, 2)
-        )
-        for name in "qkv"
-    },
-    "layers.{l}.attention.a_log": ReshapedTensor("model.layers.{l}.self_attn.A_log", 4, (2,)),
-}
-_KIMI_FFN = layer_rules(
-    {
-        **{f"ffn.w_{x}": f"block_sparse_moe.{x}_proj.weight" for x in ("gate", "up", "down")},
-        **{f"ffn.shared.w_{x}": f"block_sparse_moe.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
-        "ffn.router.weight": "block_sparse_moe.gate.weight",
-        "ffn.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
-    }
-)
-_KIMI_LINEAR: tuple[ConfigField, ...] = (
-    Renamed("num_hidden_layers", "num_layers"),
-    Renamed("hidden_size", "hidden_size"),
-    Renamed("num_attention_heads", "num_attention_heads"),
-    Renamed("vocab_size", "vocab_size"),
-    Renamed("rms_norm_eps", "norm_eps", 1e-5),
-    Renamed("tie_word_embeddings", "tie_embeddings", False),
-    Renamed("initializer_range", "init_std", 0.02),
-    AllowedValues("hidden_act", ("silu",)),
-    MultiHeadKeyValue(),
-    Constant("attention", "mla"),
-    Constant("rope_pattern", "N"),
-    Constant("linear_attention", "kda"),
-    QueryLoraRank(),
-    Renamed("kv_lora_rank", "kv_lora_rank"),
-    Renamed("qk_nope_head_dim", "qk_nope_head_dim"),
-    Renamed("qk_rope_head_dim", "qk_rope_head_dim"),
-    Renamed("v_head_dim", "v_head_dim"),
-    AllowedValues("attention_bias", (False,)),
-    AllowedValues("mla_use_nope", (True,)),
-    KimiLinearSizes(),
-    MlpLayerTypes(default=1),
-    Renamed("intermediate_size", "ffn_hidden_size"),
-    Renamed("num_experts", "num_experts"),
-    Renamed("num_experts_per_token", "top_k"),
-    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
-    SharedExperts("num_shared_experts", default=1),
-    Constant("router_score", "sigmoid"),
-    Constant("expert_bias", True),
-    AllowedValues("moe_router_activation_func", ("sigmoid",)),
-    Renamed("routed_scaling_factor", "router_scaling_factor", 2.446),
-    Renamed("moe_renormalize", "router_normalize", True),
-    RouterGroups(hf_key="num_expert_group"),
-    AllowedValues("moe_layer_freq", (1,)),
-    AllowedValues("num_nextn_predict_layers", (0,)),
-)
-
-LINEAR_FAMILIES = (
-    Family(
-        "kimi_linear",
-        "KimiLinearForCausalLM",
-        _KIMI_LINEAR,
-        (merge_rules(_both(_KDA, merge_rules(BACKBONE, MLA)), _KIMI_FFN, MIXTRAL_EXPERTS),),
-        default_keys={"num_key_value_heads": 32, "q_lora_rank": None},
-    ),
+QWEN_HYBRID_FAMILIES = (
     Family(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        _QWEN3_NEXT,
-        tuple(
-            merge_rules(
-                _both(_GATED_DELTANET, merge_rules(BACKBONE, HEAD_NORMS, _GATED_ATTENTION)),
-                DENSE_FFN,
-                ROUTER,
-                SHARED_EXPERT,
-                experts,
-            )
-            for experts in (PER_EXPERT, STACKED_EXPERTS)
+        (
+            *_QWEN_HYBRID,
+            SparseLayers(),
+            Renamed("intermediate_size", "ffn_hidden_size"),
+            NormTopKProb(default=True),
+            QwenMTPLayers("num_nextn_predict_layers"),
         ),
+        _qwen_layouts(_QWEN3_NEXT_DELTANET),
         default_keys={"num_key_value_heads": 2},
-        ignored_tensors=(r"mtp\..*",),
+        has_mtp=True,
+        mtp_unreported=None,
+        mtp_prefix=MTP_PREFIX,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        (
+            *_QWEN_HYBRID,
+            UniformLayers("M"),
+            AllowedValues("attn_output_gate", (True,)),
+            AllowedValues("mtp_use_dedicated_embeddings", (False,)),
+            QwenMTPLayers("mtp_num_hidden_layers"),
+        ),
+        _qwen_layouts(_QWEN3_5_DELTANET),
+        default_keys={"num_key_value_heads": 2},
+        has_mtp=True,
+        mtp_unreported=None,
+        mtp_key="mtp_num_hidden_layers",
+        mtp_prefix=MTP_PREFIX,
+        multimodal=MultimodalFolder("qwen3_5_moe", "model.language_model.", r"model\.visual\..*"),
     ),
 )
+"""Families in the order in which an export without --family tries them."""

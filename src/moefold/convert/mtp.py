@@ -1,10 +1,11 @@
 """Multi-token prediction (MTP) layers in a Hugging Face folder. Torch-free.
 
-They come after the layers that num_hidden_layers counts, and are named like them: model.layers.L and on.
+They come after the layers that num_hidden_layers counts, and are named like them, model.layers.L and on (DeepSeek), or
+mtp.layers.0 and on (Qwen3-Next). moefold reads either layout from the families that are known to compute as it does.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FILES = "moefold-mtp*.safetensors"
 """Files with MTP layers next to the files above; no index lists them."""
+MTP_PREFIX = "mtp."
+"""Prefix of the tensors of the layout of Qwen3-Next."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 
@@ -25,23 +28,35 @@ def mtp_layer_numbers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Return whether a tensor of a folder belongs to a layer after the last one of the model."""
+    """Return whether a tensor of a folder is of multi-token prediction: of a layer after the last one, or by name."""
+    if re.match(r"(model\.)?mtp[._]", name):
+        return True
     found = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= num_layers
 
 
-def drop_absent_mtp(model: ModelConfig, names: Iterable[str] | None) -> ModelConfig:
-    """Return the model without MTP layers if config.json counts some and the folder holds none.
+def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:
+    """Return the model with the MTP layers that the folder holds, where config.json counts others.
 
-    transformers drops MTP layers when it loads and saves a model, but still counts them in config.json.
+    transformers drops MTP layers when it loads and saves a model, but still counts them in config.json. Folders of
+    Qwen3-Next may hold a layer that their config.json does not count.
 
     Args:
         model: the model of config.json.
         names: names of the folder's tensors; None if unknown.
     """
-    if model.mtp_layers and names is not None and not any(is_mtp_tensor(name, model.num_layers) for name in names):
+    if names is None:
+        return model
+    if model.mtp_layers and not any(is_mtp_tensor(name, model.num_layers) for name in names):
         return replace(model, mtp_layers=0)
+    if not model.mtp_layers and f"{MTP_PREFIX}layers.0.input_layernorm.weight" in names and has_qwen_mtp(model):
+        return replace(model, mtp_layers=1)
     return model
+
+
+def has_qwen_mtp(model: ModelConfig) -> bool:
+    """Return whether an MTP layer of the model is as in folders of Qwen3-Next: experts and full attention."""
+    return model.zero_centered_norms and model.block_kinds[-1] == "M" and model.attention_letters[-1] == "F"
 
 
 def tensor_names(folder: Path) -> list[str] | None:

@@ -1,5 +1,6 @@
 """Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
+from moefold.convert.hf_config import multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.mtp import is_mtp_tensor
@@ -167,14 +169,17 @@ def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> St
 def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) -> dict[str, str]:
     """Return the tensors of a folder that are ignored, with the reason."""
     ignored = {}
-    duplicates = find_duplicate_tensors(model)
+    duplicates = find_duplicate_tensors(model, folder.family)
+    multimodal = multimodal_folder(folder.hf_config, folder.family)
     for name, stored in folder.tensors.items():
         original = folder.tensors.get(duplicates.get(name, ""))
         if folder.family.is_ignored(name):
             ignored[name] = "computed, not stored"
         elif folder.family.is_of_zero_expert(name, model):
             ignored[name] = "of an expert without computation"
-        elif leaves_out_mtp and folder.family.has_mtp and is_mtp_tensor(name, model.num_layers):
+        elif multimodal is not None and re.fullmatch(multimodal.other_tensors, name):
+            ignored[name] = "not of the text model"
+        elif leaves_out_mtp and is_mtp_tensor(name, model.num_layers):
             ignored[name] = MTP_REASON
         elif original is not None and bytes_equal(stored, original):
             ignored[name] = DUPLICATE_REASONS[duplicates[name]]
@@ -209,12 +214,17 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
     """Describe the error of a tensor of a folder that is not part of the model."""
-    if original := find_duplicate_tensors(model).get(name):
+    if original := find_duplicate_tensors(model, folder.family).get(name):
         return f"tensor {name} should be {original} again, and differs"
     if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
         return (
-            f"tensor {name} is of multi-token prediction, of which config.json counts num_nextn_predict_layers="
+            f"tensor {name} is of multi-token prediction, of which config.json counts {folder.family.mtp_key}="
             f"{model.mtp_layers}; mend that, or import with --without-mtp to leave such layers out"
+        )
+    if is_mtp_tensor(name, model.num_layers):
+        return (
+            f"tensor {name} is of multi-token prediction, which moefold does not read from {folder.family.name} "
+            "folders; import with --without-mtp to leave such layers out"
         )
     return f"tensor {name} has no place in this {folder.family.name} model"
 

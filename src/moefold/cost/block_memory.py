@@ -123,15 +123,20 @@ def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
         width = query + key_value // 2
         over_heads = model.qk_norm_width == "all_heads"
         saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads) + sizes.gathered_bytes(width)
-    if model.attention_gate:
-        # The sigmoid and the product.
-        saved["attention"] += sizes.gathered_bytes(2 * query)
+    saved["attention"] += _saved_by_gate(sizes)
     return saved + saved_by_core_attention(sizes, model.head_size)
+
+
+def _saved_by_gate(sizes: BlockSizes) -> int:
+    """Return the bytes of the sigmoid of the output gate, and of its product with the heads."""
+    model = sizes.cfg.model
+    width = (model.attention_gate_size + model.value_head_size) if model.attention_gate else 0
+    return sizes.gathered_bytes(sizes.heads * width)
 
 
 def _gqa_wgrad(sizes: BlockSizes) -> BytesByPart:
     query, key_value = _gqa_widths(sizes)
-    projected = (3 if sizes.cfg.model.attention_gate else 2) * query + key_value
+    projected = 2 * query + sizes.heads * sizes.cfg.model.attention_gate_size + key_value
     return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
 
 
@@ -152,6 +157,10 @@ def _saved_by_mla(sizes: BlockSizes) -> BytesByPart:
     saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + rope)
     saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + rank + rope)
     saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
+    saved["attention"] += _saved_by_gate(sizes)
+    if model.attention_gate and query_rank and sizes.cfg.parallel.tp > 1:
+        # The norm's output, of which the gate's projection has its own all-gather.
+        saved["attention"] += sizes.hidden_bytes
     if "mla_up" not in sizes.recompute:
         saved["attention"] += sizes.gathered_bytes(sizes.heads * _mla_head_widths(sizes))
     return saved + saved_by_core_attention(sizes, model.v_head_dim)
@@ -178,7 +187,7 @@ def _mla_head_widths(sizes: BlockSizes) -> int:
 
 def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
-    heads = sizes.heads * (3 * model.head_size + model.v_head_dim)
+    heads = sizes.heads * (3 * model.head_size + model.v_head_dim + model.attention_gate_size)
     return BytesByPart(attention=sizes.gathered_bytes(2 * model.hidden_size + heads))
 
 
@@ -293,6 +302,23 @@ def _transient_kda(sizes: BlockSizes) -> BytesByPart:
     return _transient_recurrence(sizes, factors, _kda_projections(sizes))
 
 
+def _transient_gla(sizes: BlockSizes) -> BytesByPart:
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    factors = (1.1, 0.0, 29.6, 0.0, 0.6) if is_low_precision else (0.5, 0.0, 29.0, 0.0, 0.0)
+    return _transient_recurrence(sizes, factors, _gla_projections(sizes))
+
+
+def _transient_short_convolution(sizes: BlockSizes) -> BytesByPart:
+    """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
+    width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
+    factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
+    numbers = round(sizes.gathered_tokens * factor * width)
+    transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})
+    if "layer" in sizes.recompute:
+        transient["attention"] += sizes.gathered_bytes(3 * width)
+    return transient
+
+
 def _transient_recurrence(sizes: BlockSizes, factors: tuple[float, ...], projected_width: int) -> BytesByPart:
     """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
 
@@ -327,11 +353,22 @@ def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
 
 def _saved_by_kda(sizes: BlockSizes) -> BytesByPart:
     """Return the bytes of the projections, the low ranks of decays and gate among them, and of the output."""
-    key, value, heads = _linear_widths(sizes)
     model = sizes.cfg.model
+    num_ranks = 0 if model.linear_full_rank_gates else 2
+    return _saved_by_channel_decays(sizes, _kda_projections(sizes), num_ranks * model.linear_value_head_dim)
+
+
+def _saved_by_gla(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the projections, the low rank of the decays among them, and of the output."""
+    return _saved_by_channel_decays(sizes, _gla_projections(sizes), sizes.cfg.model.linear_gate_rank)
+
+
+def _saved_by_channel_decays(sizes: BlockSizes, projected_width: int, low_ranks: int) -> BytesByPart:
+    """Return the bytes that a layer saves whose decays, and maybe gate, are projected through low ranks."""
+    _, value, _ = _linear_widths(sizes)
     saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
-    saved["attention"] += sizes.gathered_bytes(_kda_projections(sizes) + 2 * model.linear_value_head_dim)
-    if sizes.cfg.parallel.tp > 1:
+    saved["attention"] += sizes.gathered_bytes(projected_width + low_ranks)
+    if low_ranks and sizes.cfg.parallel.tp > 1:
         # The norm's output, for the projections of this rank's own tokens.
         saved["attention"] += sizes.hidden_bytes
     saved["core attention"] += sizes.gathered_bytes(value)
@@ -344,11 +381,42 @@ def _kda_projections(sizes: BlockSizes) -> int:
     return 2 * key + 2 * value + heads * (sizes.cfg.model.linear_key_head_dim + 1)
 
 
+def _gla_projections(sizes: BlockSizes) -> int:
+    """Return the width of queries, keys, values, decays and gate of this rank."""
+    key, value, heads = _linear_widths(sizes)
+    return 2 * key + 2 * value + heads * sizes.cfg.model.linear_key_head_dim
+
+
 def _kda_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
+    low_ranks = 0 if model.linear_full_rank_gates else 2 * model.linear_value_head_dim
+    return _channel_decays_wgrad(sizes, _kda_projections(sizes), low_ranks)
+
+
+def _gla_wgrad(sizes: BlockSizes) -> BytesByPart:
+    return _channel_decays_wgrad(sizes, _gla_projections(sizes), sizes.cfg.model.linear_gate_rank)
+
+
+def _channel_decays_wgrad(sizes: BlockSizes, projected_width: int, low_ranks: int) -> BytesByPart:
     _, value, _ = _linear_widths(sizes)
-    width = 3 * model.hidden_size + _kda_projections(sizes) + value + 4 * model.linear_value_head_dim
-    return BytesByPart(attention=sizes.gathered_bytes(width))
+    inputs = 3 if low_ranks else 2
+    return BytesByPart(
+        attention=sizes.gathered_bytes(inputs * sizes.cfg.model.hidden_size + projected_width + value + 2 * low_ranks)
+    )
+
+
+def _saved_by_short_convolution(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
+    width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes(3 * width)
+    saved["core attention"] += sizes.gathered_bytes(width)
+    return saved
+
+
+def _short_convolution_wgrad(sizes: BlockSizes) -> BytesByPart:
+    hidden = sizes.cfg.model.hidden_size
+    return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.cfg.parallel.tp))
 
 
 def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
@@ -367,6 +435,12 @@ ATTENTION_MEMORY = {
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
     "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),
+    "gla": BlockMemory(saved=_saved_by_gla, delayed_wgrad=_gla_wgrad, transient=_transient_gla),
+    "short_convolution": BlockMemory(
+        saved=_saved_by_short_convolution,
+        delayed_wgrad=_short_convolution_wgrad,
+        transient=_transient_short_convolution,
+    ),
     "gated_deltanet": BlockMemory(
         saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
     ),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from moefold.config.model import SOFTMAX_LETTERS, ModelConfig
 from moefold.config.schema import Config
-from moefold.cost.layer_spec import attention_spec
+from moefold.cost.layer_spec import ATTENTIONS, attention_spec
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -39,12 +39,11 @@ def recurrent_state_bytes(cfg: Config) -> int:
 def layer_state_bytes(model: ModelConfig, tp: int, item_bytes: int) -> int:
     """Return the bytes of the states of one sample in one layer of linear attention on one of `tp` ranks.
 
-    Each value head has a state in float32 at least, and the convolutions have their last tokens.
+    States of heads are in float32 at least, and convolutions have their last tokens.
     """
-    key = model.linear_num_key_heads * model.linear_key_head_dim
-    value = model.linear_num_value_heads * model.linear_value_head_dim
-    state = value * model.linear_key_head_dim * max(4, item_bytes)
-    tokens = (model.linear_conv_kernel - 1) * (2 * key + value) * item_bytes
+    spec = ATTENTIONS[model.linear_attention]
+    state = spec.state_size(model) * max(4, item_bytes)
+    tokens = (model.linear_conv_kernel - 1) * spec.conv_width(model) * item_bytes
     return (state + tokens) // tp
 
 

@@ -25,7 +25,32 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
 
 def delta_rule_flops(model: ModelConfig, keys: float) -> float:
     """Return the FLOPs of the recurrence of linear attention: a state is read twice, written once, and decays."""
-    return 8 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    return 8 * recurrent_state_size(model)
+
+
+def gla_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of the recurrence of gated linear attention: a state is read and written once, and decays."""
+    return 6 * recurrent_state_size(model)
+
+
+def no_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return 0: a convolution counts as a matrix."""
+    return 0.0
+
+
+def recurrent_state_size(model: ModelConfig) -> int:
+    """Return the numbers of the states of all heads of one sample in a layer of linear attention."""
+    return model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+
+
+def qkv_width(model: ModelConfig) -> int:
+    """Return the channels of the convolutions over queries, keys and values of linear attention."""
+    value = model.linear_num_value_heads * model.linear_value_head_dim
+    return 2 * model.linear_num_key_heads * model.linear_key_head_dim + value
+
+
+def _nothing(model: ModelConfig) -> int:
+    return 0
 
 
 def no_cache_width(model: ModelConfig, tp: int) -> int:
@@ -52,6 +77,10 @@ class BlockSpec:
     """Of attention: forward FLOPs of one token without a weight, given the mean number of keys that it attends to."""
     cache_width: Callable[[ModelConfig, int], int] = key_value_cache_width
     """Of attention: elements of one token in the KV cache of one tp rank."""
+    state_size: Callable[[ModelConfig], int] = _nothing
+    """Of a layer of kind L: numbers of the recurrent states of one sample on all tp ranks, in float32 at least."""
+    conv_width: Callable[[ModelConfig], int] = _nothing
+    """Of a layer of kind L: channels of its convolutions over neighbouring tokens, on all tp ranks."""
 
 
 @lru_cache(maxsize=256)
@@ -145,13 +174,20 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if model.attention_sinks:
         yield ParamSpec("sinks", (heads,), "attention", tp_dim=0)
     if model.attention_gate:
-        yield ParamSpec("wg", (query, hidden), "attention", tp_dim=0)
+        yield _output_gate(model)
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
     elif model.qk_norm and model.qk_norm_weight:
         yield _norm("query_norm", head)
         yield _norm("key_norm", head)
+
+
+def _output_gate(model: ModelConfig) -> ParamSpec:
+    """Return the projection to the output gate; of one row a head, Muon has nothing to gain."""
+    rows = model.num_attention_heads * model.attention_gate_size
+    is_narrow = model.attention_gate_width == "head"
+    return ParamSpec("wg", (rows, model.hidden_size), "attention", tp_dim=0, always_adamw=is_narrow)
 
 
 def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -172,6 +208,8 @@ def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
     yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
     yield ParamSpec("wo", (hidden, heads * model.v_head_dim), "attention", tp_dim=1)
+    if model.attention_gate:
+        yield _output_gate(model)
     if query_rank:
         yield _norm("query_norm", query_rank)
     yield _norm("key_value_norm", rank)
@@ -206,15 +244,47 @@ def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
 
 def kda_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     """Yield the parameters of `KimiDeltaAttention`."""
+    hidden = model.hidden_size
     rank = model.linear_value_head_dim
     channels = model.linear_num_value_heads * model.linear_key_head_dim
+    value = model.linear_num_value_heads * rank
     yield from _delta_weights(model)
-    yield ParamSpec("wa_down", (rank, model.hidden_size), "attention")
-    yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
-    yield ParamSpec("wg_down", (rank, model.hidden_size), "attention")
-    yield ParamSpec("wg_up", (model.linear_num_value_heads * rank, rank), "attention", tp_dim=0)
+    if model.linear_full_rank_gates:
+        yield ParamSpec("wa", (channels, hidden), "attention", tp_dim=0)
+        yield ParamSpec("wg", (value, hidden), "attention", tp_dim=0)
+    else:
+        yield ParamSpec("wa_down", (rank, hidden), "attention")
+        yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
+        yield ParamSpec("wg_down", (rank, hidden), "attention")
+        yield ParamSpec("wg_up", (value, rank), "attention", tp_dim=0)
     yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0)
     yield _norm("norm", rank)
+
+
+def gla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `GatedLinearAttention`."""
+    hidden = model.hidden_size
+    heads = model.linear_num_value_heads
+    key = model.linear_num_key_heads * model.linear_key_head_dim
+    value = heads * model.linear_value_head_dim
+    channels = heads * model.linear_key_head_dim
+    rank = model.linear_gate_rank
+    for name, width in (("wq", key), ("wk", key), ("wv", value), ("wg", value)):
+        yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
+    yield ParamSpec("wa_down", (rank, hidden), "attention")
+    yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
+    yield ParamSpec("ba", (channels,), "attention", tp_dim=0)
+    yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
+    yield _norm("norm", model.linear_value_head_dim)
+
+
+def short_convolution_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `ShortConvolution`."""
+    hidden = model.hidden_size
+    for name in ("wb", "wc", "wv"):
+        yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
+    yield ParamSpec("conv", (hidden, model.linear_conv_kernel), "attention", tp_dim=0, always_adamw=True)
+    yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
 
 
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
@@ -265,8 +335,31 @@ ATTENTIONS: dict[str, BlockSpec] = {
             weights=gated_deltanet_weights,
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
+            state_size=recurrent_state_size,
+            conv_width=qkv_width,
         ),
-        BlockSpec(name="kda", weights=kda_weights, core_flops=delta_rule_flops, cache_width=no_cache_width),
+        BlockSpec(
+            name="kda",
+            weights=kda_weights,
+            core_flops=delta_rule_flops,
+            cache_width=no_cache_width,
+            state_size=recurrent_state_size,
+            conv_width=qkv_width,
+        ),
+        BlockSpec(
+            name="gla",
+            weights=gla_weights,
+            core_flops=gla_flops,
+            cache_width=no_cache_width,
+            state_size=recurrent_state_size,
+        ),
+        BlockSpec(
+            name="short_convolution",
+            weights=short_convolution_weights,
+            core_flops=no_core_flops,
+            cache_width=no_cache_width,
+            conv_width=lambda model: model.hidden_size,
+        ),
     )
 }
 """Every attention by its name in a recipe."""

@@ -1,6 +1,7 @@
 """Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
 
-from collections.abc import Callable, Set
+import logging
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
 from moefold.config.schema import DataConfig
+from moefold.data.best_fit import (
+    BestFitSamples,
+    DocumentBoundaries,
+    EndTokenBoundaries,
+    IndexBoundaries,
+    open_best_fit,
+)
 from moefold.data.cache import cached_tokens
 from moefold.data.huggingface import text_tables
 from moefold.data.index_shuffle import draw_bits, hash_ints
@@ -23,10 +31,19 @@ from moefold.data.source_listing import named_sources
 from moefold.data.streaming import StreamingSampler
 from moefold.data.tasks import open_task
 from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
-from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
+from moefold.data.token_file import (
+    TokenFile,
+    TokenFileSet,
+    TokenFileStream,
+    build_token_file_set,
+    document_ends_path,
+    read_npy_header,
+    token_files,
+)
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
 _VALIDATION_ORDER = hash_ints(0)
 _VALIDATION = "validation"
@@ -239,11 +256,28 @@ class _DatasetBuilder:
             files = (read_npy_header(self.cached_path),)
         lost = () if self.token_file_set is None else self.token_file_set.dropped
         stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=lost, is_indexed=data.document_index)
+        if data.packing == "best_fit":
+            return self._best_fit(stream, files)
         check_enough_tokens(len(stream), seq_len=self.seq_len)
         if data.document_index:
             return IndexAnnotatedSamples(stream, self.seq_len)
         packed = PackedSamples(stream, self.seq_len)
         return packed if data.document_end < 0 else EodAnnotatedSamples(packed, data.document_end)
+
+    def _best_fit(self, stream: TokenFileStream, files: Sequence[TokenFile]) -> BestFitSamples:
+        data = self.data
+        paths = [file.path for file in files]
+        boundaries: DocumentBoundaries = EndTokenBoundaries(stream, data.document_end)
+        if data.document_index:
+            paths += [document_ends_path(file.path) for file in files]
+            boundaries = IndexBoundaries(stream)
+        pad_id = max(0, data.document_end)
+        samples = open_best_fit(
+            stream, boundaries, paths, seq_len=self.seq_len, pad_id=pad_id, cache_dir=self.cache_dir
+        )
+        if self.is_first:
+            logger.warning("%s", samples.counts.describe(self.seq_len + 1))
+        return samples
 
     def _all_of(self, source: SampleSource) -> Split:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)

@@ -143,6 +143,7 @@ class PackedPairs:
             tokens,
             documents,
             weights[1:],
+            is_padding=np.arange(size) >= start,
             token_columns={"sequence_ids": ids[1:]},
             sample_columns=sample_columns,
         )

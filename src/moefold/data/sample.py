@@ -5,13 +5,25 @@ attention masks and the weighted mean of the loss follow from it.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-BUILTIN_COLUMNS = frozenset({"labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts"})
+BUILTIN_COLUMNS = frozenset(
+    {
+        "tokens",
+        "labels",
+        "weights",
+        "sample_ids",
+        "positions",
+        "mtp_labels",
+        "mtp_weights",
+        "document_starts",
+        "token_weights",
+    }
+)
 """Columns that a batch has by itself."""
 RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds", "target", "losses", "return_outputs"}
 """Names that a program's columns may not have: built-in ones, and keyword arguments of stages and torch's schedules."""
@@ -27,7 +39,7 @@ class Sample:
     """Document number of each token, [S + 1], non-decreasing; consecutive tokens with equal numbers share a document.
 
     Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
-    document never counts. Padding is a document of its own whose targets have weight 0. None: the whole sample is one
+    document never counts. Padding is a document of its own, see `is_padding`. None: the whole sample is one
     document.
     """
     weights: NDArray[Any] | None = None
@@ -37,6 +49,13 @@ class Sample:
     """
     weight_scale: NDArray[np.float64] | None = None
     """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]; None: 1."""
+    is_padding: NDArray[np.bool_] | None = None
+    """Tokens that only fill the sample up, [S + 1]; None: there are none.
+
+    MoE layers do not route them. A token whose target has weight 0, such as one of a prompt, is not padding: it is
+    context of other tokens, is routed, and counts in the load of the experts. Padding is never a target and predicts
+    none, whatever its weights.
+    """
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further columns of the batch for a loss function, one value or more per input token, [..., S]."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -45,7 +64,7 @@ class Sample:
     @property
     def is_annotated(self) -> bool:
         """Return whether the sample has more than tokens."""
-        has_arrays = any(x is not None for x in (self.document_ids, self.weights, self.weight_scale))
+        has_arrays = any(x is not None for x in (self.document_ids, self.weights, self.weight_scale, self.is_padding))
         return has_arrays or bool(self.token_columns) or bool(self.sample_columns)
 
 
@@ -111,6 +130,8 @@ class SampleBatch:
     """[count, S]; as the source gave them, so first tokens of documents may still have a nonzero weight."""
     weight_scale: NDArray[np.float64] | None = None
     """[count, S]; None if no sample has one."""
+    is_padding: NDArray[np.bool_] | None = None
+    """[count, S + 1]; None if no sample has any."""
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[count, ..., S] each."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -126,6 +147,21 @@ class SampleBatch:
         """Target ids, [count, S]: the inputs shifted by one token."""
         return np.ascontiguousarray(self.tokens[:, 1:])
 
+    def pad_out(self, is_unused: NDArray[np.bool_]) -> "SampleBatch":
+        """Return the batch with whole samples turned into padding.
+
+        Args:
+            is_unused: the samples, [count].
+        """
+        padding = np.zeros(self.tokens.shape, dtype=np.bool_) if self.is_padding is None else self.is_padding
+        return replace(self, is_padding=padding | is_unused[:, None])
+
+    def is_token(self) -> NDArray[np.bool_]:
+        """Return which inputs are tokens of the data and not padding, [count, S]."""
+        if self.is_padding is None:
+            return np.ones(self.inputs.shape, dtype=np.bool_)
+        return ~self.is_padding[:, :-1]
+
     def document_starts(self) -> NDArray[np.int64] | None:
         """Return the position at which the document of each input begins, [count, S]; None without annotations."""
         if self.document_ids is None:
@@ -136,11 +172,14 @@ class SampleBatch:
         return starts
 
     def target_weights(self) -> NDArray[np.float64] | None:
-        """Return the target weights, [count, S], 0 for first tokens of documents; None if all weights are 1."""
+        """Return the target weights, [count, S]; None if all weights are 1.
+
+        They are 0 for first tokens of documents, and at padding.
+        """
         if self.document_ids is None or self.weights is None:
             return None
         weights: NDArray[np.float64] = self.weights * (self.document_ids[:, 1:] == self.document_ids[:, :-1])
-        return weights
+        return weights if self.is_padding is None else weights * ~(self.is_padding[:, 1:] | self.is_padding[:, :-1])
 
 
 def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
@@ -162,6 +201,12 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     if any(sample.weight_scale is not None for sample in samples):
         ones = np.ones(seq_len)
         scale = np.stack([ones if sample.weight_scale is None else sample.weight_scale for sample in samples])
+    padding = None
+    if any(sample.is_padding is not None for sample in samples):
+        padding = np.zeros((len(samples), seq_len + 1), dtype=np.bool_)
+        for i, sample in enumerate(samples):
+            if sample.is_padding is not None:
+                padding[i] = sample.is_padding
     token_columns = _stack_columns([sample.token_columns for sample in samples])
     sample_columns = _stack_columns([sample.sample_columns for sample in samples])
     for name, values in token_columns.items():
@@ -171,7 +216,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     clashes = {name for name in names if name in RESERVED_COLUMNS or names.count(name) > 1}
     if clashes:
         raise ValueError(f"the column names {sorted(clashes)} are taken; choose other names")
-    return SampleBatch(tokens, documents, weights, scale, token_columns, sample_columns)
+    return SampleBatch(tokens, documents, weights, scale, padding, token_columns, sample_columns)
 
 
 def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

@@ -125,7 +125,7 @@ class PackedConversations:
     """Samples of whole conversations and padding; no conversation spans two samples.
 
     A sample has S + 1 tokens and shares none with another sample. Its documents are numbered; padding counts as the
-    last document, repeats `pad_id` and has weight 0. Conversations are truncated to S + 1 tokens.
+    last document and repeats `pad_id`. Conversations are truncated to S + 1 tokens.
     """
 
     def __init__(
@@ -184,7 +184,13 @@ class PackedConversations:
             if self._scales is not None:
                 scale[start:stop] = self._scales[conversation]
             start = stop
-        return Sample(tokens, documents, is_target[1:], weight_scale=None if self._scales is None else scale[1:])
+        return Sample(
+            tokens,
+            documents,
+            is_target[1:],
+            weight_scale=None if self._scales is None else scale[1:],
+            is_padding=np.arange(size) >= start,
+        )
 
 
 def open_conversations(

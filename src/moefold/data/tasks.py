@@ -195,7 +195,7 @@ class TaskSampler(Sampler):
             tokens[start : stop - 1] = np.concatenate((prompt, answer))
             is_target[start + len(prompt) : stop] = True
             start = stop
-        return Sample(tokens, documents, is_target[1:])
+        return Sample(tokens, documents, is_target[1:], is_padding=np.arange(size) >= start)
 
     def origin(self, index: int) -> str:
         """Return the number of the sample's first problem."""

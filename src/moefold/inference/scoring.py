@@ -71,15 +71,17 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     tokens = torch.zeros(len(mine), width, dtype=torch.int64)
     labels = torch.zeros_like(tokens)
     is_scored = torch.zeros_like(tokens, dtype=torch.bool)
+    is_token = torch.zeros_like(is_scored)
     for i, number in enumerate(mine):
         sequence = request.sequences[number]
         count = request.num_scored[number]
         end = len(sequence) - 1
         tokens[i, :end] = torch.tensor(sequence[:-1])
+        is_token[i, :end] = True
         labels[i, :end] = torch.tensor(sequence[1:])
         is_scored[i, end - count : end] = True
     model.stage.set_positions(torch.arange(width, device=device))
-    logits = model.forward(tokens.to(device))
+    logits = model.forward(tokens.to(device), is_token=None if is_token.all() else is_token.to(device))
     scores = torch.zeros(2, len(request.sequences), dtype=torch.float64, device=device)
     own_scores = scores[:, dp.rank :: dp.size]
     if logits is not None:
@@ -188,8 +190,10 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
     next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
     for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
         mine = dataset.batch(first + groups.attn.dp.rank * count, count, width)
-        tokens, labels, is_target = (torch.from_numpy(x).to(groups.device)[:, model.positions] for x in mine)
-        y = model.forward(tokens)
+        tokens, labels, is_target, is_token = (
+            torch.from_numpy(values).to(groups.device)[:, model.positions] for values in mine
+        )
+        y = model.forward(tokens, is_token=None if mine[3].all() else is_token)
         if y is not None:
             losses = model.stage.head.vocab_parallel.cross_entropy(y, labels.t())
             if groups.attn.tp.rank == 0:

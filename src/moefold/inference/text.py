@@ -279,21 +279,24 @@ class TokenDataset:
             else 0
         )
 
-    def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return `count` sequences from index `first` on, padded with id 0 to [count, width].
 
         Returns:
-            (tokens, labels, is_target), each [count, width]: inputs, next tokens, and the mask of predicted tokens.
+            (tokens, labels, is_target, is_token), each [count, width]: inputs, next tokens, the mask of predicted
+            tokens, and that of tokens that are no padding.
         """
         tokens = np.zeros((count, width), dtype=np.int64)
         labels = np.zeros_like(tokens)
         is_target = np.zeros(tokens.shape, dtype=bool)
+        is_token = np.zeros(tokens.shape, dtype=bool)
         for i, number in enumerate(range(first, min(first + count, self.num_sequences))):
             part = self.ids[number * self.seq_len : (number + 1) * self.seq_len]
             tokens[i, : len(part)] = part
             labels[i, : len(part) - 1] = part[1:]
             is_target[i, : len(part) - 1] = True
-        return tokens, labels, is_target
+            is_token[i, : len(part)] = True
+        return tokens, labels, is_target, is_token
 
 
 def open_ids(path: Path, option: str = "--tokens") -> ShardReader:

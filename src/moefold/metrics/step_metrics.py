@@ -238,6 +238,14 @@ class StepMetrics:
     rank_times: RankTimeMetrics | None = None
     """Compute and wait times of the ranks; None with one rank or faults.straggler_factor=0."""
 
+    attention_max_over_mean: float | None = None
+    """Visible (query, key) pairs of the busiest of the dp x cp ranks over those of the mean rank, over all
+    micro-batches; None without documents or with other attention than parallel.context="planned". Likewise:"""
+    attention_moved_rows: int | None = None
+    """Rows of queries that other ranks computed than those that hold them, over layers and micro-batches."""
+    attention_bytes: int | None = None
+    """Bytes that attention sent between ranks, of both passes, over layers, micro-batches and ranks."""
+
     loss_terms: dict[str, float] | None = None
     """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
 

@@ -32,6 +32,9 @@ _SCALARS = (
     ("memory/peak_gib", "memory_gib"),
     ("moe/dropped_fraction", "dropped_fraction"),
     ("moe/worst_expert_load", "worst_expert_load"),
+    ("attention/max_over_mean", "attention_max_over_mean"),
+    ("attention/moved_rows", "attention_moved_rows"),
+    ("attention/bytes", "attention_bytes"),
 )
 
 _LAYER_SCALARS = (

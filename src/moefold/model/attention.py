@@ -202,7 +202,8 @@ class Attention(SelfAttention):
         self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
         self.bo = nn.Parameter(torch.empty(hidden)) if cfg.attention_output_bias else None
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
-        self.wg = nn.Parameter(torch.empty(query, hidden)) if cfg.attention_gate else None
+        gates = cfg.num_attention_heads * cfg.attention_gate_size
+        self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
@@ -220,12 +221,12 @@ class Attention(SelfAttention):
         if self.wg is not None:
             columns.append((local_param(self.wg, x.dtype), None))
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
-        query, key, value, *gate = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected[:3])
         query, key = self._normalize_and_rotate(query, key, rope)
         sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
         attended = self.core_attention(query, key, value, documents, sinks, self.scale)
-        if gate:
-            attended = attended * sigmoid(gate[0])
+        if self.wg is not None:
+            attended = gate_heads(attended, projected[3])
         wo = local_param(self.wo, x.dtype)
         out = self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
@@ -275,6 +276,11 @@ class Attention(SelfAttention):
             # A slice of everything would cost its backward pass a tensor of zeros and a copy.
             return weight, bias
         return weight[weight_rows], None if bias is None else bias[weight_rows]
+
+
+def gate_heads(attended_SBAD: Tensor, gate: Tensor) -> Tensor:
+    """Multiply the heads by the sigmoid of gates, [S, B, A * D] of each dim or [S, B, A] of each head."""
+    return attended_SBAD * sigmoid(gate.unflatten(-1, (attended_SBAD.shape[2], -1)))
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:

@@ -11,9 +11,9 @@ from moefold.config.model import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
-BIASES = ("bq", "bk", "bv", "bo", "bias", "b_gate", "b_up", "b_down")
+BIASES = ("bq", "bk", "bv", "bo", "ba", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
-CONVOLUTIONS = ("conv_q", "conv_k", "conv_v")
+CONVOLUTIONS = ("conv", "conv_q", "conv_k", "conv_v")
 DECAY_RATES = (1.0, 16.0)
 """Range of exp(a_log), the decay rates of linear attention (arXiv:2405.21060, as in the code of arXiv:2412.06464)."""
 TIME_STEPS = (1e-3, 1e-1)

@@ -11,6 +11,7 @@ from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
+from moefold.ops.linear_attention import ChunkKernel
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
@@ -75,6 +76,8 @@ class Kernels:
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: LimitedCausalKernel | None = None
     """Causal attention of layers without context parallelism."""
+    linear_attention: ChunkKernel | None = None
+    """Gated linear attention in chunks."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     decode: DecodeKernel | None = None

@@ -1,32 +1,25 @@
-"""Linear attention of a layer: Gated DeltaNet and Kimi Delta Attention, in chunks for training, by states in decoding.
+"""Base class of the layers of kind L: training over whole sequences or segments of them, decoding from cached states.
 
-The recurrence is in `ops/linear_attention.py`. A rank computes whole heads of whole sequences, or under context
-parallelism of some segments of them, whose initial states come from `SequenceSegments`.
+The recurrences are in `ops/linear_attention.py`, the layers in `delta_attention.py`, `gated_linear_attention.py` and
+`short_convolution.py`. A rank computes whole heads of whole sequences, or under context parallelism of some segments of
+them, whose initial states come from `SequenceSegments`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
-from moefold.model.norm import RMSNorm
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.linear_attention import (
-    ChunkedLinearAttention,
-    InitialState,
-    causal_convolution,
-    l2_normalize,
-    recurrent_linear_attention,
-)
+from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention
 from moefold.ops.rope import NoRope, Rope
 
 
@@ -85,9 +78,9 @@ class StateShapes:
     num_previous: int
     """Tokens before the next one that the convolutions read, K-1."""
     width: int
-    """Channels of the convolutions, C."""
+    """Channels of the convolutions, C; 0: none."""
     state: tuple[int, int, int]
-    """Value heads, width of a key and width of a value: [A, D, Dv]."""
+    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
 
 
 class StateCacheProtocol(Protocol):
@@ -107,12 +100,32 @@ class StateCacheProtocol(Protocol):
         ...
 
 
-class LinearAttention(TokenMixer):
-    """Base class of linear attention.
+Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""Compute outputs [S, B, A, Dv] and the last states from q, k, v, the log decay and the write strength or None."""
 
-    `parallelize` also replaces `segments` (context parallelism), and a decoder sets `state_cache`. The recurrence is
-    recomputed in the backward pass, always: it would save about twenty numbers for each one of its inputs.
+
+@dataclass(frozen=True)
+class PrecedingTokens:
+    """Tokens, counts and states before the tokens [S, B, ...] of one computation."""
+
+    previous_KBC: Tensor
+    """Inputs of the convolutions, [K-1, B, C]."""
+    num_previous_SB: Tensor
+    """Earlier tokens of each token's document, int64 [S, B]."""
+    recurrence: Recurrence
+    """The recurrence, from the states after the preceding tokens."""
+
+
+class LinearAttention(TokenMixer):
+    """Base class of the layers of kind L: recurrences of linear attention, and convolutions.
+
+    A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`; `convolved`
+    if it has a convolution. `parallelize` also replaces `segments` (context parallelism), and a decoder sets
+    `state_cache`. `compute` is recomputed in the backward pass, always: it would save about twenty numbers for each one
+    of its inputs.
     """
+
+    wo: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,197 +133,111 @@ class LinearAttention(TokenMixer):
         self.state_cache: StateCacheProtocol | None = None
 
     @abstractmethod
-    def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
-        """Compute the recurrence of the projected tokens, [S/cp, B, ...] each -> [S/cp, B, A/tp * Dv]."""
-
-
-class DeltaAttention(LinearAttention):
-    """Delta rule with decays: convolution and L2 norm of queries and keys, recurrence, gated norm, output projection.
-
-    The log decay is -exp(a_log) * softplus(a + dt_bias), of each head or of each of its key channels; the write
-    strength sigmoid(wb x). Queries are scaled by 1/sqrt(D). The output of each head is normalised and multiplied by
-    a function of the gate. A subclass computes a and the gate, and declares their weights.
-
-    Args:
-        cfg: sizes.
-        window: 0.
-    """
-
-    dt_bias: nn.Parameter
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__()
-        assert not window, "linear attention has no window"
-        hidden = cfg.hidden_size
-        heads = cfg.linear_num_value_heads
-        key = cfg.linear_num_key_heads * cfg.linear_key_head_dim
-        value = heads * cfg.linear_value_head_dim
-        taps = cfg.linear_conv_kernel
-        self.key_head_dim = cfg.linear_key_head_dim
-        self.value_head_dim = cfg.linear_value_head_dim
-        self.wq = nn.Parameter(torch.empty(key, hidden))
-        self.wk = nn.Parameter(torch.empty(key, hidden))
-        self.wv = nn.Parameter(torch.empty(value, hidden))
-        self.wb = nn.Parameter(torch.empty(heads, hidden))
-        self.wo = nn.Parameter(torch.empty(hidden, value))
-        self.conv_q = nn.Parameter(torch.empty(key, taps))
-        self.conv_k = nn.Parameter(torch.empty(key, taps))
-        self.conv_v = nn.Parameter(torch.empty(value, taps))
-        self.a_log = nn.Parameter(torch.empty(heads))
-        self.norm = RMSNorm(cfg.linear_value_head_dim, cfg.norm_eps)
-
-    @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate, a and b of the gathered tokens, [S/cp, B, ...] each, from x [S/(cp*tp), B, H]."""
+        """Return the projections of the gathered tokens, [S/cp, B, ...] each, from x [S/(cp*tp), B, H]."""
 
     @abstractmethod
-    def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return the factor of the normalised output."""
+    def core_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the local weights of `compute`.
+
+        Args:
+            dtype: compute dtype of the projections.
+        """
+
+    @abstractmethod
+    def state_shapes(self, weights: Sequence[Tensor]) -> StateShapes:
+        """Return the shapes of what is cached for one sample, given the local weights of `compute`."""
+
+    @abstractmethod
+    def compute(
+        self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the layer between its projections; local but for the initial states.
+
+        Args:
+            projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
+            weights: those of `core_weights`.
+            preceding: what precedes the tokens.
+
+        Returns:
+            The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states;
+            None without a recurrence.
+        """
+
+    def convolved(self, projected: Sequence[Tensor]) -> Tensor | None:
+        """Return the inputs of the convolution, [S, B, C]; None: the layer has none."""
+        return None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute the attention, as `TokenMixer.forward`; positions have no effect."""
+        """Compute the layer, as `TokenMixer.forward`; positions have no effect."""
         mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
         backend = self.kernels.linear_backend
         return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, backend)
 
-    def _columns(self, x: Tensor, *weights: Tensor) -> list[Tensor]:
-        """Apply projections into the heads to the gathered tokens."""
+    def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
+        """Compute everything between the projections, [S/cp, B, ...] each -> [S/cp, B, A/tp * Dv]."""
+        weights = self.core_weights(projected[0].dtype)
+        if self.state_cache is not None:
+            return self._continue(projected, weights, self.state_cache)
+        positions = self.segments.positions(len(projected[0]), projected[0].device)
+        starts_SB = None if documents is None else documents.starts_SB
+        out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
+        return out
+
+    def column_linear(self, x: Tensor, *weights: Tensor) -> list[Tensor]:
+        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp."""
         columns = [(local_param(weight, x.dtype), None) for weight in weights]
         return self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
 
-    def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
-        """Compute convolution, recurrence and gated norm; see `LinearAttention.mix`."""
-        if self.state_cache is not None:
-            return self._continue(projected, self.state_cache)
-        positions = self.segments.positions(len(projected[0]), projected[0].device)
-        starts_SB = None if documents is None else documents.starts_SB
-        dtype = projected[0].dtype
-        weights = [local_param(w, dtype) for w in (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)]
-        out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
+    def low_rank_linear(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather that of their tokens."""
+        backend = self.kernels.linear_backend
+        (out,) = self.column_linear(linear(x, local_param(down, x.dtype), None, self.wgrad_store, backend), up)
         return out
 
     def _train(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, starts_SB: Tensor | None
     ) -> Tensor:
         """Compute `mix` for whole sequences; recomputed in the backward pass."""
-        q, k, v, gate, a, b = projected
         segments = self.segments
-        *conv_weights, a_log, dt_bias = weights
-        num_previous_SB = positions.unsqueeze(1).expand(-1, q.shape[1])
+        count = segments.num_segments
+        num_previous_SB = positions.unsqueeze(1).expand(-1, projected[0].shape[1])
         if starts_SB is not None:
             num_previous_SB = num_previous_SB - starts_SB[positions]
-        qkv, a, b, num_previous_SB = (
-            _split_segments(x, segments.num_segments) for x in (torch.cat((q, k, v), -1), a, b, num_previous_SB)
-        )
-        previous = segments.previous_tokens(qkv, conv_weights[0].shape[1] - 1)
-        query, key, value = self._convolve(qkv, torch.cat(conv_weights), previous, num_previous_SB)
-        log_decay, beta = _gates(a, b, a_log, dt_bias)
+        parts = [_split_segments(x, count) for x in projected]
+        num_previous_SB = _split_segments(num_previous_SB, count)
+        convolved = self.convolved(parts)
+        if convolved is None:
+            previous = parts[0].new_zeros(0, parts[0].shape[1], 0)
+        else:
+            previous = segments.previous_tokens(convolved, self.state_shapes(weights).num_previous)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
-        chunked = ChunkedLinearAttention(initial_state=segments.initial_state)
-        out, _ = chunked(query, key, value, log_decay, beta, is_start_SB=is_start_SB)
-        return self._output(_join_segments(out, segments.num_segments), gate)
+        chunked = ChunkedLinearAttention(initial_state=segments.initial_state, kernel=self.kernels.linear_attention)
+        recurrence = partial(chunked, is_start_SB=is_start_SB)
+        out, _ = self.compute(parts, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
+        return _join_segments(out, count)
 
-    def _convolve(
-        self, qkv: Tensor, weight_CK: Tensor, previous: Tensor, num_previous_SB: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [S, B, G, D], normalised, and values [S, B, A, Dv]."""
-        mixed = causal_convolution(qkv, weight_CK, previous, num_previous_SB)
-        key_width = local_param(self.wk).shape[0]
-        q, k, v = mixed.split((key_width, key_width, mixed.shape[-1] - 2 * key_width), -1)
-        query, key = (l2_normalize(x.unflatten(-1, (-1, self.key_head_dim))) for x in (q, k))
-        return query * self.key_head_dim**-0.5, key, v.unflatten(-1, (-1, self.value_head_dim))
-
-    def _output(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Return the gated norm of the heads [S, B, A, Dv] -> [S, B, A * Dv], in the type of the gate."""
-        normed = self.norm(out).flatten(2)
-        return (normed * self.activate_gate(gate.to(normed.dtype))).to(gate.dtype)
-
-    def _continue(self, projected: tuple[Tensor, ...], cache: StateCacheProtocol) -> Tensor:
+    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: StateCacheProtocol) -> Tensor:
         """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
-        q, k, v, gate, a, b = projected
-        dtype = q.dtype
-        qkv = torch.cat((q, k, v), -1).squeeze(1)
-        weight_CK = torch.cat([local_param(weight, dtype) for weight in (self.conv_q, self.conv_k, self.conv_v)])
-        a_log = local_param(self.a_log, dtype)
-        dt_bias = local_param(self.dt_bias, dtype)
-        num_heads = len(a_log)
-        state_shape = (num_heads, self.key_head_dim, self.value_head_dim)
-        shapes = StateShapes(weight_CK.shape[1] - 1, len(weight_CK), state_shape)
-        out = qkv.new_zeros(len(qkv), num_heads, self.value_head_dim, dtype=torch.promote_types(dtype, torch.float32))
-        for samples in cache.read(shapes, qkv):
-            new, a_SB, b_SB = (
-                x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1)
-                for x in (qkv, a.squeeze(1), b.squeeze(1))
+        rows = [x.squeeze(1) for x in projected]
+        shapes = self.state_shapes(weights)
+        out = rows[0].new_zeros(len(rows[0]), local_param(self.wo).shape[1])
+        for samples in cache.read(shapes, rows[0]):
+            parts = [x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1) for x in rows]
+            length = len(parts[0])
+            chunked = ChunkedLinearAttention(kernel=self.kernels.linear_attention)
+            function = recurrent_linear_attention if length == 1 else chunked
+            distance = torch.arange(length, device=parts[0].device).unsqueeze(1)
+            preceding = PrecedingTokens(
+                samples.previous_KnC, samples.num_previous_n + distance, partial(function, state=samples.state)
             )
-            distance = torch.arange(len(new), device=new.device).unsqueeze(1)
-            num_previous_SB = samples.num_previous_n + distance
-            parts = self._convolve(new, weight_CK, samples.previous_KnC, num_previous_SB)
-            log_decay, beta = _gates(a_SB, b_SB, a_log, dt_bias)
-            function = recurrent_linear_attention if len(new) == 1 else ChunkedLinearAttention()
-            found, state = function(*parts, log_decay, beta, samples.state)
-            both = torch.cat((samples.previous_KnC, new))
-            cache.write(samples, both[len(new) :], state)
+            found, state = self.compute(parts, weights, preceding)
+            convolved = self.convolved(parts)
+            last = samples.previous_KnC if convolved is None else torch.cat((samples.previous_KnC, convolved))[length:]
+            cache.write(samples, last, samples.state if state is None else state)
             out[samples.rows_R] = found.transpose(0, 1).flatten(0, 1)
-        return self._output(out.unsqueeze(1), gate)
-
-
-class GatedDeltaNet(DeltaAttention):
-    """Gated DeltaNet (arXiv:2412.06464): a decay for each head, a = wa x, and the gate SiLU(wg x)."""
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(cfg, window)
-        heads = cfg.linear_num_value_heads
-        self.wg = nn.Parameter(torch.empty(heads * cfg.linear_value_head_dim, cfg.hidden_size))
-        self.wa = nn.Parameter(torch.empty(heads, cfg.hidden_size))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """See base class; one all-gather over tp."""
-        return tuple(self._columns(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb))
-
-    def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return SiLU of the gate."""
-        return F.silu(gate)
-
-
-class KimiDeltaAttention(DeltaAttention):
-    """Kimi Delta Attention (arXiv:2510.26692): a decay for each key channel; decays and gate through low ranks.
-
-    a = wa_up wa_down x and the gate sigmoid(wg_up wg_down x), with the width of a value head in between.
-    """
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(cfg, window)
-        rank = cfg.linear_value_head_dim
-        channels = cfg.linear_num_value_heads * cfg.linear_key_head_dim
-        self.wa_down = nn.Parameter(torch.empty(rank, cfg.hidden_size))
-        self.wa_up = nn.Parameter(torch.empty(channels, rank))
-        self.wg_down = nn.Parameter(torch.empty(rank, cfg.hidden_size))
-        self.wg_up = nn.Parameter(torch.empty(cfg.linear_num_value_heads * cfg.linear_value_head_dim, rank))
-        self.dt_bias = nn.Parameter(torch.empty(channels))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """See base class; the ranks of tp compute the low ranks of their own tokens, and gather them."""
-        q, k, v, b = self._columns(x, self.wq, self.wk, self.wv, self.wb)
-        backend = self.kernels.linear_backend
-        a, gate = (
-            self._columns(linear(x, local_param(down, x.dtype), None, self.wgrad_store, backend), up)[0]
-            for down, up in ((self.wa_down, self.wa_up), (self.wg_down, self.wg_up))
-        )
-        return q, k, v, gate, a, b
-
-    def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return the sigmoid of the gate."""
-        return gate.sigmoid()
-
-
-def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log decay [S, B, A, 1 or D] and the write strength [S, B, A], in float32 at least."""
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    rate_A1 = a_log.to(dtype).exp().unsqueeze(-1)
-    time_steps = F.softplus(a.to(dtype) + dt_bias.to(dtype)).unflatten(-1, (len(a_log), -1))
-    return -rate_A1 * time_steps, b.to(dtype).sigmoid()
+        return out.unsqueeze(1)
 
 
 def _split_segments(x: Tensor, num_segments: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import SelfAttention, takes_narrow_values
+from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
@@ -73,6 +73,8 @@ class LatentAttention(SelfAttention):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
+        gates = heads * cfg.attention_gate_size
+        self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
@@ -99,10 +101,21 @@ class LatentAttention(SelfAttention):
             query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
             nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
             attended = self._absorbed_attention(nope, rope(rotated))
+        if self.wg is not None:
+            attended = gate_heads(attended, self._gate(x, source, self.wg))
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
+
+    def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
+        """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
+        if self.wq_down is None:
+            return self._project(source, weight)
+        columns = [(local_param(weight, x.dtype), None)]
+        backend = self.kernels.linear_backend
+        (gate,) = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
+        return gate
 
     def _expanded_attention(
         self,

@@ -7,11 +7,13 @@ from torch import nn
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.model.attention import Attention, TokenMixer
+from moefold.model.delta_attention import GatedDeltaNet, KimiDeltaAttention
+from moefold.model.gated_linear_attention import GatedLinearAttention
 from moefold.model.init import seed_for
-from moefold.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
+from moefold.model.short_convolution import ShortConvolution
 
 
 def _build_dense(cfg: Config, number: int) -> SwiGLU:
@@ -38,6 +40,8 @@ ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "mla": LatentAttention,
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
+    "gla": GatedLinearAttention,
+    "short_convolution": ShortConvolution,
 }
 """How to build each attention of `cost/layer_spec.py`, for a sliding window; 0: none."""
 

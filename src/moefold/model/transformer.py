@@ -20,6 +20,7 @@ from moefold.model.local_param import local_param
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
+from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import RMSNorm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
@@ -60,28 +61,28 @@ class Block(nn.Module):
         self.fused: Callable[[Tensor, Rope], Tensor] | None = None
 
     def forward(
-        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
+        self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
     ) -> LayerOutput:
         """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.moe_shortcut`), see `LayerOutput`.
 
-        An MoE layer may need `sample_ids`, the index of each sample in the global batch, int64 [B].
+        An MoE layer may need `columns` of the micro-batch.
         """
         if self.fused is not None:
             return self.fused(x, rope)
         x = self._attend(x, rope, documents)
         with self._normalized(self.ffn_norm, x) as (normed,):
-            y = self.ffn(normed, sample_ids) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
+            y = self.ffn(normed, columns) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
             return self._add_ffn(x, y)
 
     def forward_resumable(
-        self, x: Tensor, rope: Rope, sample_ids: Tensor | None = None, documents: PackedDocuments | None = None
+        self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
     ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
         x = self._attend(x, rope, documents)
         with self._normalized(self.ffn_norm, x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
                 return self._add(x, self.ffn(normed), self.ffn_output_norm)
-            moe = ResumableTask(self.ffn.forward_resumable(normed, sample_ids))
+            moe = ResumableTask(self.ffn.forward_resumable(normed, columns))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
         return self._add_ffn(x, (yield from moe.remaining()))
@@ -141,7 +142,7 @@ class MTPBlock(Block):
         self,
         x: Tensor,
         rope: Rope,
-        sample_ids: Tensor | None = None,
+        columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
         embedded: Tensor | None = None,
     ) -> Tensor:
@@ -150,7 +151,7 @@ class MTPBlock(Block):
         Returns:
             Normalised hidden states, [S/(cp*tp), B, H].
         """
-        y = super().forward(self._project(x, embedded), rope, sample_ids, documents)
+        y = super().forward(self._project(x, embedded), rope, columns, documents)
         assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
         return self.output_norm(y)
 
@@ -158,13 +159,13 @@ class MTPBlock(Block):
         self,
         x: Tensor,
         rope: Rope,
-        sample_ids: Tensor | None = None,
+        columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all."""
         x = self._project(x, embedded)
-        y = yield from super().forward_resumable(x, rope, sample_ids, documents)
+        y = yield from super().forward_resumable(x, rope, columns, documents)
         assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
         return self.output_norm(y)
 
@@ -312,14 +313,16 @@ class Transformer(nn.Module):
 
     def _block_args(
         self, columns: Mapping[str, Tensor], bounds: DocumentBounds | None
-    ) -> tuple[Rope, Tensor | None, PackedDocuments | None]:
-        """Return the arguments of all blocks: RoPE, sample ids [B] and documents."""
+    ) -> tuple[Rope, TokenColumns, PackedDocuments | None]:
+        """Return the arguments of all blocks: RoPE, columns of the MoE layers and documents."""
         document_starts = columns.get("document_starts")
         documents = None
         if document_starts is not None:
             starts_SB = document_starts.t()
             documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
-        return self._rope_for(document_starts), columns.get("sample_ids"), documents
+        positions = columns.get("positions")
+        token_columns = TokenColumns(columns.get("sample_ids"), columns.get("token_weights"), positions)
+        return self._rope_for(document_starts, positions), token_columns, documents
 
     def _hidden_output(self, x: Tensor) -> Tensor:
         # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
@@ -355,14 +358,17 @@ class Transformer(nn.Module):
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.weight if self.cfg.model.tie_embeddings else None
 
-    def _rope_for(self, document_starts: Tensor | None) -> Rope:
+    def _rope_for(self, document_starts: Tensor | None, positions: Tensor | None) -> Rope:
         assert self.positions is not None, "set_positions() must be called before forward()"
         if document_starts is None:
             assert self.rope is not None
             return self.rope
         # RoPE is relative: restarting positions changes no score, but makes the result of a document independent of
         # its place in the sample bit by bit, in low precision too.
-        positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
+        if positions is None:
+            positions_SB = self.positions[:, None] - document_starts.t()[self.positions]
+        else:
+            positions_SB = (positions - document_starts).t()
         return self._build_rope(positions_SB)
 
     def _build_rope(self, positions: Tensor) -> Rope:

@@ -171,7 +171,9 @@ class FlashMask:
     window_left: int = -1
     """Most keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
-    """Documents, with Sq = Sk: a query attends to the keys of its own; None: one for each sample."""
+    """Documents: a query attends to the keys of its own; None: one for each sample."""
+    query_segments: Segments | None = None
+    """The queries of each document, which are those of its last tokens, for B = 1; None: of all, with Sq = Sk."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
@@ -203,6 +205,17 @@ class LimitedCausalKernel(Protocol):
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors, [S, B, heads, D]."""
+        ...
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports `FlashMask.query_segments` for these tensors, [rows, 1, heads, D].
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            longest: most keys of a document.
+        """
         ...
 
     def forward(
@@ -374,6 +387,10 @@ class CudaFlash:
             and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
         )
 
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports tasks on these tensors; see `FlashMask.query_segments`."""
+        return self.supports(q) and k.shape == v.shape
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask | FlashMask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         mask = _flash_mask(block_mask)
@@ -512,7 +529,8 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
     segments = mask.segments
     if segments is None:
         return None, None, q.shape[0], k.shape[0]
-    return segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length
+    queries = mask.query_segments or segments
+    return queries.cu_seqlens, segments.cu_seqlens, queries.max_length, segments.max_length
 
 
 def _window_args(mask: FlashMask) -> dict[str, int]:

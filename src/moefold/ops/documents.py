@@ -4,11 +4,17 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
+from moefold.topology.token_placement import Placement
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,9 @@ class DocumentBounds:
 
     of_samples: tuple[tuple[int, ...], ...]
     """For each sample the first position of every document, ascending from 0, and then S."""
+    placement: Placement | None = None
+    """Where the tokens of the round are, with the documents of all its samples; None: each sample is on its cp ranks,
+    as `sequence_positions` says, and this rank knows the documents of its own samples."""
 
     @staticmethod
     def of_starts(starts_BS: Tensor) -> "DocumentBounds":
@@ -27,9 +36,14 @@ class DocumentBounds:
 
         The host waits if the tensor is on a GPU.
         """
+        return DocumentBounds.of_positions(starts_BS.cpu().numpy())
+
+    @staticmethod
+    def of_positions(starts_BS: NDArray[np.int64]) -> "DocumentBounds":
+        """Compute `of_starts` of an array of the host."""
         length = starts_BS.shape[1]
-        is_first_BS = starts_BS.cpu() == torch.arange(length)
-        return DocumentBounds(tuple((*is_first.nonzero().flatten().tolist(), length) for is_first in is_first_BS))
+        is_first_BS = starts_BS == np.arange(length)
+        return DocumentBounds(tuple((*np.flatnonzero(is_first).tolist(), length) for is_first in is_first_BS))
 
 
 @dataclass(frozen=True)
@@ -45,13 +59,13 @@ class Segments:
 class PackedDocuments:
     """Documents of the samples of one micro-batch.
 
-    Tensors are built when they are first asked for, and cached: all layers of a stage share them.
+    Tensors and plans are built when they are first asked for, and cached: all layers of a stage share them.
     """
 
     bounds: DocumentBounds
     starts_SB: Tensor
     """Position at which the document of each token begins, int64 [S, B], on the device."""
-    _cache: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _in_chunks: dict[int, "PackedDocuments"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -103,11 +117,12 @@ class PackedDocuments:
             max(end - start for start, end in pairwise(limits)),
         )
 
-    def cached(self, key: object, build: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of this key, which is built once."""
+    def cached(self, key: object, build: Callable[[], T]) -> T:
+        """Return the value of this key, which is built once."""
         if key not in self._cache:
             self._cache[key] = build()
-        return self._cache[key]
+        value: T = self._cache[key]
+        return value
 
 
 class AttentionChunks:

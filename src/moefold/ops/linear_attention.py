@@ -14,8 +14,8 @@ another. Letters: A value heads, G key heads, N chunks, C tokens of a chunk; sum
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,30 @@ def recurrent_linear_attention(
     return torch.stack(outputs) if outputs else v.new_zeros(v.shape, dtype=dtype), state
 
 
+class PreparedChunks(Protocol):
+    """Products within all chunks, from which the states between them and the outputs follow."""
+
+    def summary(self) -> tuple[Tensor, Tensor]:
+        """Return the transition [B, A, D, D] and update [B, A, D, Dv] of the states by all chunks."""
+        ...
+
+    def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs [S, B, A, Dv] and the last states, given the first ones [B, A, D, Dv]; None: zeros."""
+        ...
+
+
+class ChunkKernel(Protocol):
+    """Implementation of gated linear attention in chunks, differentiable."""
+
+    def supports(self, inputs: Sequence[Tensor]) -> bool:
+        """Return whether the kernel supports q, k, v, log_decay and maybe beta; depends on shapes and dtypes only."""
+        ...
+
+    def prepare(self, inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> PreparedChunks:
+        """Compute the products within the chunks, from q, k, v, log_decay and maybe beta, [S, B, heads, ...]."""
+        ...
+
+
 @dataclass(frozen=True)
 class ChunkedLinearAttention:
     """Gated linear attention in chunks, differentiable; local but for `initial_state`.
@@ -72,10 +96,12 @@ class ChunkedLinearAttention:
     Attributes:
         chunk_size: tokens of a chunk, C; the result does not depend on it but for rounding.
         initial_state: the states before the tokens, from what precedes them on other ranks; None: `state` is given.
+        kernel: implementation for the tensors that it supports; None: torch operations for all.
     """
 
     chunk_size: int = CHUNK_SIZE
     initial_state: InitialState | None = None
+    kernel: ChunkKernel | None = None
 
     def __call__(
         self,
@@ -101,28 +127,26 @@ class ChunkedLinearAttention:
         Returns:
             Outputs [S, B, A, Dv] and the last states, both in float32 at least.
         """
-        size = self.chunk_size
-        length = len(q)
-        padding = -length % size
-        tensors = [q, k, v, log_decay] if beta is None else [q, k, v, log_decay, beta]
-        if padding:
-            # A padded token writes nothing, and its decay is 1.
-            tensors = [torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in tensors]
-            if is_start_SB is not None:
-                is_start_SB = F.pad(is_start_SB, (0, 0, 0, padding))
-        inputs = [_to_chunks(x, size) for x in tensors]
-        chunks = _Chunks.prepare(inputs, _documents(is_start_SB, size))
-        if state is None:
-            state = self._state_before(chunks)
-        states, written, last = chunks.scan(state)
-        out = chunks.read_keys @ states + chunks.scores @ written
-        return _from_chunks(out)[:length], last
+        inputs = [q, k, v, log_decay] if beta is None else [q, k, v, log_decay, beta]
+        kernel = self.kernel
+        prepare = _prepare if kernel is None or not kernel.supports(inputs) else kernel.prepare
+        chunks = prepare(inputs, is_start_SB, self.chunk_size)
+        if state is None and self.initial_state is not None:
+            state = self.initial_state(*chunks.summary())
+        return chunks.attend(state)
 
-    def _state_before(self, chunks: "_Chunks") -> Tensor:
-        num_heads = chunks.values.shape[1:3]
-        key_size = chunks.read_keys.shape[-1]
-        zeros = chunks.values.new_zeros(*num_heads, key_size, chunks.values.shape[-1])
-        return zeros if self.initial_state is None else self.initial_state(*chunks.summary())
+
+def _prepare(inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "Chunks":
+    """Compute the products within the chunks by torch operations; see `ChunkKernel`."""
+    length = len(inputs[0])
+    padding = -length % chunk_size
+    if padding:
+        # A padded token writes nothing, and its decay is 1.
+        inputs = [torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in inputs]
+        if is_start_SB is not None:
+            is_start_SB = F.pad(is_start_SB, (0, 0, 0, padding))
+    in_chunks = [_to_chunks(x, chunk_size) for x in inputs]
+    return Chunks.prepare(in_chunks, _documents(is_start_SB, chunk_size), length)
 
 
 @dataclass(frozen=True)
@@ -155,7 +179,7 @@ def _from_chunks(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class Chunks:
     """Products within the chunks, [N, B, A, C, ...]; the states between them follow from `scan`."""
 
     read_keys: Tensor
@@ -167,12 +191,14 @@ class _Chunks:
     values: Tensor
     """What the tokens of a chunk write if the state before it is zero, [.., C, Dv]."""
     erase_keys: Tensor | None
-    """[.., C, D]: erase_keys @ state is what the tokens write less if the state before the chunk is not zero."""
+    """[.., C, D]: the tokens write values + erase_keys @ state."""
     decay: Tensor
     """Decay of a state over the chunk, [.., 1 or D, 1]."""
+    length: int
+    """Tokens of the sequence, S."""
 
     @staticmethod
-    def prepare(inputs: Sequence[Tensor], documents: _Documents | None) -> "_Chunks":
+    def prepare(inputs: Sequence[Tensor], documents: _Documents | None, length: int) -> "Chunks":
         """Compute the products within the chunks, from q, k, v, log_decay and maybe beta, [N, B, heads, C, ...]."""
         dtype = torch.promote_types(inputs[2].dtype, torch.float32)
         q, k, v, log_decay, *betas = (x.to(dtype) for x in inputs)
@@ -193,11 +219,11 @@ class _Chunks:
         if betas:
             strength = betas[0].unsqueeze(-1)
             system = decays.products(k, k, repeats) * strength
-            right = torch.cat((v * strength, k_ * since_start * strength), -1)
+            right = torch.cat((v * strength, k_ * (-since_start * strength)), -1)
             # Entries on and above the diagonal are not read: the diagonal is 1.
             solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
             v, erase_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-        return _Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, whole)
+        return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, whole, length)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states before the chunks [N, .., D, Dv], what tokens write [N, .., C, Dv], and the last state."""
@@ -213,11 +239,17 @@ class _Chunks:
         identity = torch.eye(key_size, dtype=self.values.dtype, device=self.values.device)
         # Columns that begin as the identity, and for which no token has values, end as the transition.
         state = F.pad(identity, (value_size, 0)).expand(*self.values.shape[1:3], -1, -1)
-        padded = _Chunks(
-            self.read_keys, self.scores, self.write_keys, F.pad(self.values, (0, key_size)), self.erase_keys, self.decay
-        )
+        padded = replace(self, values=F.pad(self.values, (0, key_size)))
         update, transition = padded.scan(state)[2].split((value_size, key_size), -1)
         return transition, update
+
+    def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `PreparedChunks`."""
+        if state is None:
+            state = self.values.new_zeros(*self.values.shape[1:3], self.read_keys.shape[-1], self.values.shape[-1])
+        states, written, last = self.scan(state)
+        out = self.read_keys @ states + self.scores @ written
+        return _from_chunks(out)[: self.length], last
 
 
 class _HeadDecays:
@@ -305,7 +337,7 @@ class _StateScan(torch.autograd.Function):
         for i, before in enumerate(states):
             before.copy_(state)
             if erase_keys is not None:
-                torch.sub(values[i], erase_keys[i] @ before, out=written[i])
+                torch.add(values[i], erase_keys[i] @ before, out=written[i])
             state = before * decay[i] + write_keys[i].mT @ written[i]
         if erase_keys is None:
             # An output is no view of an input.
@@ -326,9 +358,9 @@ class _StateScan(torch.autograd.Function):
             torch.add(grad_written[i], write_keys[i] @ grad, out=of_written[i])
             grad = grad_states[i] + decay[i] * grad
             if erase_keys is not None:
-                grad = grad - erase_keys[i].mT @ of_written[i]
+                grad = grad + erase_keys[i].mT @ of_written[i]
         grad_keys = written @ after.mT
-        grad_erase = None if erase_keys is None else -of_written @ states.mT
+        grad_erase = None if erase_keys is None else of_written @ states.mT
         grad_decay = (after * states).sum_to_size(decay.shape)
         return grad_keys, of_written, grad_erase, grad_decay, grad
 
@@ -339,24 +371,33 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def causal_convolution(x_SBC: Tensor, weight_CK: Tensor, previous_KBC: Tensor, num_previous_SB: Tensor) -> Tensor:
-    """Compute a short causal convolution of each channel, followed by SiLU.
+def causal_convolution(
+    x_SBC: Tensor,
+    weight_CK: Tensor,
+    previous_KBC: Tensor,
+    num_previous_SB: Tensor,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compute a short causal convolution of each channel; taps are added in float32 at least and rounded once.
 
     Args:
         x_SBC: tokens, [S, B, C].
         weight_CK: [C, K], the last column for the token itself.
         previous_KBC: the K-1 tokens before the first one, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
+        activation: function of the sums before they are rounded; None: none.
 
     Returns:
-        [S, B, C].
+        [S, B, C], in the type of the tokens.
     """
     length = len(x_SBC)
     num_taps = weight_CK.shape[1]
+    dtype = torch.promote_types(x_SBC.dtype, torch.float32)
     padded = torch.cat((previous_KBC, x_SBC))
+    weight_CK = weight_CK.to(dtype)
     total = x_SBC * weight_CK[:, -1]
     for distance in range(1, num_taps):
         start = num_taps - 1 - distance
         is_inside = (num_previous_SB >= distance).unsqueeze(-1)
         total = total + padded[start : start + length] * is_inside * weight_CK[:, -1 - distance]
-    return F.silu(total)
+    return (total if activation is None else activation(total)).to(x_SBC.dtype)

@@ -28,6 +28,12 @@ class Batch:
     * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
       [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document. The starts are
       also in `document_bounds`, as the host cannot read a column on a GPU without waiting.
+    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
+      [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
+
+    Where `parallel.placement` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots in any order
+    and are no samples: the columns of samples are columns of tokens instead, [N, S/cp], and "positions" is the position
+    of each token in its sample.
     """
 
     tokens: Tensor
@@ -41,6 +47,15 @@ class Batch:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
         return (self.tokens, *self.columns.values())
+
+    def placed_samples(self) -> tuple[int, ...] | None:
+        """Return the samples of which this rank has tokens, as indices in the global batch, ascending.
+
+        None: whole samples or shards of them. The host waits for the device.
+        """
+        if "positions" not in self.columns:
+            return None
+        return tuple(self.columns["sample_ids"].unique().tolist())
 
     def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""

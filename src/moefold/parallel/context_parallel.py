@@ -26,7 +26,8 @@ from moefold.comm.collectives import (
     shard_dim_all_to_all,
     wait_all,
 )
-from moefold.comm.groups import Group
+from moefold.comm.groups import Group, ParallelGroups
+from moefold.config.schema import ParallelConfig
 from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
 from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
@@ -41,20 +42,37 @@ from moefold.ops.block_attention import (
     sink_gradient,
 )
 from moefold.ops.documents import AttentionChunks, PackedDocuments
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
 
-ContextKind = Literal["ring", "allgather", "ulysses"]
+ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 
 
-def apply_context_parallel(stage: Transformer, kind: ContextKind, cp: Group) -> None:
+def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups: ParallelGroups) -> None:
     """Replace the core attention of each layer, the segments of linear attention, and the head's sum over the ranks."""
+    cp = groups.attn.cp
+    kind = parallel.context
     if stage.is_last:
         stage.head.context_parallel = ContextParallelSum(cp)
+    planner = _attention_planner(parallel, groups)
     for module in stage.modules():
         if isinstance(module, SelfAttention):
-            module.core_attention = context_parallel_attention(kind, cp, module.window, module.chunk_size)
-            module.attends_in_blocks = cp.size > 1 and kind != "ulysses"
+            if planner is not None:
+                module.core_attention = PlannedAttention(planner, module.window)
+            else:
+                module.core_attention = context_parallel_attention(kind, cp, module.window, module.chunk_size)
+            module.attends_in_blocks = planner is not None or (cp.size > 1 and kind != "ulysses")
         if isinstance(module, LinearAttention) and cp.size > 1:
             module.segments = ContextSegments(kind, cp)
+
+
+def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> AttentionPlanner | None:
+    """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
+    is_balanced = parallel.attention_hosts == "balanced"
+    moves_work = is_balanced and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
+    if parallel.context != "planned" or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
+        return None
+    tolerance = parallel.attention_tolerance if is_balanced else None
+    return AttentionPlanner(groups, PlanOptions(tolerance, parallel.attention_block, parallel.attention_pool))
 
 
 class ContextParallelSum:
@@ -70,7 +88,7 @@ class ContextParallelSum:
 
 
 def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0, chunk_size: int = 0) -> CoreAttention:
-    """Return the core attention of a context-parallel rank; `CausalAttention` if cp is 1.
+    """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
 
     Args:
         kind: ring, allgather or ulysses.

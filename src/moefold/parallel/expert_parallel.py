@@ -56,7 +56,7 @@ def apply_expert_parallel(
 ) -> None:
     """Give the MoE layers their dispatcher, and the ranks with which they share a micro-batch."""
     attn = groups.attn
-    micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, local_positions(positions, attn.tp))
+    micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, attn.tp, local_positions(positions, attn.tp))
     width = stage.cfg.model.expert_hidden_size // groups.moe.etp.size
     bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1

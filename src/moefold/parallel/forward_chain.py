@@ -43,12 +43,13 @@ class ForwardChain:
         return self.stages[0].dtype
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, num_local_tokens: int) -> Tensor | None:
+    def forward(self, tokens: Tensor, num_local_tokens: int, token_weights: Tensor | None = None) -> Tensor | None:
         """Run one batch; collective over all ranks, with a batch of its own on each data-parallel rank.
 
         Args:
             tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers.
+            token_weights: 0 for padding, which is not routed, else above 0, [B, S/cp]; None: no padding.
 
         Returns:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.
@@ -57,12 +58,13 @@ class ForwardChain:
         shape = (num_local_tokens, tokens.shape[0], self.cfg.model.hidden_size)
         x = tokens
         stages = iter(self.stages)
+        columns = {} if token_weights is None else {"token_weights": token_weights}
         for number, owner in enumerate(self._owners):
             if owner != pp.rank:
                 continue
             if number and self._owners[number - 1] != pp.rank:
                 x = recv(torch.empty(shape, dtype=self.dtype, device=self.groups.device), pp, self._owners[number - 1])
-            x = next(stages)(x)
+            x = next(stages)(x, **columns)
             if number + 1 == len(self._owners):
                 return x
             if self._owners[number + 1] != pp.rank:

@@ -49,6 +49,7 @@ def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocumen
 
 def router_arguments(x_TH: Tensor, token_positions: TokenPositions) -> GraphArguments:
     """Return the arguments of `Router.forward`; the index of each sample in the global batch changes."""
+    assert token_positions.weights_T is None, "validate_cuda_graphs refuses documents, and padding is one"
     tensors = (x_TH, token_positions.sample_ids_B)
     return GraphArguments(
         tensors, token_positions.group, lambda x, sample_ids: (x, replace(token_positions, sample_ids_B=sample_ids))

@@ -60,7 +60,9 @@ class InferenceModel:
         with self._peer_experts.writing():
             yield
 
-    def forward(self, tokens: Tensor, num_local_tokens: int | None = None) -> Tensor | None:
+    def forward(
+        self, tokens: Tensor, num_local_tokens: int | None = None, is_token: Tensor | None = None
+    ) -> Tensor | None:
         """Run this rank's stage on one batch; pipeline ranks send activations on, and work on several batches at once.
 
         Collective over all ranks: with dp, each rank has its own batch of the same shape.
@@ -68,12 +70,13 @@ class InferenceModel:
         Args:
             tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers; None: S/(cp*tp).
+            is_token: tokens that are no padding, bool [B, S/cp]; None: all. Padding is not routed.
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.
         """
         num_rows = tokens.shape[1] // self.groups.attn.tp.size if num_local_tokens is None else num_local_tokens
-        return self.chain.forward(tokens, num_rows)
+        return self.chain.forward(tokens, num_rows, None if is_token is None else is_token.float())
 
     def wait_send(self) -> None:
         """Wait until the next stage has received the last activations."""

@@ -123,7 +123,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             layer.router.to(master_weight_dtype(cfg))
         apply_tensor_parallel(stage, groups.attn.tp)
         apply_expert_parallel(stage, groups, positions, dispatcher)
-        apply_context_parallel(stage, cfg.parallel.context, groups.attn.cp)
+        apply_context_parallel(stage, cfg.parallel, groups)
         apply_kernels(stage, kernels)
         if for_training:
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)

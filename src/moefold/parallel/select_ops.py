@@ -26,6 +26,7 @@ from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsuppo
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
+from moefold.parallel.planned_attention import PlannedAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, CausalAttention):
+        if isinstance(core, CausalAttention | PlannedAttention):
             core.kernel = kernels.attention
         if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
             core.block_kernel = kernels.block_attention
@@ -148,20 +149,24 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
+    from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.swiglu import CSwiGLU
 
+    has_linear = cfg.model.has_linear_attention
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
     try:
-        build_libraries("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
+        build_libraries(*names, *(LIBRARIES if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
+        linear_attention = CLinearAttention() if has_linear else None
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
@@ -178,6 +183,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     has_swiglu = cfg.model.moe_activation == "swiglu"
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
+    parts["linear attention"] = has_linear
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
@@ -187,6 +193,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
+        linear_attention=linear_attention,
         paged_attention=paged_attention if uses_attention else None,
         decode=decode if uses_attention and uses_gemm else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,

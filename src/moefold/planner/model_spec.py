@@ -113,6 +113,11 @@ class ModelSpec:
     """The runtime's config of the model; None if the runtime does not support it."""
 
     @property
+    def has_experts(self) -> bool:
+        """True if any layer has experts."""
+        return any(kind.feed_forward is not None and kind.feed_forward.kind == "moe" for kind in self.kinds)
+
+    @property
     def has_second_embedding(self) -> bool:
         """True if the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0

@@ -10,10 +10,16 @@ from typing import Any, Literal
 
 from moefold.config.limits import MAX_BY_KEY, check_at_most
 from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
+from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
+from moefold.planner.document_planner import DocumentPlanner
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.document_source import check_documents, open_document_samples
+from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, read_model
 from moefold.planner.search.constraints import FOLDED, Restriction
@@ -42,6 +48,8 @@ class PlanOptions:
     """Part of the search."""
     trace: Path | None = None
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
+    lengths: str | None = None
+    """Lengths of the documents: a histogram, a file, or a run folder; None: a sample is one document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +115,41 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             cuda_graphs=options.cuda_graphs,
             counts_causal_attention=options.flops == "causal",
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
+            attention=document_loads(options.lengths, cfg, is_recipe=is_recipe),
         ),
         restriction=Restriction(dict(query.fix), options.method),
         reserve_gib=reserve,
     )
 
 
+def document_loads(lengths: str | None, cfg: Config, *, is_recipe: bool = True) -> DocumentLoads | None:
+    """Return the attention work of documents of given lengths under a recipe's context parallelism.
+
+    Args:
+        lengths: a histogram, a file or a run folder; None: a sample is one document, and None is returned.
+        cfg: the recipe.
+        is_recipe: whether its data are the user's; a bare model's samples may hold documents.
+
+    Raises:
+        ConfigError: there are no such lengths, or the recipe has no documents.
+    """
+    if lengths is None:
+        return None
+    if is_recipe:
+        check_documents(cfg, lengths)
+    samples = open_document_samples(lengths, cfg.train.seq_len)
+    return DocumentLoads(samples, cfg.train.seq_len, AttentionStrategy.from_config(cfg.parallel))
+
+
 def make_planner(request: PlanRequest, trace: Path | None) -> Planner:
     """Create the planner, with the recorded routing of a run if one is given."""
-    if trace is None:
-        return Planner(request)
-    return TracedPlanner(request, RecordedRouting(trace, request.base_config.model))
+
+    def build(asked: PlanRequest) -> Planner:
+        if trace is None:
+            return Planner(asked)
+        return TracedPlanner(asked, RecordedRouting(trace, asked.base_config.model))
+
+    return build(request) if request.workload.attention is None else DocumentPlanner(request, build)
 
 
 def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
@@ -144,7 +176,14 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
         "num_legal": planner.space.count(),
         "num_folds": planner.num_folds,
         "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
-    }
+    } | documents_as_dict(q.workload.attention)
+
+
+def documents_as_dict(loads: AttentionLoads | None) -> dict[str, Any]:
+    """Return the lengths that were planned for, ready for JSON; empty where a sample is one document."""
+    if not isinstance(loads, DocumentLoads):
+        return {}
+    return {"lengths": loads.samples.name, "effective_length": loads.effective_length}
 
 
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
@@ -162,6 +201,7 @@ def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
         "time_parts_s": time_of.parts,
         "binding": plan.bottleneck,
         "fits": plan.memory.fits,
+        **({} if plan.attention is None else {"attention": plan.attention.as_dict()}),
     }
 
 

@@ -143,7 +143,8 @@ def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:
     model = cfg.model
     for pp in (pp for pp in divisors(world_size) if pp <= model.num_layers):
         stage = world_size // pp
-        tps = [tp for tp in divisors(stage) if model.num_attention_heads % tp == 0]
+        heads = model.num_attention_heads if model.has_softmax_attention else 0
+        tps = [tp for tp in divisors(stage) if heads % tp == 0]
         eps = [ep for ep in divisors(stage) if not model.moe_layer_numbers or model.num_experts % ep == 0]
         for tp, ep, etp in product(tps, eps, divisors(stage)):
             degrees = dict(zip(ROLLOUT_DEGREES, (tp, pp, ep, etp), strict=True))

@@ -198,4 +198,5 @@ def _pack_sample(rollouts: Sequence[TrainingRollout], seq_len: int, pad_id: int)
         start = stop
     weights = columns.pop(WEIGHTS)
     token_columns = {**columns, "sequence_ids": sequence_ids}
-    return Sample(tokens, documents, weights, token_columns=token_columns)
+    is_padding = np.arange(seq_len + 1) >= start
+    return Sample(tokens, documents, weights, is_padding=is_padding, token_columns=token_columns)

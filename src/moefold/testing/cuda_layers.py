@@ -15,6 +15,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.model.moe.dispatch import registry
+from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
@@ -104,7 +105,7 @@ def trace_layer(
         # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
         apply_kernels(stage, kernels)
         stage.train()
-        sample_ids = torch.zeros(1, dtype=torch.int64, device=CUDA)
+        columns = TokenColumns(torch.zeros(1, dtype=torch.int64, device=CUDA))
         shape = (tokens, 1, cfg.model.hidden_size)
         with kernels.weight_cache.step():
             for _ in range(2):
@@ -113,8 +114,8 @@ def trace_layer(
                 trace.events.clear()
                 if part == "model":
                     ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
-                    y = stage(ids, labels=ids, sample_ids=sample_ids)
+                    y = stage(ids, labels=ids, sample_ids=columns.sample_ids)
                 else:
-                    y = block.ffn(x, sample_ids) if part == "layer" else block(x, stage.rope, sample_ids)
+                    y = block.ffn(x, columns) if part == "layer" else block(x, stage.rope, columns)
                 y.backward(torch.empty_like(y))
     return trace

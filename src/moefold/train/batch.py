@@ -1,6 +1,7 @@
 """Batch sharding: this rank's data-parallel and context-parallel shard of each global batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
+from moefold.train.round_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -33,10 +35,14 @@ class BatchSharder:
         self._global_batch_size = cfg.train.global_batch_size
         self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._micro_batch_size = cfg.train.micro_batch_size
-        self._first_in_batch = groups.attn.dp.rank * self._samples_per_rank
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
+        self._placer = RoundPlacer(cfg, groups)
+        self._first_in_batch = self._dp_group.rank * self._samples_per_rank
+        if self._placer.moves_tokens:
+            self._first_in_batch = 0
+            self._samples_per_rank = self._global_batch_size
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -95,6 +101,8 @@ class BatchSharder:
         )
         self._check_ids(samples_of_rank.tokens)
         is_taken = np.arange(self._first_in_batch, self._first_in_batch + self._samples_per_rank) < num_taken
+        if num_taken < self._global_batch_size:
+            samples_of_rank = samples_of_rank.pad_out(~is_taken)
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
     def _check_ids(self, tokens: np.ndarray) -> None:
@@ -128,35 +136,87 @@ class BatchSharder:
         """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
         length = self._sampler.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._mtp_layers)])
+        num_tokens = num_samples * length
         if self._sampler.has_annotations:
-            rank_totals = torch.from_numpy(np.sum([weights.sum((0, 2)) for _, weights in parts], 0)).to(self._device)
-            totals = all_reduce_sum(rank_totals, self._dp_group).cpu().numpy()
-            totals[totals == 0] = 1.0
-        return [
-            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch)
+            rank_tokens = sum(int(samples.is_token().sum()) for samples, _ in parts)
+            rank_totals = np.append(np.sum([weights.sum((0, 2)) for _, weights in parts], 0), rank_tokens)
+            all_totals = self._sum_over_ranks(rank_totals)
+            num_tokens = int(all_totals[-1])
+            totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
+        token_weight = self._token_weight(num_tokens, len(parts) * self._global_batch_size * length)
+        batches = [
+            self.build_batch(
+                samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, token_weight
+            )
             for samples, weights in parts
         ]
+        return [self._placer.add_placement(batch) for batch in batches]
 
-    def build_batch(self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int) -> Batch:
+    def token_weight(self, samples: SampleBatch) -> float | None:
+        """Return the `token_weight` of a global batch for `build_batch`; collective over dp.
+
+        Args:
+            samples: the samples of this rank.
+        """
+        is_token = samples.is_token()
+        num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))
+        return self._token_weight(int(num_tokens[0]), is_token.size * self._dp_group.size)
+
+    def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum over the data-parallel ranks, unless each has read the global batch; collective over dp."""
+        if self._placer.moves_tokens:
+            return values
+        sums: NDArray[np.float64] = (
+            all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
+        )
+        return sums
+
+    @staticmethod
+    def _token_weight(num_tokens: int, num_inputs: int) -> float | None:
+        """Return 1 / tokens; None if there is no padding. All ranks get the same, also those without padding.
+
+        Args:
+            num_tokens: tokens of all ranks.
+            num_inputs: inputs of all ranks, padding included.
+        """
+        return None if num_tokens == num_inputs else 1.0 / max(1, num_tokens)
+
+    def build_batch(
+        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, token_weight: float | None
+    ) -> Batch:
         """Build a batch of this rank's samples, whose weights are final; no communication.
 
         Args:
             samples: the samples of this rank, a multiple of the micro-batch size.
             weights: the share of each target in the loss, see `WeightedSamples`.
             first_in_batch: index of the first of the samples in the global batch.
+            token_weight: share of each token in the auxiliary losses of the routers, 1 / tokens of the global batch;
+                None if the global batch has no padding.
         """
-        per_token = {"labels": samples.labels, "weights": weights[:, 0], **samples.token_columns}
-        per_sample = {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
+        per_token = {"tokens": samples.inputs, "labels": samples.labels, "weights": weights[:, 0]}
+        per_token |= samples.token_columns
+        if token_weight is not None:
+            per_token["token_weights"] = samples.is_token() * token_weight
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
+        starts = samples.document_starts()
+        if self._placer.moves_tokens:
+            assert starts is not None, "a placement is refused for data without documents"
+            assert not samples.sample_columns, "a placement is refused for data with columns of samples"
+            slots = self._placer.slots(starts)
+            return self._as_batch(slots.select(per_token | {"document_starts": starts}), slots.bounds)
+        columns = {name: values[..., self._positions] for name, values in per_token.items()}
+        columns |= {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
         bounds: tuple[DocumentBounds, ...] = ()
-        if (starts := samples.document_starts()) is not None:
-            per_sample["document_starts"] = starts
-            micro_batches = torch.from_numpy(starts).split(self._micro_batch_size)
-            bounds = tuple(DocumentBounds.of_starts(of_micro_batch) for of_micro_batch in micro_batches)
-        columns = {name: values[..., self._positions] for name, values in per_token.items()} | per_sample
-        tokens = self._to_tensor(samples.inputs[..., self._positions])
-        return Batch(tokens, {name: self._to_tensor(values) for name, values in columns.items()}, bounds)
+        if starts is not None:
+            columns["document_starts"] = starts
+            firsts = range(0, len(starts), self._micro_batch_size)
+            bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
+        return self._as_batch(columns, bounds)
+
+    def _as_batch(self, columns: dict[str, NDArray[Any]], bounds: tuple[DocumentBounds, ...]) -> Batch:
+        tensors = {name: self._to_tensor(values) for name, values in columns.items()}
+        return Batch(tensors.pop("tokens"), tensors, bounds)
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.

@@ -29,6 +29,9 @@ class RankNonFinite:
     """In the rerun, this rank's gradient was not finite before the reduction over ranks."""
     is_bad_on_rerun: bool
     """In the rerun, the loss or a gradient was not finite."""
+    samples: tuple[int, ...] | None = None
+    """Samples of which this rank held tokens, as indices in the global batch, where `parallel.placement` moves tokens;
+    None: those of its data-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,16 @@ class NonFiniteReport:
 
 
 def gather_findings(
-    bad_loss: bool, bad_parameters: tuple[str, ...], has_bad_gradient: bool, is_bad_on_rerun: bool
+    bad_loss: bool,
+    bad_parameters: tuple[str, ...],
+    has_bad_gradient: bool,
+    is_bad_on_rerun: bool,
+    samples: tuple[int, ...] | None,
 ) -> NonFiniteReport:
     """Gather the findings of all ranks; collective over all of them. For the arguments see `RankNonFinite`."""
     world = current_world()
     finding = RankNonFinite(
-        world.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun
+        world.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun, samples
     )
     return NonFiniteReport(tuple(world.all_gather_object(finding)))
 

@@ -398,7 +398,8 @@ class RolloutLoader(DataLoader):
         """Build the batch of one step of a round, before the first of them is trained; collective."""
         weights = rows.samples.weights
         assert weights is not None
-        batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first)
+        token_weight = self.train_sharder.token_weight(rows.samples)
+        batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first, token_weight)
         batch = replace(batch, num_micro_batches=rows.num_micro_batches)
         if self._trainer is not None:
             if self._replay is not None and routing is not None:

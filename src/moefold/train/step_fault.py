@@ -89,6 +89,11 @@ class StepFault:
         size = len(self.samples)
         report = self.result.nonfinite_report
         ranks = report.loss_ranks or report.gradient_ranks if report else ()
+        if report is not None and ranks and report.findings[ranks[0]].samples is not None:
+            placed = {
+                sample for finding in report.findings if finding.rank in ranks for sample in finding.samples or ()
+            }
+            return [self.samples[i] for i in sorted(placed)]
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         count = size // self.cfg.parallel.dp
         indices = [i for i in range(size) if not replicas or i // count in replicas]

@@ -26,6 +26,7 @@ from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
+from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
@@ -70,6 +71,8 @@ class StepResult:
     """Memory of the forward and backward passes; None unless the step was measured."""
     offload: OffloadMetrics | None = None
     """Activation offload statistics; None without offload."""
+    attention: AttentionMetrics | None = None
+    """Work of planned attention; None without documents or with other attention."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -107,6 +110,7 @@ class ReducedMetrics:
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
+    attention: AttentionMetrics | None
 
     @property
     def loss(self) -> float:
@@ -154,6 +158,7 @@ class TrainingStep:
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
+        self._attention_meter = AttentionMeter(model, cfg)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -278,7 +283,7 @@ class TrainingStep:
         rerun_loss = self.model.forward_backward(batch)
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
-        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
+        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
     def begin_step(self, step: int) -> None:
         """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
@@ -287,6 +292,7 @@ class TrainingStep:
             ConfigError: the trace to replay lacks the step.
         """
         self._loss_metrics.reset()
+        self._attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         if self.router_replay is not None:
@@ -382,6 +388,7 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
+        packer.add("attention", self._attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
@@ -402,6 +409,7 @@ class TrainingStep:
             offload=tuple(totals["offload"].tolist()),
             receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
+            attention=self._attention_meter.metrics(totals["attention"]),
         )
 
     def _result(
@@ -429,6 +437,7 @@ class TrainingStep:
             rank_times=totals.rank_times.numpy(),
             memory_by_part=MemoryByPart.from_ranks(totals.memory.tolist()) if totals.memory.numel() else None,
             offload=OffloadMetrics.from_sums(totals.offload, len(totals.rank_times)) if totals.offload else None,
+            attention=totals.attention,
             decision=decision,
             nonfinite_report=nonfinite_report,
         )
@@ -462,10 +471,9 @@ class TrainingStep:
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
-        micro_batches_of_all_ranks = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
-            layer.end_step(counts[i], thresholds[i] / micro_batches_of_all_ranks)
+            layer.end_step(counts[i], thresholds[i])
 
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]

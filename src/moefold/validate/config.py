@@ -74,9 +74,10 @@ RANGES = (
     RangeRule(
         *_at_least(1),
         "model",
-        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_gate_rank",
     ),
     RangeRule(*_at_least(2), "model", "linear_conv_kernel"),
+    RangeRule("must be at most 0 (0: none)", lambda bound: bound <= 0, "model", "linear_decay_bound"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
@@ -91,7 +92,9 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "rope_scaling_factor"),
     RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
     RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
-    RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor"),
+    RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor attention_block"),
+    RangeRule("must be at least 0", lambda tolerance: tolerance >= 0, "parallel", "attention_tolerance"),
+    RangeRule("must be at least 0 (0: all ranks)", lambda ranks: ranks >= 0, "parallel", "attention_pool"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(
         "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",

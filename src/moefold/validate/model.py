@@ -40,7 +40,7 @@ def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
 def validate_heads(cfg: Config) -> Iterator[str]:
     """Check that heads divide the hidden size if head_dim is unset, and that query groups divide the heads."""
     model = cfg.model
-    if model.attention == "mla":
+    if model.attention == "mla" or not model.has_softmax_attention:
         return
     hidden = model.hidden_size
     heads = model.num_attention_heads
@@ -61,6 +61,8 @@ def validate_heads(cfg: Config) -> Iterator[str]:
 def validate_rope(cfg: Config) -> Iterator[str]:
     """Check that RoPE rotates an even number of dims of each head."""
     model = cfg.model
+    if not model.has_rope:
+        return
     if model.attention == "mla":
         if model.qk_rope_head_dim % 2:
             yield (
@@ -148,7 +150,7 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_mla(cfg: Config) -> Iterator[str]:
-    """Check that MLA (multi-head latent attention) has no QK norm, biases, sinks, gate or scale of the scores."""
+    """Check that MLA (multi-head latent attention) has no QK norm, biases, sinks or scale of the scores."""
     model = cfg.model
     if model.attention != "mla":
         return
@@ -157,7 +159,6 @@ def validate_mla(cfg: Config) -> Iterator[str]:
         ("qkv_bias", "which has no biases"),
         ("attention_output_bias", "which has no biases"),
         ("attention_sinks", "which has no sinks"),
-        ("attention_gate", "which has no gate"),
     ):
         if getattr(model, key) is True:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
@@ -218,7 +219,7 @@ def validate_norms_without_weights(cfg: Config) -> Iterator[str]:
 def validate_linear_attention(cfg: Config) -> Iterator[str]:
     """Check the heads of layers of kind L, and refuse what they do not have."""
     model = cfg.model
-    if not model.has_linear_attention:
+    if not model.has_linear_attention or model.linear_attention == "short_convolution":
         return
     keys = model.linear_num_key_heads
     values = model.linear_num_value_heads

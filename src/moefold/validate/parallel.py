@@ -10,6 +10,7 @@ from math import ceil, gcd, lcm
 from typing import Any
 
 from moefold.config.limits import MAX_MICRO_BATCHES
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.layer_spec import attention_spec
@@ -24,6 +25,8 @@ from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
+from moefold.validate.placement import PLACEMENT_RULES
+from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -167,15 +170,11 @@ def _validate_divides(name: str, degree: int, key: str, size: int, *, up_only: b
 
 def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
-    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
-    groups = model.num_key_value_heads
-    replicates_keys = any(weight.tp_heads for weight in attention_spec(model).weights(model))
-    if groups % tp and replicates_keys and tp % groups:
-        yield (
-            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
-            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
-        )
-    if model.has_linear_attention:
+    if model.has_softmax_attention:
+        yield from _validate_tp_of_heads(model, tp)
+    if model.has_linear_attention and model.linear_attention == "short_convolution":
+        yield from _validate_divides("tp", tp, "model.hidden_size", model.hidden_size)
+    elif model.has_linear_attention:
         yield from _validate_divides("tp", tp, "model.linear_num_key_heads", model.linear_num_key_heads)
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
@@ -187,8 +186,19 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     yield from _validate_divides("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
 
 
+def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
+    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
+    groups = model.num_key_value_heads
+    replicates_keys = any(weight.tp_heads for weight in attention_spec(model).weights(model))
+    if groups % tp and replicates_keys and tp % groups:
+        yield (
+            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
+            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
+        )
+
+
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
-    if cfg.parallel.context != "ulysses" or cp == 1:
+    if cfg.parallel.context != "ulysses" or cp == 1 or not cfg.model.has_softmax_attention:
         return
     tp = cfg.parallel.tp
     heads = cfg.model.num_attention_heads
@@ -299,7 +309,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
         taps = cfg.model.linear_conv_kernel
-        if cp > 1 and cfg.model.has_linear_attention and segment < taps - 1:
+        if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
             yield (
                 f"train.seq_len={seq_len} gives segments of {segment} tokens with parallel.cp={cp} and "
@@ -416,6 +426,8 @@ PARALLEL_RULES = (
     validate_least_loaded,
     validate_batch_size,
     *PIPELINE_RULES,
+    *PLANNED_ATTENTION_CHECKS,
+    *PLACEMENT_RULES,
 )
 
 

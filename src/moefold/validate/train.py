@@ -9,6 +9,9 @@ from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_laye
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
 
+PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
+"""Kinds of data whose documents form one stream, which `data.packing` cuts into samples."""
+
 
 def validate_learning_rate(cfg: Config) -> Iterator[str]:
     """Check that min_lr is at most lr and that the schedule fits into the run."""
@@ -47,6 +50,29 @@ def validate_mtp(cfg: Config) -> Iterator[str]:
         yield (
             f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
             f"a target so far ahead; choose 0 to {cfg.train.seq_len - 1}"
+        )
+
+
+def validate_packing(cfg: Config) -> Iterator[str]:
+    """Check that best-fit packing knows the documents, and that none can vanish."""
+    data = cfg.data
+    if data.packing != "best_fit" or data.kind not in PACKED_KINDS:
+        return
+    if data.document_end < 0 and not data.document_index:
+        yield (
+            "data.packing='best_fit' packs documents, and the recipe does not say where they end; set "
+            "data.document_end to the token that ends documents, or data.document_index=true for files of "
+            "`moefold tokenize`"
+        )
+    if data.streaming:
+        yield (
+            "data.packing='best_fit' reads all documents before it packs them, and data.streaming=true reads each "
+            "once; set streaming=false, or packing='concatenate'"
+        )
+    if data.corrupt == "skip":
+        yield (
+            "data.packing='best_fit' packs the documents of all files together, and data.corrupt='skip' leaves files "
+            "out; set corrupt='fatal', or packing='concatenate'"
         )
 
 
@@ -159,6 +185,7 @@ TRAIN_RULES = (
     validate_evaluation,
     validate_mtp,
     validate_document_end,
+    validate_packing,
     validate_resume,
     validate_init_from,
 )

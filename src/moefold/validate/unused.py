@@ -16,9 +16,10 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
-from moefold.validate.train import compiles_parts, has_validation_split
+from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
+from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
@@ -131,9 +132,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
-        lambda cfg: "R" not in cfg.model.rope_pattern,
-        "no layer of model.rope_pattern is R",
-        "choose a pattern with R",
+        lambda cfg: not cfg.model.has_rope,
+        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
+        "choose patterns with such a layer",
     ),
     UnusedKeyRule(
         "model.rope_scaling_factor",
@@ -244,6 +245,7 @@ UNUSED_KEY_RULES = (
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),
+    *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
         "parallel.overlap_tp",
         lambda cfg: cfg.parallel.tp == 1,
@@ -412,6 +414,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
         "the documents are known already",
         "choose another data.kind, or data.document_index=false",
+    ),
+    UnusedKeyRule(
+        "data.packing",
+        lambda cfg: cfg.data.kind not in PACKED_KINDS,
+        "only data.kind='python-docs', 'text', 'tokens' and 'huggingface' read it",
+        "choose one of these; conversations, pairs and rollouts are packed by best fit always",
     ),
     UnusedKeyRule(
         "data.overlong",

@@ -111,6 +111,8 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
     scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
+    no_padding = np.zeros(length + 1, dtype=np.bool_)
+    padding = np.stack([no_padding if sample.is_padding is None else sample.is_padding for sample in samples])
     columns = {}
     for kind in ("token_columns", "sample_columns"):
         for name in getattr(samples[0], kind):
@@ -118,8 +120,9 @@ def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     return OracleBatch(
         torch.from_numpy(np.stack([sample.tokens for sample in samples])),
         torch.from_numpy(np.stack(documents)),
-        torch.from_numpy(np.stack(weights)).double(),
+        torch.from_numpy(np.stack(weights) * ~(padding[:, 1:] | padding[:, :-1])).double(),
         torch.from_numpy(np.stack(scales)),
+        torch.from_numpy(~padding[:, :-1]),
         columns,
     )
 

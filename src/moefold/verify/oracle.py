@@ -57,6 +57,8 @@ class OracleBatch:
     """Loss weight of each target, float64 [n, S]; the first token of a document always has weight 0."""
     weight_scale: Tensor
     """Factor of each target's share of the loss, float64 [n, S]."""
+    is_token: Tensor
+    """Inputs that are no padding, bool [n, S]: those that MoE layers route."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns for an objective, [n, ...] each."""
 
@@ -140,7 +142,7 @@ class Oracle:
         weights = [self._target_weights(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
         for number, micro in enumerate(batch.tokens.split(size)):
             rows = slice(number * size, (number + 1) * size)
-            context = RoutingContext(self._steps + 1, number * size, is_training)
+            context = RoutingContext(self._steps + 1, number * size, is_training, batch.is_token[rows])
             documents = batch.documents[rows, :-1]
             hidden = self._hidden_states(micro[:, :-1], documents, context, routed)
             columns = {name: values[rows] for name, values in batch.columns.items()} | {"weights": weights[0][rows]}
@@ -154,7 +156,8 @@ class Oracle:
             for layer, batches in routed.items()
         }
         z = {
-            layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
+            layer: self.cfg.moe.z_loss
+            * torch.cat([b.logits[b.is_token].logsumexp(-1).square() for b in batches]).mean()
             for layer, batches in routed.items()
         }
         return _LossTerms(lm, aux, z, mtp, routed)
@@ -310,7 +313,8 @@ class Oracle:
                 outputs.append(scores.softmax(-1) @ value[:, :, group])
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
-            attended = attended / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
+            gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
+            attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 

@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.optim.lr_schedule import learning_rate
 
 MUON_GROUP_PATTERNS = {
-    r"\.attention\.w(q|k|v|g|o|a_down|a_up|g_down|g_up|q_down|q_up|kv_down|kv_up)$": "attention",
+    r"\.attention\.w(q|k|v|g|o|a|b|c|a_down|a_up|g_down|g_up|q_down|q_up|kv_down|kv_up)$": "attention",
     r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
     r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
     r"\.ffn\.shared\.w_(gate|up|down)$": "shared_experts",
@@ -53,7 +53,18 @@ class OracleOptimizer:
         if self.cfg.train.optimizer != "muon":
             return False
         groups = [group for pattern, group in MUON_GROUP_PATTERNS.items() if re.search(pattern, name)]
-        return bool(groups) and groups[0] in self.cfg.train.muon_groups
+        return bool(groups) and groups[0] in self.cfg.train.muon_groups and not self._has_a_row_per_head(name)
+
+    def _has_a_row_per_head(self, name: str) -> bool:
+        """Return whether a matrix of attention has one row for each head: decays, write strengths, gates of heads."""
+        found = re.search(r"layers\.(\d+)\.attention\.w([abg])$", name)
+        if found is None:
+            return False
+        model = self.cfg.model
+        if not model.all_block_kinds[int(found[1])].endswith("L"):
+            return model.attention_gate_width == "head"
+        narrow = {"gated_deltanet": "ab", "kda": "b"}.get(model.linear_attention, "")
+        return found[2] in narrow
 
     def _adamw(self, name: str, gradient: Tensor) -> Tensor:
         train = self.cfg.train

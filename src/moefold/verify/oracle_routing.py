@@ -31,6 +31,8 @@ class RoutingContext:
     first_sample: int
     """Index of the micro-batch's first sample in the global batch."""
     is_training: bool
+    is_token: Tensor
+    """Tokens of the micro-batch that are no padding, bool [B, S]."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class RoutedBatch:
     thresholds: Tensor
     """Quantile thresholds, [E]; 0 without quantile balancing."""
     num_dropped: int
+    is_token: Tensor
+    """Tokens that are no padding, bool [B, S]."""
 
     def tokens_per_expert(self) -> Tensor:
         """Count the tokens of each sample that chose each expert, [B, E]."""
         one_hot = torch.nn.functional.one_hot(self.experts, self.logits.shape[-1])
-        return one_hot.sum((1, 2)).double()
+        return (one_hot.sum(2) * self.is_token[..., None]).sum(1).double()
 
 
 class OracleRouter:
@@ -86,8 +90,10 @@ class OracleRouter:
         logits = x @ weight.T if bias is None else x @ weight.T + bias
         raw = _raw_scores(model.router_score, logits)
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
-        if moe.choice == "quantile" and context.is_training:
-            thresholds = torch.quantile(raw.detach().flatten(0, 1), 1 - model.top_k / model.num_router_choices, dim=0)
+        if moe.choice == "quantile" and context.is_training and context.is_token.any():
+            thresholds = torch.quantile(
+                raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
+            )
         values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
         experts = torch.tensor(
             [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
@@ -101,11 +107,11 @@ class OracleRouter:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
         weights = chosen * model.router_scaling_factor
         drops = list(self._dropped_choices(experts, weights, context))
-        kept = torch.ones_like(weights)
+        kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
         for index in drops:
             kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
-        return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops))
+        return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops), context.is_token)
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
         """Read the choices of a micro-batch from the routing trace, [B, S, K]."""
@@ -123,14 +129,16 @@ class OracleRouter:
             counts = self.last_counts[last_counts_name(layer)].double()
             uniform = torch.full_like(counts, 1 / len(counts))
             share = counts / counts.sum() if counts.any() else uniform
-            scores = torch.cat([batch.scores.flatten(0, 1) for batch in batches])
+            scores = torch.cat([batch.scores[batch.is_token] for batch in batches])
             return len(counts) * (share * scores.mean(0)).sum()
+        # Each token of the global batch weighs the same; padding weighs nothing.
+        num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
         for number, batch in enumerate(batches):
             num_experts = batch.scores.shape[-1]
             if kind == "sequence":
-                for counts, scores in zip(batch.tokens_per_expert(), batch.scores, strict=True):
-                    share = counts / counts.sum()
-                    total = total + num_experts * (share * scores.mean(0)).sum() / len(batch.scores)
+                for sample, counts in enumerate(batch.tokens_per_expert()):
+                    scores = batch.scores[sample, batch.is_token[sample]].sum(0)
+                    total = total + num_experts * (counts / counts.sum().clamp(min=1) * scores).sum() / num_tokens
                 continue
             counted = [batch]
             if kind == "global_batch":
@@ -140,8 +148,9 @@ class OracleRouter:
                     other for i, other in enumerate(batches) if i % num_micro_batches <= number % num_micro_batches
                 ]
             counts = torch.stack([other.tokens_per_expert().sum(0) for other in counted]).sum(0)
-            total = total + num_experts * (counts / counts.sum() * batch.scores.mean((0, 1))).sum()
-        return total / len(batches)
+            scores = batch.scores[batch.is_token].sum(0)
+            total = total + num_experts * (counts / counts.sum().clamp(min=1) * scores).sum() / num_tokens
+        return total
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
@@ -150,7 +159,7 @@ class OracleRouter:
         counts = all_counts[:num_experts]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
-        entropies = [-(batch.scores * batch.scores.log()).sum(-1).flatten().detach() for batch in batches]
+        entropies = [-(batch.scores * batch.scores.log()).sum(-1)[batch.is_token].detach() for batch in batches]
         bias = self.biases.get(bias_name(layer))
         return MoELayerMetrics(
             layer=layer,
@@ -175,7 +184,9 @@ class OracleRouter:
         if name not in self.biases:
             return
         if self._cfg.moe.choice == "quantile":
-            self.biases[name] = -torch.stack([batch.thresholds for batch in batches]).mean(0).float()
+            num_tokens = [int(batch.is_token.sum()) for batch in batches]
+            thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
+            self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
             return
         model = self._cfg.model
         target = counts.mean()
@@ -192,7 +203,9 @@ class OracleRouter:
         choice = self._cfg.moe.choice
         bias = self.biases.get(bias_name(layer))
         if choice == "sinkhorn" and context.is_training:
-            return _sinkhorn(logits.flatten(0, 1), self._cfg.moe.sinkhorn_iterations).view_as(logits)
+            values = torch.zeros_like(logits)
+            values[context.is_token] = _sinkhorn(logits[context.is_token], self._cfg.moe.sinkhorn_iterations)
+            return values
         if bias is None or (choice == "quantile" and context.is_training):
             return raw
         return raw + bias.double()
@@ -235,11 +248,13 @@ class OracleRouter:
         batch, length, top_k = experts.shape
         scopes = [range(length)] if moe.drop_scope == "full_sequence" else self._chunks
         for positions in scopes:
-            tokens = batch * len(positions)
+            tokens = int(context.is_token[:, list(positions)].sum())
             capacity = max(1, math.ceil(tokens * top_k / model.num_router_choices * factor))
             queues: dict[int, list[QueueEntry]] = {}
             for b in range(batch):
                 for s in positions:
+                    if not context.is_token[b, s]:
+                        continue
                     for k in range(top_k):
                         first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))

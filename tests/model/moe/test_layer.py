@@ -12,6 +12,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.token_group import TokenColumns
 from tests.model.moe.reference import make_weights, moe_reference, swiglu
 
 MODEL = ModelConfig(hidden_size=6, num_experts=4, top_k=2, moe_ffn_hidden_size=8)
@@ -159,7 +160,7 @@ def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentra
     def train(layer_forward, layer):
         """Two micro-batches under way at once, as in a pipeline; the first comes back last."""
         inputs = [_tokens(seed) for seed in (1, 2)]
-        samples = [torch.arange(B), torch.arange(B, 2 * B)]
+        samples = [TokenColumns(torch.arange(B)), TokenColumns(torch.arange(B, 2 * B))]
         outputs = [layer_forward(x, sample) for x, sample in zip(inputs, samples, strict=True)]
         for y in reversed(outputs):
             (y * torch.arange(MODEL.hidden_size)).sum().backward()

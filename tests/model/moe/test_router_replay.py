@@ -11,6 +11,7 @@ from moefold.config.schema import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import ReplayedRouting
+from moefold.model.moe.token_group import TokenColumns
 from moefold.ops.triton.router import RouterOutput
 from tests.model.moe.reference import make_weights
 
@@ -41,7 +42,7 @@ def test_choices_are_kept_by_sample_and_position():
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
     layer.router.override = ReplayedRouting(first_sample=10, recorded_NSK=kept)
     x = _x(1)
-    layer(x, torch.tensor([14, 11]))
+    layer(x, TokenColumns(torch.tensor([14, 11])))
     ids_SBE = (x @ layer.router.weight.T).topk(2).indices
     assert torch.equal(kept[4].long(), ids_SBE[:, 0])
     assert torch.equal(kept[1].long(), ids_SBE[:, 1])
@@ -85,7 +86,7 @@ def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     chosen = outputs.gather(2, ids_SBK[..., None].expand(-1, -1, -1, MODEL.hidden_size))
     expected = (chosen * weights[..., None]).sum(2)
     layer._aux_scale = 0.0
-    y = layer(x, torch.tensor([3, 0]))
+    y = layer(x, TokenColumns(torch.tensor([3, 0])))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, *layer.parameters()]
     for mine, theirs in zip(
@@ -99,7 +100,7 @@ def test_counts_are_of_the_replayed_choices():
     layer.router.override = ReplayedRouting(
         0, replayed_NSK=torch.full((N, S, 2), 1, dtype=torch.uint8) + torch.tensor([0, 4])
     )
-    layer(_x(3), torch.tensor([0, 1])).sum().backward()
+    layer(_x(3), TokenColumns(torch.tensor([0, 1]))).sum().backward()
     assert layer.stats.tokens_per_expert_E.tolist() == [0, S * B, 0, 0, 0, S * B, 0, 0]
 
 
@@ -113,7 +114,9 @@ def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentr
             samples = torch.tensor([2 * i, 2 * i + 1])
             x = _x(i)
             outputs.append(
-                checkpoint(layer, x, samples, use_reentrant=use_reentrant) if recomputes else layer(x, samples)
+                checkpoint(layer, x, TokenColumns(samples), use_reentrant=use_reentrant)
+                if recomputes
+                else layer(x, TokenColumns(samples))
             )
         for y in outputs:
             y.square().sum().backward()
@@ -131,7 +134,7 @@ def test_evaluation_neither_records_nor_replays():
     expected = layer.eval()(x)
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
     layer.router.override = ReplayedRouting(0, _other_choices(), kept)
-    assert torch.equal(layer(x, torch.tensor([0, 1])), expected)
+    assert torch.equal(layer(x, TokenColumns(torch.tensor([0, 1]))), expected)
     assert (kept == 99).all()
 
 
@@ -141,7 +144,7 @@ def test_the_router_chooses_where_nothing_is_replayed():
     is_replayed = torch.arange(N * S).view(N, S) % 3 == 0
     kept = torch.zeros(N, S, 2, dtype=torch.uint8)
     layer.router.override = ReplayedRouting(0, _other_choices(), kept, is_replayed)
-    layer(x, torch.tensor([4, 1]))
+    layer(x, TokenColumns(torch.tensor([4, 1])))
     own_SBE = (x @ layer.router.weight.T).topk(2).indices
     for column, sample in enumerate((4, 1)):
         expected = torch.where(is_replayed[sample, :, None], _other_choices()[sample], own_SBE[:, column])
@@ -153,11 +156,11 @@ def test_the_router_chooses_where_nothing_is_replayed():
 def test_log_probabilities_in_evaluation_may_replay_too():
     layer, x = _layer().eval(), _x(6)
     samples = torch.tensor([3, 2])
-    own = layer(x, samples)
+    own = layer(x, TokenColumns(samples))
     layer.router.override = ReplayedRouting(0, _other_choices(), in_evaluation=True)
-    replayed = layer(x, samples)
+    replayed = layer(x, TokenColumns(samples))
     layer.router.override.in_evaluation = False
-    assert torch.equal(layer(x, samples), own)
+    assert torch.equal(layer(x, TokenColumns(samples)), own)
     assert not torch.equal(replayed, own)
 
 
@@ -170,10 +173,10 @@ def test_the_fused_kernel_does_not_run_on_replayed_choices():
 
     layer.router.kernels = replace(TORCH_KERNELS, router=fused)
     with pytest.raises(NotImplementedError, match="the fused kernel"):
-        layer(x, torch.tensor([0, 1]))
+        layer(x, TokenColumns(torch.tensor([0, 1])))
     layer.router.override = ReplayedRouting(0, _other_choices(), kept := torch.zeros(N, S, 2, dtype=torch.uint8))
-    layer(x, torch.tensor([0, 1]))
+    layer(x, TokenColumns(torch.tensor([0, 1])))
     assert torch.equal(kept[:2], _other_choices()[:2])
     # Without a replay in evaluation, the kernel runs there.
     with pytest.raises(NotImplementedError, match="the fused kernel"):
-        layer.eval()(x, torch.tensor([0, 1]))
+        layer.eval()(x, TokenColumns(torch.tensor([0, 1])))

@@ -23,7 +23,7 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     group = groups.attn.sequence
     positions = torch.randperm(S, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank]
-    scope = ShardedMicroBatch(group, groups.attn.stage, positions)
+    scope = ShardedMicroBatch(group, groups.attn.stage, groups.attn.tp, positions)
     ids, probs = (whole[positions].flatten(0, 1) for whole in _routing())
     keys = (positions.unsqueeze(1) * B + torch.arange(B)).flatten()
     kept = CapacityPolicy(0.6, policy, "full_sequence").keep_mask(ids, probs, keys, E, scope)

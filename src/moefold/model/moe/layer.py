@@ -19,14 +19,17 @@ from moefold.model.moe.losses import (
     GlobalBatchLoad,
     RouterStats,
     attach_aux_loss,
+    count_tokens_of_groups,
     count_tokens_per_expert,
     local_load_balancing_loss,
+    local_weighted_load_balancing_loss,
     local_z_sum,
+    placed_load_balancing_loss,
     uniform_if_empty,
 )
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
-from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, TokenPositions
+from moefold.model.moe.token_group import NO_COLUMNS, LocalMicroBatch, MicroBatchGroup, TokenColumns, TokenPositions
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
@@ -118,6 +121,7 @@ class MoELayer(nn.Module):
         self._micro_batches_per_rank = per_rank
 
     def _scale_losses(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
         self._aux_scale = self._moe.aux_coefficient * loss_scale
         self._z_scale = self._moe.z_loss * loss_scale
 
@@ -132,46 +136,44 @@ class MoELayer(nn.Module):
 
         Args:
             tokens_per_expert_E: routed tokens of each expert over the whole global batch.
-            thresholds_E: of quantile balancing, mean over the micro-batches of the global batch.
+            thresholds_E: of quantile balancing, mean over the tokens of the global batch.
         """
         self.router.update_bias(tokens_per_expert_E, thresholds_E)
         if self.last_counts_E is not None:
             self.last_counts_E.copy_(tokens_per_expert_E)
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> LayerOutput:
+    def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
         """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, (shared expert, routed experts).
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
 
         Args:
             x: hidden states.
-            sample_ids: index of each sample in the global batch, int64 [B]; None: 0 .. B-1.
+            columns: of the micro-batch.
         """
-        return run_to_end(self.forward_resumable(x, sample_ids))
+        return run_to_end(self.forward_resumable(x, columns))
 
-    def forward_resumable(self, x: Tensor, sample_ids: Tensor | None = None) -> Resumable[LayerOutput]:
+    def forward_resumable(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding while the dispatcher communicates; `x` is not read after the first yield."""
-        samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
-        token_positions = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
+        token_positions = TokenPositions.of_columns(self.micro_batch_group, x, columns)
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
-        dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
+        dispatched = routing_map
         y_zero = None
         if self.has_zero_experts:
-            is_zero_TK = routing.ids_TK >= self._num_experts
-            routing_map = without_zero_experts(routing_map, is_zero_TK)
+            dispatched, is_zero_TK = split_zero_experts(routing_map, self._num_experts)
             y_zero = zero_expert_output(x, routing.probs_TK, is_zero_TK)
         shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
-        y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
+        y_TH, y_shared = yield from self.dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
         if y_zero is not None:
             y = y + y_zero
         if y_shared is not None and not self.is_shortcut:
             y = y + y_shared
         if self.training:
-            y = self._attach_losses(y, routing, dropped, token_positions)
+            y = self._attach_losses(y, routing, routing_map, token_positions)
         if self.is_shortcut:
             assert y_shared is not None, "rejected by validate/shortcut.py"
             return y_shared, y
@@ -180,10 +182,17 @@ class MoELayer(nn.Module):
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self.eval_capacity_policy
         (num_tokens, top_k) = routing.ids_TK.shape
+        is_token_T = token_positions.is_token()
         if policy is None:
-            return RoutingMap(routing.ids_TK, routing.probs_TK)
+            is_token_TK = None if is_token_T is None else is_token_T.unsqueeze(1).expand(-1, top_k).contiguous()
+            return RoutingMap(routing.ids_TK, routing.probs_TK, is_token_TK)
         kept_TK = policy.keep_mask(
-            routing.ids_TK, routing.probs_TK, token_positions.global_index(), self._num_choices, self.micro_batch_group
+            routing.ids_TK,
+            routing.probs_TK,
+            token_positions.global_index(),
+            self._num_choices,
+            self.micro_batch_group,
+            is_token_T,
         )
         padded_capacity = (
             policy.padded_capacity(num_tokens, top_k, self._num_choices, self.micro_batch_group)
@@ -192,7 +201,8 @@ class MoELayer(nn.Module):
         )
         if self.has_zero_experts:
             # Zero-computation experts have no capacity.
-            kept_TK = kept_TK | (routing.ids_TK >= self._num_experts)
+            is_zero_TK = routing.ids_TK >= self._num_experts
+            kept_TK = kept_TK | (is_zero_TK if is_token_T is None else is_zero_TK & is_token_T.unsqueeze(1))
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
     def run_shared_expert(self, x: Tensor) -> Tensor:
@@ -207,33 +217,49 @@ class MoELayer(nn.Module):
         return y
 
     def _attach_losses(
-        self, y: Tensor, routing: RoutingDecision, dropped: Tensor | None, token_positions: TokenPositions
+        self, y: Tensor, routing: RoutingDecision, routing_map: RoutingMap, token_positions: TokenPositions
     ) -> Tensor:
         """Attach the auxiliary losses to y, and add this micro-batch to `stats` when its gradient arrives."""
         num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
-        num_samples = len(token_positions.sample_ids_B) if self._aux_kind == "sequence" else 1
         sums = routing.sums
-        if sums is not None and num_samples == 1:
+        weights_T = token_positions.weights_T
+        group_T, num_groups = self._loss_groups(token_positions)
+        if sums is not None and num_groups == 1:
             counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
+        elif group_T is not None:
+            counts_XE = count_tokens_of_groups(
+                routing.ids_TK, self._num_choices, group_T, num_groups, token_positions.is_token()
+            )
         else:
-            counts_XE = count_tokens_per_expert(routing.ids_TK, self._num_choices, num_samples)
+            counts_XE = count_tokens_per_expert(
+                routing.ids_TK, self._num_choices, num_groups, token_positions.is_token()
+            )
         aux = z = None
         if self._aux_scale:
             load_XE = self._expert_load(counts_XE, token_positions)
-            loss_part = local_load_balancing_loss(
-                routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
-            )
-            aux = (loss_part.detach(), self._aux_scale)
-            y = attach_aux_loss(y, loss_part, self._aux_scale)
+            scale = self._aux_scale if weights_T is None else self._moe.aux_coefficient
+            if group_T is not None:
+                shares = 1.0 / num_tokens if weights_T is None else weights_T.to(routing.scores_TE.dtype)
+                loss_part = placed_load_balancing_loss(routing.scores_TE, load_XE, group_T, shares)
+            elif weights_T is None:
+                loss_part = local_load_balancing_loss(
+                    routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
+                )
+            else:
+                loss_part = local_weighted_load_balancing_loss(routing.scores_TE, load_XE, weights_T)
+            aux = (loss_part.detach(), scale)
+            y = attach_aux_loss(y, loss_part, scale)
         if self._z_scale:
-            z_sum = local_z_sum(routing.logits_TE) if sums is None else sums.z
-            z = (z_sum.detach(), self._z_scale / num_tokens)
-            y = attach_aux_loss(y, z_sum, self._z_scale / num_tokens)
+            z_sum = local_z_sum(routing.logits_TE, weights_T) if sums is None else sums.z
+            scale = self._z_scale / num_tokens if weights_T is None else self._moe.z_loss
+            z = (z_sum.detach(), scale)
+            y = attach_aux_loss(y, z_sum, scale)
         if y.requires_grad:
-            entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
-            # The thresholds are equal on all ranks of the group: each adds its share.
-            thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.micro_batch_group.size
-            counts_E = counts_XE[0] if num_samples == 1 else counts_XE.sum(0)
+            counts_E = counts_XE[0] if num_groups == 1 else counts_XE.sum(0)
+            entropy = _entropy_sum(routing.scores_TE.detach(), weights_T) if sums is None else sums.entropy
+            kept_TK = routing_map.kept_TK
+            dropped = None if kept_TK is None or self._capacity_policy is None else counts_E.sum() - kept_TK.sum()
+            thresholds_E = self._thresholds_part(routing, weights_T)
             y.register_hook(
                 lambda grad: self.stats.add(
                     counts_E,
@@ -246,19 +272,53 @@ class MoELayer(nn.Module):
             )
         return y
 
+    def _thresholds_part(self, routing: RoutingDecision, weights_T: Tensor | None) -> Tensor | None:
+        """Return this rank's part of the mean of the thresholds over the tokens of the global batch, [E].
+
+        The thresholds are equal on all ranks of the group: each adds the share of its tokens.
+        """
+        if routing.thresholds_E is None:
+            return None
+        if weights_T is None:
+            return routing.thresholds_E * (self._loss_scale / self.micro_batch_group.size)
+        return routing.thresholds_E * weights_T.sum()
+
     def _expert_load(self, tokens_per_expert_XE: Tensor, token_positions: TokenPositions) -> Tensor:
         """Return the routed tokens of each expert over which the load-balancing loss is computed, [1 or B, E]."""
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
         if self._aux_kind != "global_batch":
+            if token_positions.placed is not None:
+                return self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE)
             return self.micro_batch_group.sum(tokens_per_expert_XE)
-        # A data-parallel rank computes `micro_batches_per_rank` consecutive micro-batches of the global batch.
-        micro_batch = (
-            token_positions.sample_ids_B[0] // len(token_positions.sample_ids_B) % self._micro_batches_per_rank
-        )
         return self._global_batch_load.add_micro_batch(
-            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), micro_batch
+            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE),
+            token_positions.micro_batch(self._micro_batches_per_rank),
         )
+
+    def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
+        """Return the group of each row whose tokens share a load-balancing loss, int64 [T], and the number of groups.
+
+        None: the rows of sample b are those with index b modulo the groups.
+        """
+        batch_size = len(token_positions.sample_ids_B)
+        placed = token_positions.placed
+        if placed is None:
+            return None, batch_size if self._aux_kind == "sequence" else 1
+        if self._aux_kind in ("global_batch", "last_global_batch"):
+            return torch.zeros_like(placed.sample_ids_T), 1
+        # A data-parallel rank has `micro_batches_per_rank` consecutive micro-batches of the global batch.
+        owner_T = placed.micro_batches() // self._micro_batches_per_rank
+        data_parallel_size = self.micro_batch_group.data_parallel_size
+        if self._aux_kind == "micro_batch":
+            return owner_T, data_parallel_size
+        return owner_T * batch_size + placed.samples_in_micro_batch(), data_parallel_size * batch_size
+
+
+def _entropy_sum(scores_TE: Tensor, weights_T: Tensor | None) -> Tensor:
+    """Sum the entropies of the scores of tokens, in nats, without padding."""
+    entropies_TE = torch.special.entr(scores_TE)
+    return entropies_TE.sum() if weights_T is None else entropies_TE.sum(1).where(weights_T > 0, 0.0).sum()
 
 
 def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tensor:
@@ -276,10 +336,13 @@ def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tenso
     return (x.flatten(0, 1) * weight_T1).to(x.dtype).view_as(x)
 
 
-def without_zero_experts(routing_map: RoutingMap, is_zero_TK: Tensor) -> RoutingMap:
-    """Return the routing without the choices that are zero-computation experts."""
-    kept_TK = ~is_zero_TK if routing_map.kept_TK is None else routing_map.kept_TK & ~is_zero_TK
-    return replace(routing_map, kept_TK=kept_TK)
+def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[RoutingMap, Tensor]:
+    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K]; padding is neither."""
+    is_zero_TK = routing_map.ids_TK >= num_experts
+    kept_TK = routing_map.kept_TK
+    if kept_TK is None:
+        return replace(routing_map, kept_TK=~is_zero_TK), is_zero_TK
+    return replace(routing_map, kept_TK=kept_TK & ~is_zero_TK), kept_TK & is_zero_TK
 
 
 def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:

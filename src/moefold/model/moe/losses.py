@@ -28,23 +28,59 @@ def local_load_balancing_loss(
         num_tokens: tokens of the micro-batch.
         score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E].
     """
-    num_experts = scores_TE.shape[1]
-    tokens_per_expert_XE = tokens_per_expert_XE.to(scores_TE.dtype)
-    share_XE = tokens_per_expert_XE / tokens_per_expert_XE.sum(-1, keepdim=True)
     if score_sums_E is not None and len(tokens_per_expert_XE) == 1:
         scores_XE = score_sums_E.unsqueeze(0)
     else:
         scores_XE = scores_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
-    return num_experts / num_tokens * (share_XE * scores_XE).sum()
+    return scores_TE.shape[1] / num_tokens * (_shares(tokens_per_expert_XE, scores_TE.dtype) * scores_XE).sum()
 
 
-def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
+def local_weighted_load_balancing_loss(scores_TE: Tensor, tokens_per_expert_XE: Tensor, weights_T: Tensor) -> Tensor:
+    """Compute this rank's part of E * sum_t w_t sum_e f_e s_te: the load-balancing loss of a batch with padding.
+
+    With equal weights w it is `local_load_balancing_loss`. A sample or micro-batch without tokens adds 0.
+
+    Args:
+        scores_TE: as for `local_load_balancing_loss`.
+        tokens_per_expert_XE: as there, without padding.
+        weights_T: share of each token in the loss, 0 for padding.
+    """
+    weighted_TE = scores_TE * weights_T.to(scores_TE.dtype).unsqueeze(1)
+    scores_XE = weighted_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
+    return scores_TE.shape[1] * (_shares(tokens_per_expert_XE, scores_TE.dtype) * scores_XE).sum()
+
+
+def placed_load_balancing_loss(
+    scores_TE: Tensor, tokens_per_expert_XE: Tensor, group_T: Tensor, weights_T: Tensor | float
+) -> Tensor:
+    """Compute this rank's part of E * sum_t w_t sum_e f_e s_te for rows of any samples.
+
+    Args:
+        scores_TE: scores of all experts of this rank's tokens, which sum to 1.
+        tokens_per_expert_XE: routed tokens of each expert in each group of tokens, without padding.
+        group_T: group of each row, int64 in [0, X).
+        weights_T: share of each token in the loss, 0 for padding.
+    """
+    share_TE = _shares(tokens_per_expert_XE, scores_TE.dtype)[group_T]
+    return scores_TE.shape[1] * ((share_TE * scores_TE).sum(1) * weights_T).sum()
+
+
+def _shares(tokens_per_expert_XE: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the share of each expert in the routed tokens, [X, E]; 0 where there are none."""
+    counts_XE = tokens_per_expert_XE.to(dtype)
+    return counts_XE / counts_XE.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def count_tokens_per_expert(
+    ids_TK: Tensor, num_experts: int, num_samples: int = 1, is_token_T: Tensor | None = None
+) -> Tensor:
     """Count this rank's routed tokens of each expert.
 
     Args:
         ids_TK: chosen experts; the tokens of a sample are `num_samples` rows apart.
         num_experts: E.
         num_samples: samples to count separately.
+        is_token_T: rows to count, bool [T]; None: all.
 
     Returns:
         int64 [num_samples, E].
@@ -52,7 +88,8 @@ def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int =
     samples_X = torch.arange(num_samples, device=ids_TK.device) * num_experts
     cells = (ids_TK.unflatten(0, (-1, num_samples)) + samples_X.unsqueeze(1)).flatten()
     counts = torch.zeros(num_samples * num_experts, dtype=torch.int64, device=ids_TK.device)
-    return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(num_samples, num_experts)
+    ones = torch.ones_like(cells) if is_token_T is None else is_token_T.long().repeat_interleave(ids_TK.shape[1])
+    return counts.scatter_add_(0, cells, ones).view(num_samples, num_experts)
 
 
 def uniform_if_empty(counts_E: Tensor) -> Tensor:
@@ -83,9 +120,33 @@ class GlobalBatchLoad:
         return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
 
 
-def local_z_sum(logits_TE: Tensor) -> Tensor:
-    """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
-    return logits_TE.logsumexp(-1).square().sum()
+def count_tokens_of_groups(
+    ids_TK: Tensor, num_experts: int, group_T: Tensor, num_groups: int, is_token_T: Tensor | None = None
+) -> Tensor:
+    """Count this rank's routed tokens of each expert by group of tokens, int64 [num_groups, E].
+
+    Args:
+        ids_TK: chosen experts.
+        num_experts: E.
+        group_T: group of each row.
+        num_groups: groups.
+        is_token_T: rows to count, bool [T]; None: all.
+    """
+    cells = (ids_TK + group_T.unsqueeze(1) * num_experts).flatten()
+    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=ids_TK.device)
+    ones = torch.ones_like(cells) if is_token_T is None else is_token_T.long().repeat_interleave(ids_TK.shape[1])
+    return counts.scatter_add_(0, cells, ones).view(num_groups, num_experts)
+
+
+def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
+
+    Args:
+        logits_TE: of this rank's tokens.
+        weights_T: factor of each token; None: 1.
+    """
+    squares_T = logits_TE.logsumexp(-1).square()
+    return squares_T.sum() if weights_T is None else (squares_T * weights_T.to(squares_T.dtype)).sum()
 
 
 def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
@@ -128,7 +189,7 @@ class RouterStats:
         self.entropy = torch.zeros((), dtype=torch.float64, device="cpu")
         """Sum over tokens of the entropy of their scores, in nats."""
         self.thresholds_E = torch.zeros(num_experts, dtype=torch.float64, device="cpu")
-        """This rank's part of the sum over micro-batches of the thresholds of quantile balancing."""
+        """This rank's part of the mean over the tokens of the global batch of the thresholds of quantile balancing."""
 
     @property
     def routed_tokens(self) -> Tensor:

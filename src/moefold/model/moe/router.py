@@ -62,38 +62,81 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     return values_TGX.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-def sinkhorn_offsets(logits_TE: Tensor, iterations: int, group: MicroBatchGroup) -> Tensor:
+def sinkhorn_offsets(
+    logits_TE: Tensor, iterations: int, group: MicroBatchGroup, is_token_T: Tensor | None = None
+) -> Tensor:
     """Compute the Sinkhorn offsets of each expert's logits that balance the load.
 
     Runs the iterations of Sinkhorn and Knopp on the matrix exp(logits) of the micro-batch, in logarithms: rows first,
     then columns. The scale of a row does not change its token's choice, so only the offsets of the columns are needed.
     All-gathers the logits of the micro-batch.
 
+    Args:
+        logits_TE: of this rank's tokens.
+        iterations: number of iterations.
+        group: the ranks that share the micro-batch.
+        is_token_T: rows that are no padding, which has no row in the matrix, bool [T]; None: all.
+
     Returns:
-        [E].
+        [E]; 0 if the micro-batch is padding alone.
     """
-    whole_TE = group.gather(logits_TE)
+    whole_TE = group.gather(logits_TE if is_token_T is None else _mask_padding(logits_TE, is_token_T, -math.inf))
+    is_absent_T1 = None
+    if is_token_T is not None:
+        is_absent_T1 = whole_TE[:, :1].isneginf()
+        whole_TE = whole_TE.masked_fill(is_absent_T1, 0.0)
     offsets_E = torch.zeros_like(whole_TE[0])
     for _ in range(iterations):
         rows_T1 = (whole_TE + offsets_E).logsumexp(1, keepdim=True)
-        offsets_E = -(whole_TE - rows_T1).logsumexp(0)
-    return offsets_E
+        balanced_TE = whole_TE - rows_T1
+        if is_absent_T1 is not None:
+            balanced_TE.masked_fill_(is_absent_T1, -math.inf)
+        offsets_E = -balanced_TE.logsumexp(0)
+    return offsets_E if is_absent_T1 is None else torch.where(is_absent_T1.all(), 0.0, offsets_E)
 
 
-def quantile_thresholds(scores_TE: Tensor, top_k: int, group: MicroBatchGroup) -> Tensor:
+def quantile_thresholds(
+    scores_TE: Tensor, top_k: int, group: MicroBatchGroup, is_token_T: Tensor | None = None
+) -> Tensor:
     """Compute the (1 - K/E) quantile of each expert's scores: a share K/E of the micro-batch's tokens exceeds it.
 
     Interpolates linearly between neighbouring scores. All-gathers the scores of the micro-batch.
 
+    Args:
+        scores_TE: of this rank's tokens.
+        top_k: K.
+        group: the ranks that share the micro-batch.
+        is_token_T: rows that are no padding, bool [T]; None: all.
+
     Returns:
-        [E].
+        [E]; 0 if the micro-batch is padding alone.
     """
+    if is_token_T is not None:
+        return _masked_quantiles(group.gather(_mask_padding(scores_TE, is_token_T, math.inf)), top_k)
     sorted_TE = group.gather(scores_TE).sort(0).values
     num_tokens, num_experts = sorted_TE.shape
     position = (1 - top_k / num_experts) * (num_tokens - 1)
     below = math.floor(position)
     above = min(below + 1, num_tokens - 1)
     return sorted_TE[below].lerp(sorted_TE[above], position - below)
+
+
+def _masked_quantiles(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Compute `quantile_thresholds` of scores that are infinite for padding; the host does not wait."""
+    sorted_TE = scores_TE.sort(0).values
+    num_experts = sorted_TE.shape[1]
+    last = sorted_TE[:, 0].isfinite().sum() - 1
+    position = (1 - top_k / num_experts) * last.clamp(min=0).double()
+    below = position.floor()
+    rows = torch.stack((below, torch.minimum(below + 1, last.double()))).clamp(min=0).long()
+    ends_2E = sorted_TE[rows]
+    thresholds_E = ends_2E[0].lerp(ends_2E[1], (position - below).to(sorted_TE.dtype))
+    return torch.where(last >= 0, thresholds_E, 0.0)
+
+
+def _mask_padding(values_TE: Tensor, is_token_T: Tensor, value: float) -> Tensor:
+    """Replace the values of padding."""
+    return values_TE.masked_fill(~is_token_T.unsqueeze(1), value)
 
 
 def assign_round_robin(index_T: Tensor, top_k: int, num_experts: int, *, first: int = 0) -> Tensor:
@@ -273,11 +316,13 @@ class Router(nn.Module):
         if override is not None and not (self.training or override.in_evaluation):
             override = None
         if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
-            return self._route_fused(self.kernels.router, logits_TE)
+            return self._route_fused(self.kernels.router, logits_TE, has_padding=token_positions.weights_T is not None)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:
-            thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, token_positions.group)
+            thresholds_E = quantile_thresholds(
+                raw_TE.detach(), self._model.top_k, token_positions.group, token_positions.is_token()
+            )
         ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
@@ -286,8 +331,11 @@ class Router(nn.Module):
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
 
-    def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> RoutingDecision:
+    def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor, *, has_padding: bool) -> RoutingDecision:
         output = kernel(logits_TE, self.expert_bias)
+        if has_padding:
+            # The sums of the kernel are over all rows.
+            return RoutingDecision(output.ids_TK, output.probs_TK, output.scores_TE, logits_TE)
         sums = RouterLossSums(output.tokens_per_expert_E, output.score_sums_E, output.z_sum, output.entropy)
         return RoutingDecision(output.ids_TK, output.probs_TK, output.scores_TE, logits_TE, sums=sums)
 
@@ -327,8 +375,7 @@ class Router(nn.Module):
         noise_TH = uniform_noise(
             self._jitter_seed,
             self._step_on_device,
-            token_positions.sample_ids_B,
-            token_positions.positions(),
+            *token_positions.keys(),
             x_TH.shape[1],
             scale=2 * width,
             shift=1 - width,
@@ -356,8 +403,10 @@ class Router(nn.Module):
         if moe.choice == "skewed":
             return assign_skewed(token_positions.global_index(), model.top_k, model.num_router_choices, moe.skew)
         if moe.choice == "sinkhorn":
-            offsets_E = (
-                sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, token_positions.group) if self.training else 0
+            if not self.training:
+                return topk_experts(logits_TE, model.top_k)
+            offsets_E = sinkhorn_offsets(
+                logits_TE, moe.sinkhorn_iterations, token_positions.group, token_positions.is_token()
             )
             return topk_experts(logits_TE + offsets_E, model.top_k)
         # Softmax is monotonic, and the logits have the finer resolution.
@@ -482,15 +531,15 @@ def uniform_noise(
         seed: 64 bits, different for each layer.
         step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
             noise.
-        sample_ids_B: index of each sample in the global batch.
-        positions_S: of the tokens in their sample.
+        sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
+        positions_S: of the tokens in their sample; or of each row, [rows].
         width: features of a token.
         scale: factor of u.
         shift: added to it.
         dtype: of the result; each value is rounded to it once, from float64.
 
     Returns:
-        [S*B, width], sequence-first, on the device of sample_ids_B.
+        [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
     """
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)

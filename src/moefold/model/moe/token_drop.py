@@ -40,7 +40,13 @@ class CapacityPolicy:
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
     def keep_mask(
-        self, ids_TK: Tensor, probs_TK: Tensor, index_T: Tensor, num_experts: int, group: MicroBatchGroup
+        self,
+        ids_TK: Tensor,
+        probs_TK: Tensor,
+        index_T: Tensor,
+        num_experts: int,
+        group: MicroBatchGroup,
+        is_token_T: Tensor | None = None,
     ) -> Tensor:
         """Return the mask of this rank's routed tokens that are kept.
 
@@ -53,22 +59,36 @@ class CapacityPolicy:
             index_T: index of each token in the micro-batch, int64 [T], all different.
             num_experts: E.
             group: the ranks that share the micro-batch.
+            is_token_T: rows that are no padding, bool [T]; None: all. Padding is not kept, and does not count in the
+                capacity.
 
         Returns:
             bool [T, K].
         """
         num_tokens, top_k = ids_TK.shape
+        if is_token_T is not None:
+            # An expert that does not exist, whose queue no capacity limits.
+            ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if self.scope == "sub_sequence":
-            capacity = self.capacity(num_tokens, top_k, num_experts)
-            return keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
-        # One all-gather: float64 represents ids, float32 probabilities and indices below 2**53 exactly.
-        packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
-        ids, probs, indices = group.gather(packed).split([top_k, top_k, 1], 1)
-        capacity = self.capacity(len(ids), top_k, num_experts)
-        kept = keep_within_capacity(
-            ids.long(), probs.to(probs_TK.dtype), indices.squeeze(1), num_experts, capacity, self.policy
-        )
-        return kept[group.rank * num_tokens : (group.rank + 1) * num_tokens]
+            capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
+            kept = keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
+        else:
+            # One all-gather: float64 represents ids, float32 probabilities and indices below 2**53 exactly.
+            packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
+            ids, probs, indices = group.gather(packed).split([top_k, top_k, 1], 1)
+            capacity = self._capacity_of(ids, num_experts, is_token_T is not None)
+            kept = keep_within_capacity(
+                ids.long(), probs.to(probs_TK.dtype), indices.squeeze(1), num_experts, capacity, self.policy
+            )[group.rank * num_tokens : (group.rank + 1) * num_tokens]
+        return kept if is_token_T is None else kept & is_token_T.unsqueeze(1)
+
+    def _capacity_of(self, ids_TK: Tensor, num_experts: int, has_padding: bool) -> int | Tensor:
+        """Return `capacity` for the rows with experts below `num_experts`, which may be known to the device alone."""
+        num_tokens, top_k = ids_TK.shape
+        if not has_padding:
+            return self.capacity(num_tokens, top_k, num_experts)
+        count = (ids_TK[:, 0] < num_experts).sum().double()
+        return (count * top_k / num_experts * self.capacity_factor).ceil().clamp(min=1).long()
 
 
 def keep_within_capacity(
@@ -76,14 +96,15 @@ def keep_within_capacity(
     probs_TK: Tensor,
     index_T: Tensor,
     num_experts: int,
-    capacity: int,
+    capacity: int | Tensor,
     policy: Literal["probs", "position"],
 ) -> Tensor:
     """Keep `capacity` tokens for each expert: the most probable (ties by index), or those of the smallest index.
 
     Probabilities are tied if neighbours in their order differ by no more than `TIE_TOLERANCE`. Tokens with equal
-    context, such as padding or the first tokens of samples, have equal probabilities in exact arithmetic, and each
-    mapping rounds them differently: without the tolerance each mapping would keep different tokens.
+    context, such as the first tokens of samples, have equal probabilities in exact arithmetic, and each mapping rounds
+    them differently: without the tolerance each mapping would keep different tokens. Ids of `num_experts` are those of
+    padding; what is returned for them has no meaning.
 
     Returns:
         bool [T, K].
@@ -99,7 +120,7 @@ def keep_within_capacity(
         order = _break_ties_by_index(order, ids, probs_TK.flatten(), by_index)
     sorted_ids = ids[order]
     # Index in the expert's queue = index in the sorted list - index of the expert's first entry.
-    first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=ids.device))
+    first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
     queue = torch.arange(len(ids), device=ids.device) - first_E[sorted_ids]
     kept = torch.empty_like(ids, dtype=torch.bool)
     kept[order] = queue < capacity

@@ -45,6 +45,10 @@ class MicroBatchGroup(Protocol):
         """Concatenate along dim 0 over the group (all-gather)."""
         ...
 
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return the values of this rank's tokens, [T], of a column of the micro-batch, [B, S/cp]."""
+        ...
+
 
 class LocalMicroBatch:
     """Group of one rank, which holds whole micro-batches."""
@@ -66,6 +70,50 @@ class LocalMicroBatch:
         """Return x: there is no other rank."""
         return x
 
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return all values, sequence-first."""
+        return column.t().flatten()
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Columns of a micro-batch that MoE layers read; see `Batch`."""
+
+    sample_ids: Tensor | None = None
+    """Index of each sample in the global batch, int64 [B]; with `positions` of each token, [B, S/cp]; None: 0 .. B-1.
+    """
+    token_weights: Tensor | None = None
+    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
+    positions: Tensor | None = None
+    """Position of each token in its sample, int64 [B, S/cp], where `parallel.placement` moves tokens; else None."""
+
+
+NO_COLUMNS = TokenColumns()
+"""Samples 0 .. B-1 of the global batch, without padding."""
+
+
+@dataclass(frozen=True)
+class PlacedTokens:
+    """Tokens of this rank's rows where `parallel.placement` moves them: any tokens of the samples of a round.
+
+    The round is the micro-batches that the data-parallel ranks compute at the same time.
+    """
+
+    sample_ids_T: Tensor
+    """Index of each token's sample in the global batch, int64 [T]."""
+    positions_T: Tensor
+    """Position of each token in its sample, int64 [T]."""
+    micro_batch_size: int
+    """Samples of a micro-batch, B."""
+
+    def micro_batches(self) -> Tensor:
+        """Return the micro-batch of the global batch to which each token belongs, int64 [T]."""
+        return self.sample_ids_T // self.micro_batch_size
+
+    def samples_in_micro_batch(self) -> Tensor:
+        """Return the index of each token's sample in its micro-batch, int64 [T]."""
+        return self.sample_ids_T % self.micro_batch_size
+
 
 @dataclass(frozen=True)
 class TokenPositions:
@@ -76,6 +124,45 @@ class TokenPositions:
     """S/(cp*tp)."""
     sample_ids_B: Tensor
     """Index of each sample in the global batch, int64 [B]."""
+    weights_T: Tensor | None = None
+    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
+    placed: PlacedTokens | None = None
+    """The tokens, where `parallel.placement` moves them. `sample_ids_B` are then samples of no row."""
+
+    @staticmethod
+    def of_columns(group: MicroBatchGroup, x: Tensor, columns: TokenColumns) -> "TokenPositions":
+        """Return the positions of the tokens of a micro-batch.
+
+        Args:
+            group: the ranks that share the micro-batch.
+            x: hidden states of this rank, [S/(cp*tp), B, H].
+            columns: of the micro-batch.
+        """
+        sample_ids = columns.sample_ids
+        placed = None
+        if columns.positions is not None:
+            assert sample_ids is not None
+            placed = PlacedTokens(group.own_rows(sample_ids), group.own_rows(columns.positions), x.shape[1])
+        if sample_ids is None or placed is not None:
+            sample_ids = torch.arange(x.shape[1], device=x.device)
+        weights_T = None if columns.token_weights is None else group.own_rows(columns.token_weights)
+        return TokenPositions(group, len(x), sample_ids, weights_T, placed)
+
+    def is_token(self) -> Tensor | None:
+        """Return which rows of this rank are tokens and not padding, bool [T]; None: all."""
+        return None if self.weights_T is None else self.weights_T > 0
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Return sample ids [B] and positions [S/(cp*tp)] of the rows, or [T, 1] and [T], for `uniform_noise`."""
+        if self.placed is not None:
+            return self.placed.sample_ids_T.unsqueeze(1), self.placed.positions_T
+        return self.sample_ids_B, self.positions()
+
+    def micro_batch(self, micro_batches_per_rank: int) -> Tensor:
+        """Return the number of this micro-batch among those that a data-parallel rank computes in a step, int64 []."""
+        batch_size = len(self.sample_ids_B)
+        first = self.sample_ids_B[0] if self.placed is None else self.placed.sample_ids_T[0]
+        return first // batch_size % micro_batches_per_rank
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's rows in their sample, int64 [S/(cp*tp)]."""
@@ -86,6 +173,8 @@ class TokenPositions:
     def global_index(self) -> Tensor:
         """Return the index of each token in the micro-batch, position * B + b, int64 [T]; the same on every mapping."""
         batch_size = len(self.sample_ids_B)
+        if self.placed is not None:
+            return self.placed.positions_T * batch_size + self.placed.samples_in_micro_batch()
         samples_B = torch.arange(batch_size, device=self.sample_ids_B.device)
         return (self.positions().unsqueeze(1) * batch_size + samples_B).flatten()
 
@@ -96,12 +185,14 @@ class ShardedMicroBatch:
     Args:
         group: cp x tp.
         stage: dp x cp x tp, the ranks of the pipeline stage.
+        tp: tp, between whose ranks sequence parallelism divides the positions of a cp rank.
         positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; over all ranks: 0 .. S-1.
     """
 
-    def __init__(self, group: Group, stage: Group, positions: Tensor) -> None:
+    def __init__(self, group: Group, stage: Group, tp: Group, positions: Tensor) -> None:
         self._group = group
         self._stage = stage
+        self._tp = tp
         self.positions = positions
         self.size = group.size
         self.rank = group.rank
@@ -118,3 +209,7 @@ class ShardedMicroBatch:
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate along dim 0 over the group (all-gather), without a gradient."""
         return all_gather(x.detach(), self._group)
+
+    def own_rows(self, column: Tensor) -> Tensor:
+        """Return the values of this rank's part of the sequence, sequence-first."""
+        return column.t().chunk(self._tp.size)[self._tp.rank].flatten()

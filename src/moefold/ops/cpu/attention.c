@@ -37,6 +37,9 @@ typedef struct {
 typedef struct {
   /* Cumulative lengths of the documents of all samples, [documents + 1] from 0; NULL: a sample is one document. */
   const int32_t *document_ends;
+  /* Cumulative numbers of queries of the documents of one sample, [documents + 1] from 0: the queries of a document are
+     its last tokens. NULL: every token is a query. */
+  const int32_t *query_ends;
   int64_t documents, longest;
   /* Most keys of a query, its own included; 0: no limit. */
   int64_t window;
@@ -55,12 +58,18 @@ static int next_document(attention_limits limits, int64_t sample, int64_t tokens
   for (; *at < limits.documents; (*at)++) {
     const int64_t first = limits.document_ends[*at], stop = limits.document_ends[*at + 1];
     if (first < begin) continue;
-    if (first >= begin + tokens) return 0;
+    if (!limits.query_ends && first >= begin + tokens) return 0;
     *from = first - begin, *length = stop - first;
     (*at)++;
     return 1;
   }
   return 0;
+}
+
+/* Keys before the first query of the document that was found last, which begins at `from`; sets its first query. */
+static int64_t past_keys(attention_limits limits, int64_t at, int64_t from, int64_t length, int64_t *first_query) {
+  *first_query = limits.query_ends ? limits.query_ends[at - 1] : from;
+  return limits.query_ends ? length - (limits.query_ends[at] - limits.query_ends[at - 1]) : 0;
 }
 
 static inline rows_view head_view(heads_view x, int64_t sample, int64_t head) {
@@ -120,10 +129,10 @@ typedef struct {
   rows_view q, out;
   float *lse;
   const float *keys, *values, *sink;
-  int64_t tokens, window;
+  int64_t tokens, past, window;
 } head_forward_args;
 
-/* Forward of a panel of queries: attention output and log-sum-exp. */
+/* Forward of a panel of queries from the key `query` on: attention output and log-sum-exp. */
 static void attend_forward(head_forward_args args, int64_t query, int64_t d, float scale) {
   float panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64))),
       acc[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
@@ -132,7 +141,7 @@ static void attend_forward(head_forward_args args, int64_t query, int64_t d, flo
   buffer tops, maxima, totals, rescale;
   const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
   const int64_t first = first_block(query, args.window);
-  load_panel(panel, rows, width, rows_view_from(args.q, query), lanes, d, scale);
+  load_panel(panel, rows, width, rows_view_from(args.q, query - args.past), lanes, d, scale);
   for (int lane = 0; lane < LANES; lane++) maxima[lane] = bits_to_float(0xff800000u), totals[lane] = 0.0f;
   memcpy(tops, maxima, sizeof tops);
   for (int64_t key = first; key < num_keys; key += KEYS) {
@@ -157,8 +166,8 @@ static void attend_forward(head_forward_args args, int64_t query, int64_t d, flo
     tiled_gemm(key > first, d, LANES, count, args.values + key * d, 1, d, scores, LANES, acc, LANES);
   }
   for (int lane = 0; lane < LANES; lane++) rescale[lane] = softmax_factor(&tops[lane], &totals[lane], args.sink);
-  for (int lane = 0; lane < lanes; lane++) args.lse[query + lane] = tops[lane] + logf(totals[lane]);
-  store_panel(rows_view_from(args.out, query), rows, width, acc, lanes, d, rescale);
+  for (int lane = 0; lane < lanes; lane++) args.lse[query - args.past + lane] = tops[lane] + logf(totals[lane]);
+  store_panel(rows_view_from(args.out, query - args.past), rows, width, acc, lanes, d, rescale);
 }
 
 /* Floats of a vector. */
@@ -167,7 +176,8 @@ int attention_vector_width(void) { return VECTOR; }
 /* Floats of scratch memory for each thread, where the longest document has so many tokens. */
 int64_t attention_scratch_floats(int64_t tokens, int64_t d) { return 2 * tokens * (d + padded_width(d)); }
 
-/* Write out [tokens, samples, heads, d] and lse [samples, heads, tokens]; head a reads key/value head a / group. */
+/* Write out [tokens, samples, heads, d] and lse [samples, heads, tokens]; head a reads key/value head a / group. Tokens
+   are those with queries. */
 void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out, float *lse, float *scratch,
                        attention_limits limits, int64_t tokens, int64_t samples, int64_t heads_each, int64_t group,
                        int64_t d, int threads) {
@@ -178,17 +188,20 @@ void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out,
     const int64_t sample = n / heads_each, head = n % heads_each;
     float *keys = scratch + THREAD * attention_scratch_floats(limits.longest, d), *values = keys + limits.longest * d;
     for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
+      int64_t first_query;
+      const int64_t past = past_keys(limits, at, from, length, &first_query);
       load_rows(keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
       load_rows(values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
-      const head_forward_args args = {.q = rows_view_from(head_view(q, sample, head), from),
-                                      .out = rows_view_from(head_view(out, sample, head), from),
-                                      .lse = lse + n * tokens + from,
+      const head_forward_args args = {.q = rows_view_from(head_view(q, sample, head), first_query),
+                                      .out = rows_view_from(head_view(out, sample, head), first_query),
+                                      .lse = lse + n * tokens + first_query,
                                       .keys = keys,
                                       .values = values,
                                       .sink = limits.sinks ? limits.sinks + head : NULL,
                                       .tokens = length,
+                                      .past = past,
                                       .window = limits.window};
-      for (int64_t query = 0; query < length; query += LANES) attend_forward(args, query, d, scale);
+      for (int64_t query = past; query < length; query += LANES) attend_forward(args, query, d, scale);
     }
   }
 }
@@ -198,10 +211,10 @@ typedef struct {
   rows_view grad, q, out, dq;
   const float *lse;
   float *keys, *values, *grad_keys, *grad_values;
-  int64_t tokens, window;
+  int64_t tokens, past, window;
 } head_backward_args;
 
-/* Backward of a panel of queries: its gradients, and its share of the gradients of keys and values. */
+/* Backward of a panel of queries from the key `query` on: its gradients, and its share of the gradients of keys and values. */
 static void attend_backward(head_backward_args args, int64_t query, int64_t d, float scale) {
   float panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64))),
       grad_panel[MAX_HEAD_DIM * LANES] __attribute__((aligned(64)));
@@ -212,11 +225,11 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t d, f
   buffer lse, delta, unused = {0}, scales;
   const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
   const int64_t first = first_block(query, args.window);
-  load_panel(acc, rows, width, rows_view_from(args.out, query), lanes, d, 1.0f);
-  load_panel(panel, rows, width, rows_view_from(args.q, query), lanes, d, scale);
-  load_panel(grad_panel, grad_rows, width, rows_view_from(args.grad, query), lanes, d, 1.0f);
+  load_panel(acc, rows, width, rows_view_from(args.out, query - args.past), lanes, d, 1.0f);
+  load_panel(panel, rows, width, rows_view_from(args.q, query - args.past), lanes, d, scale);
+  load_panel(grad_panel, grad_rows, width, rows_view_from(args.grad, query - args.past), lanes, d, 1.0f);
   for (int lane = 0; lane < LANES; lane++) {
-    lse[lane] = lane < lanes ? args.lse[query + lane] : 0.0f;
+    lse[lane] = lane < lanes ? args.lse[query - args.past + lane] : 0.0f;
     delta[lane] = 0.0f;
     scales[lane] = scale;
   }
@@ -234,10 +247,11 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t d, f
     tiled_gemm(1, count, width, lanes, grad_scores, LANES, 1, rows, width, args.grad_keys + key * width, width);
     tiled_gemm(key > first, d, LANES, count, args.keys + key * d, 1, d, grad_scores, LANES, acc, LANES);
   }
-  store_panel(rows_view_from(args.dq, query), rows, width, acc, lanes, d, scales);
+  store_panel(rows_view_from(args.dq, query - args.past), rows, width, acc, lanes, d, scales);
 }
 
-/* Write the gradients of queries, and of keys and values per query head, all [tokens, samples, heads, d]. */
+/* Write the gradients of queries, and of keys and values per query head, all [tokens, samples, heads, d]. Tokens are
+   those with queries; with `query_ends`, keys and values have more. */
 void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view v, heads_view out, const float *lse,
                         heads_view dq, heads_view dk, heads_view dv, float *scratch, attention_limits limits,
                         int64_t tokens, int64_t samples, int64_t heads_each, int64_t group, int64_t d, int threads) {
@@ -248,21 +262,24 @@ void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view 
     const int64_t sample = n / heads_each, head = n % heads_each;
     float *grad_keys = scratch + THREAD * attention_scratch_floats(longest, d), *keys = grad_keys + 2 * longest * width;
     for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
-      const head_backward_args args = {.grad = rows_view_from(head_view(grad, sample, head), from),
-                                       .q = rows_view_from(head_view(q, sample, head), from),
-                                       .out = rows_view_from(head_view(out, sample, head), from),
-                                       .dq = rows_view_from(head_view(dq, sample, head), from),
-                                       .lse = lse + n * tokens + from,
+      int64_t first_query;
+      const int64_t past = past_keys(limits, at, from, length, &first_query);
+      const head_backward_args args = {.grad = rows_view_from(head_view(grad, sample, head), first_query),
+                                       .q = rows_view_from(head_view(q, sample, head), first_query),
+                                       .out = rows_view_from(head_view(out, sample, head), first_query),
+                                       .dq = rows_view_from(head_view(dq, sample, head), first_query),
+                                       .lse = lse + n * tokens + first_query,
                                        .keys = keys,
                                        .values = keys + length * d,
                                        .grad_keys = grad_keys,
                                        .grad_values = grad_keys + length * width,
                                        .tokens = length,
+                                       .past = past,
                                        .window = limits.window};
       memset(args.grad_keys, 0, 2 * length * width * sizeof(float));
       load_rows(args.keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
       load_rows(args.values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
-      for (int64_t query = 0; query < length; query += LANES) attend_backward(args, query, d, scale);
+      for (int64_t query = past; query < length; query += LANES) attend_backward(args, query, d, scale);
       const rows_view dk_rows = rows_view_from(head_view(dk, sample, head), from);
       const rows_view dv_rows = rows_view_from(head_view(dv, sample, head), from);
       for (int64_t t = 0; t < length; t++) {

@@ -45,10 +45,11 @@ class _HeadsStruct(ctypes.Structure):
 
 
 class _LimitsStruct(ctypes.Structure):
-    """C struct `attention_limits`: address and number of the documents, longest one, window, and address of sinks."""
+    """C struct `attention_limits`: documents, their queries, number of documents, longest one, window, and sinks."""
 
     _fields_ = (
         ("document_ends", ctypes.c_void_p),
+        ("query_ends", ctypes.c_void_p),
         ("documents", ctypes.c_int64),
         ("longest", ctypes.c_int64),
         ("window", ctypes.c_int64),
@@ -83,12 +84,24 @@ class CAttention:
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors; depends on shapes and dtypes only."""
+        return self._supports_heads(q, k, v) and q.shape[:2] == k.shape[:2] and q.shape[0] <= MAX_SEQ_LEN
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports tasks on these tensors, [rows, 1, heads, D]; see `FlashMask`.
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            longest: most keys of a task.
+        """
+        return self._supports_heads(q, k, v) and longest <= MAX_SEQ_LEN
+
+    def _supports_heads(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
             all(x.is_cpu and x.dtype == q.dtype in TOLERANCES for x in (q, k, v))
             and k.shape == v.shape
             and 0 < q.shape[-1] == k.shape[-1] <= MAX_HEAD_DIM
-            and q.shape[0] == k.shape[0] <= MAX_SEQ_LEN
-            and q.shape[1] == k.shape[1]
             and k.shape[2] > 0
             and q.shape[2] % k.shape[2] == 0
             and q.numel() > 0
@@ -115,7 +128,8 @@ class CAttention:
         is_shared = k.shape[2] != q.shape[2]
         dq = q.new_empty(q.shape)
         # Gradients of shared heads are rounded after their sum.
-        dk, dv = (q.new_empty(q.shape, dtype=torch.float32 if is_shared else q.dtype) for _ in range(2))
+        shape = (*k.shape[:2], *q.shape[2:])
+        dk, dv = (q.new_empty(shape, dtype=torch.float32 if is_shared else q.dtype) for _ in range(2))
         inputs = [unit_stride(x) for x in (grad_out, q, k, v, out)]
         lse_BAS = lse.permute(1, 2, 0).contiguous()
         limits = _to_limits_struct(block_mask, len(q), None)
@@ -189,15 +203,21 @@ def _to_limits_struct(block_mask: BlockMask, tokens: int, sinks: Tensor | None) 
     if not isinstance(block_mask, FlashMask):
         assert isinstance(block_mask, str), "the kernel reads no mask"
         assert block_mask == "causal", block_mask
-        return _LimitsStruct(None, 0, tokens, 0, address)
+        return _LimitsStruct(None, None, 0, tokens, 0, address)
     assert block_mask.is_causal, "the kernel supports causal attention only"
     window = block_mask.window_left + 1
     if block_mask.segments is None:
-        return _LimitsStruct(None, 0, tokens, window, address)
+        return _LimitsStruct(None, None, 0, tokens, window, address)
     ends = block_mask.segments.cu_seqlens
+    query_ends = None if block_mask.query_segments is None else _address(block_mask.query_segments.cu_seqlens)
+    return _LimitsStruct(_address(ends), query_ends, len(ends) - 1, block_mask.segments.max_length, window, address)
+
+
+def _address(ends: Tensor) -> int:
+    """Return the address of cumulative lengths."""
     assert ends.dtype == torch.int32, ends.dtype
     assert ends.is_contiguous(), ends.stride()
-    return _LimitsStruct(ends.data_ptr(), len(ends) - 1, block_mask.segments.max_length, window, address)
+    return ends.data_ptr()
 
 
 def _to_heads_struct(x: Tensor) -> _HeadsStruct:

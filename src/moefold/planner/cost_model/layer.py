@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
+from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
     RankGroup,
@@ -48,6 +49,9 @@ EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
+
+LSE_BYTES = 4
+"""Bytes of the log-sum-exp of a query and head, which is sent to the host of a task for the backward pass."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -125,13 +129,25 @@ class LayerCostModel:
         self._mixers: dict[tuple[int, ...], BlockTime] = {}
         self._feed_forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
 
-    def mixer(self, kind: int, tp: int, cp: int, mbs: int) -> BlockTime:
-        """Return the time of the token mixer (attention or a recurrence) of one layer kind."""
-        key = (kind, tp, cp, mbs)
+    def mixer(self, kind: int, tp: int, cp: int, mbs: int, peers: AttentionPeers | None = None) -> BlockTime:
+        """Return the time of the token mixer (attention or a recurrence) of one layer kind.
+
+        With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other; None gives a
+        lower bound over all of them.
+        """
+        key = (kind, tp, cp, mbs, *(peers or ()))
         if key not in self._mixers:
             mixer = self.model_spec.kinds[kind].mixer
-            self._mixers[key] = _MixerCost(self, mixer, tp, cp, mbs).block_time() if mixer else BlockTime()
+            load = self._attention_load(mixer, peers) if mixer else None
+            self._mixers[key] = _MixerCost(self, mixer, tp, cp, mbs, load).block_time() if mixer else BlockTime()
         return self._mixers[key]
+
+    def _attention_load(self, mixer: TokenMixer, peers: AttentionPeers | None) -> AttentionLoad | None:
+        """Return the attention work where samples hold documents; None: a sample is one document."""
+        loads = self.workload.attention
+        if loads is None or not mixer.num_heads:
+            return None
+        return loads.mean_load(mixer.window) if peers is None else loads.load(peers, mixer.window)
 
     def feed_forward(self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: str) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
@@ -158,9 +174,18 @@ class LayerCostModel:
 class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
-    def __init__(self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int) -> None:
+    def __init__(
+        self,
+        layer_costs: LayerCostModel,
+        mixer: TokenMixer,
+        tp: int,
+        cp: int,
+        mbs: int,
+        load: AttentionLoad | None = None,
+    ) -> None:
         self.layer_costs = layer_costs
         self.mixer = mixer
+        self.load = load
         self.tp = tp
         self.cp = cp
         self.mbs = mbs
@@ -181,7 +206,10 @@ class _MixerCost:
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core_s()
-        ring, ring_back = self._exposed_ring_s(core, core_back)
+        if self.load is not None and self.load.is_planned:
+            ring, ring_back = self._exchange_s(self.load)
+        else:
+            ring, ring_back = self._exposed_ring_s(core, core_back)
         part = "attention"
         forward = (
             CostItem(part, passes),
@@ -235,12 +263,40 @@ class _MixerCost:
                 RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
-        keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
+        if self.load is None:
+            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
+            # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
+            chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
+        else:
+            keys = self.load.keys
+            mean_keys = self.load.mean_keys
+            chunk = self.load.kernel_rows
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
-        # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
-        chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         head = (mixer.head_size + mixer.value_head_size) / 2
-        return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * keys, chunk), head)
+        return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
+
+    def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
+        """Return the seconds of the rows that planned attention sends, forward and backward.
+
+        Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
+        log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.
+        """
+        mixer = self.mixer
+        value_bytes = self.layer_costs.workload.value_bytes
+        heads = mixer.num_heads / self.tp
+        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        both = mixer.head_size + mixer.value_head_size
+        query_bytes = self.tokens * load.sent_queries * heads
+        key_bytes = self.tokens * load.sent_keys * kv_heads * both * value_bytes
+        forward = query_bytes * both * value_bytes + key_bytes
+        backward = query_bytes * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
+        if load.exchange_ranks == 1:
+            return 0.0, 0.0
+        group = RankGroup(load.exchange_ranks, self.tp)
+        # An all-to-all is priced with its local part, and no row of an exchange is local.
+        whole = group.size / (group.size - 1)
+        device = self.layer_costs.device
+        return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
 
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""

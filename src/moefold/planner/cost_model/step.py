@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
+from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
@@ -148,16 +149,19 @@ class CostModel:
         )
         self._layer_times: dict[tuple[object, ...], LayerTime] = {}
         self._head_and_loss: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._plain_layers: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self._plain_layers: dict[tuple[object, ...], tuple[float, float]] = {}
         self._rank_contents: dict[tuple[int, int, str], tuple[RankContent, ...]] = {}
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Training FLOPs for each token, in the workload's convention."""
+        """Training FLOPs for each token, in the workload's convention.
+
+        Where samples hold documents, attention counts as in samples of their effective length.
+        """
         w = self.workload
-        return train_flops(
-            self.model_spec, w.seq_len, causal=w.counts_causal_attention, mtp=w.runs_mtp and w.counts_mtp
-        )
+        # A causal query sees half of its sample on average.
+        seq_len = w.seq_len if w.attention is None else round(2 * w.attention.mean_load(0).mean_keys)
+        return train_flops(self.model_spec, seq_len, causal=w.counts_causal_attention, mtp=w.runs_mtp and w.counts_mtp)
 
     def step_time(self, mapping: ParallelMapping) -> StepTime:
         """Compute the time of a step under one mapping, which must divide the model and the batch."""
@@ -197,9 +201,10 @@ class CostModel:
             mapping.recompute,
             mapping.overlap,
             mapping.offload,
+            self.attention_peers(mapping),
         )
         if key not in self._layer_times:
-            mixer = self.layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs)
+            mixer = self.mixer_time(kind, mapping)
             feed_forward = self.layer_costs.feed_forward(
                 kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
             )
@@ -210,6 +215,20 @@ class CostModel:
             )
             self._layer_times[key] = self._sum_layer(mixer, feed_forward, mapping, offloaded)
         return self._layer_times[key]
+
+    def mixer_time(self, kind: int, mapping: ParallelMapping) -> BlockTime:
+        """Return the time of the token mixer of one layer kind."""
+        m = mapping
+        return self.layer_costs.mixer(kind, m.tp, m.cp, m.mbs, self.attention_peers(m))
+
+    def attention_peers(self, mapping: ParallelMapping) -> AttentionPeers | None:
+        """Return the ranks that wait for each other's attention; None if samples hold no documents."""
+        w = self.workload
+        if w.attention is None:
+            return None
+        return attention_peers(
+            mapping, w.global_batch_size, is_coupled=w.is_coupled, has_experts=self.model_spec.has_experts
+        )
 
     def _sum_layer(
         self, mixer: BlockTime, feed_forward: BlockTime, mapping: ParallelMapping, offloaded_bytes: float
@@ -257,7 +276,7 @@ class CostModel:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
         layer = self.model_spec.kinds[kind].feed_forward
         # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
-        key = (kind, mapping.tp, mapping.cp, mapping.mbs)
+        key = (kind, mapping.tp, mapping.cp, mapping.mbs, self.attention_peers(mapping))
         if layer is not None and layer.kind == "moe":
             return self._compute_plain_layer_s(kind, mapping)
         if key not in self._plain_layers:
@@ -265,7 +284,7 @@ class CostModel:
         return self._plain_layers[key]
 
     def _compute_plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
-        mixer = self.layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs)
+        mixer = self.mixer_time(kind, mapping)
         feed_forward = self.layer_costs.feed_forward(
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
         )
@@ -287,7 +306,7 @@ class CostModel:
 
         `mapping` itself neither recomputes nor offloads.
         """
-        mixer = self.layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs)
+        mixer = self.mixer_time(kind, mapping)
         feed_forward = self.layer_costs.feed_forward(
             kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
         )

@@ -65,7 +65,11 @@ class StrategyCosts:
 
     def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
         """Return the cached `CostModel.layers_with_strategies`, [strategies] each."""
-        key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
+        m = mapping
+        key = (
+            *(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap),
+            self.cost_model.attention_peers(mapping),
+        )
         if key not in self._layer_cache:
             self._layer_cache[key] = self.cost_model.layer_s_with_strategies(kind, mapping, strategies)
         return self._layer_cache[key]
@@ -121,7 +125,7 @@ class StrategyCosts:
         backward = counts @ layers[:, 1] + has_loss * head[1]
         slowest = _slowest_rank(forward, backward)
         weights = [
-            layer_costs.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
+            cost_model.mixer_time(kind, mapping).wgrad_s
             + layer_costs.feed_forward(
                 kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
             ).wgrad_s

@@ -16,6 +16,7 @@ from moefold.cost.optimizers import ADAMW, OptimizerSpec, optimizer_of
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
+from moefold.planner.cost_model.attention_load import AttentionLoads
 
 PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
 """Precisions of the GEMMs. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
@@ -116,6 +117,8 @@ class TrainingWorkload:
     """Bytes of each gradient that ZeRO-3 reduces; 2 for bfloat16."""
     runs_mtp: bool = True
     """True if MTP layers run, where the model has them."""
+    attention: AttentionLoads | None = None
+    """Attention work where samples hold documents of given lengths; None: a sample is one document."""
 
     @property
     def effective_imbalance(self) -> float:

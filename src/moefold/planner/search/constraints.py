@@ -31,6 +31,7 @@ from moefold.validate.parallel import (
     validate_schedule,
     validate_sequence_length,
 )
+from moefold.validate.planned_attention import validate_attention_pool
 from moefold.validate.train import validate_loss_chunk
 
 Rule = Callable[[Config], Iterator[str]]
@@ -119,6 +120,7 @@ CP_RULES = (
     _axis_rule("cp", "tp", "cp"),
     MappingRule(validate_sequence_length, ("tp", "cp")),
     MappingRule(validate_routing, ("tp", "cp")),
+    MappingRule(validate_attention_pool, ("dp", "cp")),
 )
 EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
 BATCH_RULES = (MappingRule(validate_loss_chunk, ("cp", "mbs")),)

@@ -29,6 +29,7 @@ from typing import cast
 
 from moefold.planner.cost_model.step import CostModel, StepTime
 from moefold.planner.cost_model.strategy import StrategyCosts
+from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
 from moefold.planner.search.pipeline_search import (
@@ -137,6 +138,8 @@ class PlannedMapping:
     mapping: ParallelMapping
     time: StepTime
     memory: MemoryEstimate
+    attention: AttentionStrategy | None = None
+    """How the ranks share the attention of documents; None: as the recipe says."""
 
     @property
     def memory_parts(self) -> dict[str, float]:
@@ -193,7 +196,7 @@ class Search:
         ]
         self._micro_batch_choice_cache: dict[Fold, tuple[MicroBatchChoice, ...]] = {}
         self._best_by_fold: dict[Fold, TimedMapping | None] = {}
-        self._has_experts = any(k.feed_forward and k.feed_forward.kind == "moe" for k in cost_model.model_spec.kinds)
+        self._has_experts = cost_model.model_spec.has_experts
 
     def rank_all(self) -> list[PlannedMapping]:
         """Return the best mapping of every fold, best first; those that do not fit come last."""
@@ -280,7 +283,7 @@ class Search:
 
     def _lower_bound_layers_s(self, fold: Fold, mbs: int) -> float:
         """Return the seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
-        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp)
+        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *self._peers_key(fold))
         if key not in self._lower_bound_layers:
             options = product(self._dispatchers(fold, mbs), (False, True))
             totals = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in options]
@@ -368,11 +371,22 @@ class Search:
                     return self.price(min(smallest, key=lambda entry: entry[0])[1])
         raise AssertionError(f"{fold} is a fold of no legal mapping")
 
+    def _peers_key(self, fold: Fold) -> tuple[int, ...]:
+        """Return what the layers depend on besides tp, cp, ep and etp: dp, where the samples hold documents."""
+        return () if self.cost_model.workload.attention is None else (fold.dp,)
+
     def _layer_totals(self, fold: Fold, mbs: int, dispatcher: str, overlap: bool) -> _LayerTotals:
-        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap)
+        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap, *self._peers_key(fold))
         if key not in self._layer_totals_cache:
             probe = ParallelMapping(
-                tp=fold.tp, cp=fold.cp, mbs=mbs, ep=fold.ep, etp=fold.etp, dispatcher=dispatcher, overlap=overlap
+                tp=fold.tp,
+                cp=fold.cp,
+                dp=fold.dp,
+                mbs=mbs,
+                ep=fold.ep,
+                etp=fold.etp,
+                dispatcher=dispatcher,
+                overlap=overlap,
             )
             forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []

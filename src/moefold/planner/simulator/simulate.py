@@ -97,6 +97,7 @@ def simulate(
     overlap: bool = False,
     noise: Noise | None = None,
     tail: StepTail | None = None,
+    rounds: Sequence[Sequence[StageSegments]] = (),
 ) -> Timeline:
     """Simulate a step.
 
@@ -106,19 +107,23 @@ def simulate(
         overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
         noise: stragglers and jitter; None: an ideal machine.
         tail: the end of the step; None leaves it out.
+        rounds: like `stages`, for each micro-batch, where they differ; after the last the first follows.
 
     Raises:
         ValueError: the schedule deadlocks.
     """
-    return _Simulation(rows, stages, overlap, noise or Noise()).run(tail)
+    return _Simulation(rows, rounds or [stages], overlap, noise or Noise()).run(tail)
 
 
 class _Simulation:
     """State of one simulation."""
 
-    def __init__(self, rows: Sequence[SlotRow], stages: Sequence[StageSegments], overlap: bool, noise: Noise) -> None:
+    def __init__(
+        self, rows: Sequence[SlotRow], rounds: Sequence[Sequence[StageSegments]], overlap: bool, noise: Noise
+    ) -> None:
         self._rows = rows
-        self._stages = stages
+        self._rounds = rounds
+        self._stages = rounds[0]
         self._overlap = overlap
         self._noise = noise
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
@@ -139,6 +144,10 @@ class _Simulation:
         span = max(self._rank_free_at, default=0.0)
         end = span if tail is None else self._run_tail(tail)
         return Timeline(tuple(self._events), len(self._rows), span, end)
+
+    def _segments(self, action: Action) -> Segments:
+        stages = self._rounds[action.micro_batch % len(self._rounds)]
+        return stages[action.stage].segments(action.kind)
 
     def _is_local(self, rank: int, key: ActionResult) -> bool:
         return self._rank_of[key[0]] == rank
@@ -163,12 +172,12 @@ class _Simulation:
 
     def _run_action(self, rank: int, action: Action, now: float) -> float:
         factor = self._noise.slowdown(rank, action)
-        for piece in self._stages[action.stage].segments(action.kind):
+        for piece in self._segments(action):
             now = self._run_segment(rank, action, piece, now, factor)
         return now
 
     def _run_overlapped(self, rank: int, slot: tuple[Action, ...], start: float) -> None:
-        chains = {action: list(self._stages[action.stage].segments(action.kind)) for action in slot}
+        chains = {action: list(self._segments(action)) for action in slot}
         factors = {action: self._noise.slowdown(rank, action) for action in slot}
         ends = dict.fromkeys(slot, start)
         free = {COMPUTE: start, COMMUNICATION: start}
@@ -261,13 +270,36 @@ def simulate_mapping(
     """
     count = mapping.num_micro_batches(cost_model.workload.global_batch_size)
     parts = cost_model.step_time(mapping).parts
+    by_round = [stage_segments(model, mapping, chunks) for model in _models_of_rounds(cost_model, count)]
     return simulate(
         slot_rows(mapping.schedule, mapping.pp, mapping.vpp, count, path=schedule_csv, overlap=mapping.overlap),
         stage_segments(cost_model, mapping, chunks),
         overlap=mapping.overlap,
         noise=noise,
         tail=StepTail(gradients_s=parts["dp_comm"], optimizer_s=parts["optimizer"]),
+        rounds=by_round,
     )
+
+
+MAX_SIMULATED_ROUNDS = 32
+"""Rounds of drawn documents that are priced one by one; further micro-batches repeat them."""
+
+
+def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[CostModel]:
+    """Return a cost model for each round of drawn documents; none where all micro-batches take equally long."""
+    attention = cost_model.workload.attention
+    if attention is None:
+        return []
+    return [
+        CostModel(
+            cost_model.model_spec,
+            cost_model.device,
+            replace(cost_model.workload, attention=attention.of_round(index)),
+            cost_model.activation_memory,
+            cost_model.split,
+        )
+        for index in range(min(num_micro_batches, MAX_SIMULATED_ROUNDS))
+    ]
 
 
 def chunks_from_config(cfg: Config, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
@@ -307,7 +339,7 @@ class _LayerSegments:
 
     def __init__(self, cost_model: CostModel, mapping: ParallelMapping, kind: int) -> None:
         m = mapping
-        mixer = cost_model.layer_costs.mixer(kind, m.tp, m.cp, m.mbs)
+        mixer = cost_model.mixer_time(kind, m)
         feed_forward = cost_model.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         priced = cost_model.layer_time(kind, m)
         parts = dict(zip(TIME_PARTS, priced.parts, strict=True))

@@ -131,7 +131,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
     for key, index in _slices(layout, groups.rank).items():
         setattr(layer.experts, key.split(".")[1], nn.Parameter(weights[key][index].clone()))
     positions = torch.tensor(_positions(layout)[sequence.rank])
-    layer.micro_batch_group = ShardedMicroBatch(sequence, groups.attn.stage, positions)
+    layer.micro_batch_group = ShardedMicroBatch(sequence, groups.attn.stage, groups.attn.tp, positions)
     layer.dispatcher = make_dispatcher(name, groups.moe, case.model.num_experts)
     if broken_phase:
         _break(layer.dispatcher, broken_phase)

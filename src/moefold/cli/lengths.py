@@ -1,0 +1,142 @@
+"""`moefold lengths`: show a distribution of document lengths, and how evenly placements share its attention."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.cli.command_parser import CommandParser
+from moefold.cli.plan_documents import describe_documents
+from moefold.config.limits import MAX_BY_KEY, check_at_most
+from moefold.errors import ConfigError
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.distribution import histogram_names
+from moefold.planner.lengths.document_source import open_document_samples
+from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.terminal import print_escaped
+
+MAX_RANKS = 4096
+"""Most ranks of dp x cp whose rounds are planned: a round takes about 0.1 ms for each."""
+
+EPILOG = """example:
+  moefold lengths wikipedia wlb prolong magi --seq-len 131072 --cp 8 --dp 4 --tolerance 0.02
+"""
+
+
+@dataclass(frozen=True)
+class BalanceRow:
+    """Attention of the rounds of some documents under one strategy."""
+
+    lengths: str
+    effective_length: float
+    strategy: AttentionStrategy
+    max_over_mean: float
+    """Visible pairs of the busiest rank over the mean, on average over the rounds."""
+    received_keys: float
+    """Rows of keys and values that are received, for each token; planned attention alone is counted by row."""
+    moved_queries: float
+    """Rows of queries that leave their rank, for each token."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers, ready for JSON."""
+        return {
+            "lengths": self.lengths,
+            "effective_length": self.effective_length,
+            **self.strategy.as_dict(),
+            "max_over_mean": self.max_over_mean,
+            "received_keys": self.received_keys,
+            "moved_queries": self.moved_queries,
+        }
+
+
+def run(argv: list[str]) -> int:
+    """Print the table; return 0.
+
+    Raises:
+        ConfigError: a name is unknown, or an option is out of range.
+    """
+    args = _parser().parse_args(argv)
+    _check(args)
+    rows = [row for name in args.names for row in _rows(name, args)]
+    if args.json:
+        print(json.dumps([row.as_dict() for row in rows]))
+        return 0
+    for name in args.names:
+        loads = DocumentLoads(open_document_samples(name, args.seq_len), args.seq_len)
+        print_escaped(describe_documents(loads))
+    _print(rows, args)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("seq-len", "cp", "dp", "micro-batch-size", "block"):
+        if (value := getattr(args, name.replace("-", "_"))) < 1:
+            raise ConfigError(f"--{name} {value} must be at least 1")
+    check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
+    check_at_most("--cp x --dp", args.cp * args.dp, MAX_RANKS)
+    check_at_most("--micro-batch-size", args.micro_batch_size, MAX_RANKS)
+    if args.seq_len % (2 * args.cp):
+        raise ConfigError(f"--seq-len {args.seq_len} must be a multiple of 2*cp={2 * args.cp}; choose another cp")
+    if not 0 <= args.tolerance <= 1:
+        raise ConfigError(f"--tolerance {args.tolerance:g} must lie between 0 and 1: 0.1 keeps 10 % above the mean")
+
+
+def _rows(name: str, args: argparse.Namespace) -> list[BalanceRow]:
+    samples = open_document_samples(name, args.seq_len)
+    strategies = [AttentionStrategy(context="ring"), AttentionStrategy(context="ulysses")]
+    strategies += [
+        AttentionStrategy(
+            context="planned", placement=placement, hosts=hosts, tolerance=args.tolerance, block=args.block
+        )
+        for placement in ("samples", "documents", "balanced")
+        for hosts in ("home", "balanced")
+    ]
+    found = []
+    for strategy in strategies:
+        loads = DocumentLoads(samples, args.seq_len, strategy)
+        rounds = loads.rounds(args.cp, args.dp, args.micro_batch_size)
+        found.append(
+            BalanceRow(
+                name,
+                loads.effective_length,
+                strategy,
+                rounds.max_over_mean,
+                # Ring attention passes the keys and values of all other ranks of a sample through each rank.
+                rounds.received_keys if strategy.is_planned else float(args.cp - 1),
+                rounds.moved_queries,
+            )
+        )
+    return found
+
+
+def _print(rows: list[BalanceRow], args: argparse.Namespace) -> None:
+    print_escaped(
+        f"\n{args.cp * args.dp} ranks, cp={args.cp} dp={args.dp}, samples of {args.seq_len:,} tokens, tolerance "
+        f"{args.tolerance:g}; busiest: attention work of the busiest rank of a round over the mean"
+    )
+    print_escaped(f"{'lengths':12} {'attention':45} {'busiest':>8} {'keys/token':>11} {'queries moved':>14}")
+    for row in rows:
+        keys = f"{row.received_keys:11.2f}" if row.strategy.context != "ulysses" else f"{'-':>11}"
+        print_escaped(
+            f"{row.lengths:12} {row.strategy.describe():45} {row.max_over_mean:8.2f} {keys} {row.moved_queries:14.1%}"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold lengths",
+        description="Show how evenly the ranks of a round share the attention of documents of given lengths: visible "
+        "pairs of the busiest rank over the mean, for each kind of context, placement and choice of hosts. The rounds "
+        "are drawn with a fixed seed and planned by the code of the runtime.",
+        epilog=EPILOG,
+    )
+    names = ", ".join(histogram_names())
+    parser.add_argument("names", nargs="+", metavar="NAME|FILE|RUN", help=f"{names}, a file, or a run's data")
+    parser.add_argument("--seq-len", type=int, default=131072, metavar="S", help="tokens per sample (default 131072)")
+    parser.add_argument("--cp", type=int, default=8, help="ranks of a sample (default 8)")
+    parser.add_argument("--dp", type=int, default=4, help="samples at a time, by micro-batch size (default 4)")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="B", help="samples of a dp rank (default 1)")
+    parser.add_argument("--tolerance", type=float, default=0.1, metavar="X", help="of balanced hosts (default 0.1)")
+    parser.add_argument("--block", type=int, default=128, metavar="N", help="of balanced hosts (default 128)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON array")
+    return parser

@@ -1,0 +1,300 @@
+"""Best-fit packing of documents for pretraining (arXiv:2404.10830): no document is split that fits into a sample.
+
+Documents longer than a sample are split into parts of a whole sample and a rest. The documents and rests of a window of
+the stream are packed by best fit decreasing; what is left of a sample is padding. The packing is computed once, stored
+in the cache, and memory-mapped: sample n is the same on every rank, and the position of a run is a number of samples.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.data.cache import cached_ids, npy_header
+from moefold.data.sample import Sample
+from moefold.data.sampler import LocatedStream, TokenStream
+from moefold.data.sft import pack_best_fit
+from moefold.data.shard_reader import ShardReader
+from moefold.data.token_file import read_npy_header
+from moefold.errors import ConfigError
+
+FORMAT_VERSION = 1
+WINDOW_TOKENS = 2**24
+"""Tokens of the documents that are packed together, at least."""
+WINDOW_SAMPLES = 256
+"""Samples of a window, at least: the last ones of a window may be poorly filled."""
+WINDOW_DOCUMENTS = 2**17
+"""Documents that are packed together, at most."""
+_CHUNK_TOKENS = 2**22
+_CHUNK_PARTS = 2**20
+
+
+class DocumentBoundaries(Protocol):
+    """Places where documents begin in a stream of tokens."""
+
+    @property
+    def identity(self) -> Sequence[str | int]:
+        """What distinguishes these boundaries from others of the same stream."""
+        ...
+
+    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the tokens first .. stop - 1 that begin a document, ascending; token 0 always does."""
+        ...
+
+
+@dataclass(frozen=True)
+class EndTokenBoundaries:
+    """Documents that end with a token, which belongs to them."""
+
+    stream: TokenStream
+    end_id: int
+
+    @property
+    def identity(self) -> Sequence[str | int]:
+        """See `DocumentBoundaries`."""
+        return ("end token", self.end_id)
+
+    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """See `DocumentBoundaries`."""
+        before = max(0, first - 1)
+        starts: NDArray[np.int64] = np.flatnonzero(self.stream.read(before, stop - 1) == self.end_id) + before + 1
+        return starts if first else np.concatenate(([0], starts))
+
+
+class IndexedDocuments(TokenStream, Protocol):
+    """A stream of tokens with an index of its documents."""
+
+    def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return a mask of the tokens start .. stop - 1 that begin a document."""
+        ...
+
+
+@dataclass(frozen=True)
+class IndexBoundaries:
+    """Documents of the index that `moefold tokenize` wrote."""
+
+    stream: IndexedDocuments
+
+    @property
+    def identity(self) -> Sequence[str | int]:
+        """See `DocumentBoundaries`."""
+        return ("index",)
+
+    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """See `DocumentBoundaries`."""
+        starts: NDArray[np.int64] = np.flatnonzero(self.stream.document_starts(first, stop)) + first
+        return starts
+
+
+@dataclass
+class PackingCounts:
+    """Counts of a packing, int64 each, in the order of the file."""
+
+    num_documents: int = 0
+    num_split: int = 0
+    """Documents of more than S + 1 tokens."""
+    num_single: int = 0
+    """Documents of one token, which have no target and are left out."""
+    num_samples: int = 0
+    num_tokens: int = 0
+    """Tokens in the samples, padding aside."""
+
+    def describe(self, sample_tokens: int) -> str:
+        """Return a log message; a sample has `sample_tokens` tokens."""
+        filled = self.num_tokens / max(1, self.num_samples * sample_tokens)
+        return (
+            f"data.packing='best_fit': {self.num_documents} documents, {self.num_split} split as they have more than "
+            f"{sample_tokens} tokens, {self.num_single} of one token left out; {self.num_samples} samples, "
+            f"{100 * (1 - filled):.2f} % padding"
+        )
+
+
+_NUM_COUNTS = len(fields(PackingCounts))
+
+
+class BestFitSamples:
+    """Samples of whole documents, parts of long ones, and padding.
+
+    A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token:
+    every token of a document but the first is a target exactly once. Attention and positions are those of a part.
+    Samples share no other token.
+
+    Args:
+        stream: the tokens.
+        packing: file of the packing: `PackingCounts`, then two numbers for each part of a document, sample by sample:
+            2 * first token, plus 1 for the first part of a sample; and the number of tokens.
+        seq_len: S.
+        pad_id: id of the padding.
+    """
+
+    def __init__(self, stream: TokenStream, packing: ShardReader, seq_len: int, pad_id: int) -> None:
+        self.seq_len = seq_len
+        self.counts = PackingCounts(*packing[:_NUM_COUNTS].tolist())
+        self._stream = stream
+        self._packing = packing
+        self._pad_id = pad_id
+        num_parts = (len(packing) - _NUM_COUNTS) // 2
+        begins = [
+            first + np.flatnonzero(self._read_parts(first, min(first + _CHUNK_PARTS, num_parts))[:, 0] & 1)
+            for first in range(0, num_parts, _CHUNK_PARTS)
+        ]
+        self._first_parts = np.concatenate([*begins, [num_parts]]).astype(np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._first_parts) - 1
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Return the tokens of one sample, [seq_len + 1]."""
+        return self.annotated_sample(number).tokens
+
+    def annotated_sample(self, number: int) -> Sample:
+        """Return one sample; its padding is the last document."""
+        size = self.seq_len + 1
+        parts = self._parts_of(number)
+        tokens = np.full(size, self._pad_id, dtype=np.int64)
+        documents = np.full(size, len(parts), dtype=np.int32)
+        filled = 0
+        for document, (first, length) in enumerate(parts):
+            tokens[filled : filled + length] = self._stream.read(first, first + length)
+            documents[filled : filled + length] = document
+            filled += length
+        return Sample(tokens, documents, is_padding=np.arange(size) >= filled)
+
+    def origin(self, number: int) -> str:
+        """Return file and position of the first document of a sample; empty if the stream has no files."""
+        if not isinstance(self._stream, LocatedStream):
+            return ""
+        return self._stream.describe_location(self._parts_of(number)[0][0])
+
+    def _parts_of(self, number: int) -> list[tuple[int, int]]:
+        """Return first token and number of tokens of the parts of a sample."""
+        parts = self._read_parts(int(self._first_parts[number]), int(self._first_parts[number + 1]))
+        return [(first >> 1, length) for first, length in parts.tolist()]
+
+    def _read_parts(self, first: int, stop: int) -> NDArray[np.integer]:
+        return self._packing[_NUM_COUNTS + 2 * first : _NUM_COUNTS + 2 * stop].reshape(-1, 2)
+
+
+def open_best_fit(
+    stream: TokenStream,
+    boundaries: DocumentBoundaries,
+    sources: Sequence[Path],
+    *,
+    seq_len: int,
+    pad_id: int,
+    cache_dir: Path | None,
+) -> BestFitSamples:
+    """Open the samples of a stream packed by best fit, from the cache or packed now.
+
+    Args:
+        stream: the tokens.
+        boundaries: of its documents.
+        sources: the files of the stream; a changed one is packed again.
+        seq_len: S.
+        pad_id: id of the padding.
+        cache_dir: cache folder; None: the default one.
+
+    Raises:
+        ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.
+    """
+    stats = [path.stat() for path in sources]
+    files = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(sources, stats, strict=True)]
+    window = [WINDOW_TOKENS, WINDOW_SAMPLES, WINDOW_DOCUMENTS]
+    identity = ["best fit", FORMAT_VERSION, files, len(stream), *boundaries.identity, seq_len, *window]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+    def write(file: BinaryIO) -> None:
+        _write_packing(file, len(stream), boundaries, seq_len)
+
+    packing = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    samples = BestFitSamples(stream, packing, seq_len, pad_id)
+    if not len(samples):
+        raise ConfigError(
+            "data.packing='best_fit' found no document of two tokens or more, so there is no target; check "
+            "data.document_end, or set data.packing='concatenate'"
+        )
+    return samples
+
+
+def pack_documents(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
+    """Pack documents into samples by best fit decreasing.
+
+    Args:
+        lengths: tokens of each document.
+        seq_len: S.
+
+    Returns:
+        For each sample its parts: document, first token in the document, tokens. Samples are in the order of their
+        first part. Documents of one token are in no sample.
+    """
+    parts = [
+        (document, first, min(seq_len + 1, length - first))
+        for document, length in enumerate(lengths)
+        for first in range(0, length - 1, seq_len)
+    ]
+    return [[parts[i] for i in members] for members in pack_best_fit([part[2] for part in parts], seq_len + 1)]
+
+
+def document_windows(
+    num_tokens: int, boundaries: DocumentBoundaries, window_tokens: int, window_documents: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the documents of a stream in windows: the first token of each document, then the end of the last one.
+
+    Args:
+        num_tokens: tokens of the stream.
+        boundaries: of the documents.
+        window_tokens: a window ends with the document that brings it to this number of tokens.
+        window_documents: most documents of a window.
+    """
+    pending = np.empty(0, dtype=np.int64)
+    for first in range(0, num_tokens, _CHUNK_TOKENS):
+        stop = min(first + _CHUNK_TOKENS, num_tokens)
+        pending = np.concatenate((pending, boundaries.starts(first, stop)))
+        if stop == num_tokens:
+            pending = np.append(pending, num_tokens)
+        while len(pending) > 1:
+            count = int(np.searchsorted(pending, pending[0] + window_tokens))
+            count = min(count, window_documents)
+            if count >= len(pending):
+                break
+            yield pending[: count + 1]
+            pending = pending[count:]
+    if len(pending) > 1:
+        yield pending
+
+
+def _write_packing(file: BinaryIO, num_tokens: int, boundaries: DocumentBoundaries, seq_len: int) -> None:
+    """Write the packing of a stream, see `BestFitSamples`, as an .npy file."""
+    counts = PackingCounts()
+    dtype = np.dtype("<i8")
+    num_parts = 0
+
+    def write_header() -> None:
+        file.seek(0)
+        file.write(npy_header(dtype, _NUM_COUNTS + 2 * num_parts))
+        file.write(np.array(astuple(counts), dtype=dtype).tobytes())
+
+    write_header()
+    window_tokens = max(WINDOW_TOKENS, WINDOW_SAMPLES * (seq_len + 1))
+    for bounds in document_windows(num_tokens, boundaries, window_tokens, WINDOW_DOCUMENTS):
+        lengths = np.diff(bounds)
+        counts.num_documents += len(lengths)
+        counts.num_split += int((lengths > seq_len + 1).sum())
+        counts.num_single += int((lengths == 1).sum())
+        samples = pack_documents(lengths.tolist(), seq_len)
+        rows = [
+            (2 * (int(bounds[document]) + first) + (place == 0), length)
+            for parts in samples
+            for place, (document, first, length) in enumerate(parts)
+        ]
+        counts.num_samples += len(samples)
+        counts.num_tokens += sum(length for _, length in rows)
+        num_parts += len(rows)
+        file.write(np.array(rows, dtype=dtype).tobytes())
+    write_header()

@@ -1,0 +1,322 @@
+"""Attention of many tasks on one rank: runs of queries, each with a run of keys of which the last is its last query's.
+
+A query attends to the keys up to its own place and inside its window. Only visible blocks are computed. The flash
+kernel of CUDA and the C kernel of a CPU compute all tasks in one call, on keys that are copied for each task. Elsewhere
+a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place; short tasks
+are computed together, padded to equal lengths, under a mask.
+
+Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, without autograd.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moefold.comm.host_copy import copy_to_device
+from moefold.ops.block_attention import (
+    BlockedWindow,
+    BlockMask,
+    CudaFlash,
+    FlashMask,
+    accumulation_dtype,
+    attention_block,
+    attention_block_backward,
+    merge_lse_,
+)
+from moefold.ops.documents import Segments
+
+Integers = NDArray[np.int64]
+
+QueryTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Gradient of the output, queries, output, all [R, A, D], and log-sum-exp, [R, A]."""
+
+MAX_SHORT_KEYS = 64
+"""Most keys of a task that is computed together with others on a CPU; longer ones fill a call."""
+LENGTH_STEP = 16
+"""Short tasks are padded to multiples of this."""
+MAX_SCORES = 1 << 21
+"""Most scores of one head in a call for short tasks, whose mask is in memory."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Part of a task: rows of the queries, rows of the keys, and what each query attends to."""
+
+    rows: slice
+    keys: slice
+    mask: BlockMask
+
+
+@dataclass(frozen=True)
+class _ShortTasks:
+    """Tasks padded to N rows and M keys; padding reads row 0 and is masked."""
+
+    rows: Tensor
+    """Rows of the queries, int64 [N, n]."""
+    keys: Tensor
+    """Rows of the keys, int64 [M, n]."""
+    mask: Tensor
+    """Bool [n, N, M]."""
+    places: Tensor
+    """Places in [N, n] that are no padding, int64 [rows]."""
+
+
+class TaskKernel(Protocol):
+    """Kernel that computes all tasks in one call."""
+
+    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
+        """Return whether the kernel supports tasks of at most so many keys on tensors [rows, 1, heads, D]."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: FlashMask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        ...
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: FlashMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        ...
+
+
+class TaskAttention:
+    """Forward and backward pass of the tasks of one rank.
+
+    Args:
+        rows: first row and row after the last of the queries of each task, int64 [K, 2]; the tasks cover all R rows.
+        keys: likewise of its keys, int64 [K, 2]; at least as many as queries.
+        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        device: device of the tensors.
+    """
+
+    def __init__(self, rows: Integers, keys: Integers, window: int, device: torch.device) -> None:
+        self._rows = rows
+        self._keys = keys
+        self._window = window
+        self._device = device
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out in the type of the queries, lse).
+
+        Args:
+            q: queries, [R, A, D].
+            k: keys, [W, G, D].
+            v: values, [W, G, D].
+            kernel: used where it supports the tensors; likewise the flash kernel of CUDA.
+        """
+        if kernel := self._kernel_for(q, k, v, kernel):
+            index = self._copied_keys
+            query, key, value = (x.unsqueeze(1) for x in (q, k[index], v[index]))
+            out, lse = kernel.forward(query, key, value, self._flash_mask)
+            return out.squeeze(1), lse.squeeze(1)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
+        lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+        for short in self._short_tasks:
+            block_out, block_lse = attention_block(q[short.rows], k[short.keys], v[short.keys], block_mask=short.mask)
+            rows = short.rows.flatten()[short.places]
+            out[rows] = block_out.flatten(0, 1)[short.places]
+            lse[rows] = block_lse.flatten(0, 1)[short.places].to(lse.dtype)
+        for own, past in self._long_tasks:
+            own_out, own_lse = _attend(q, k, v, own)
+            if past is not None:
+                own_out = own_out.to(lse.dtype)
+                num_rows = past.rows.stop - past.rows.start
+                merge_lse_(own_out[:num_rows], own_lse[:num_rows], *_attend(q, k, v, past))
+            out[own.rows] = own_out.squeeze(1)
+            lse[own.rows] = own_lse.squeeze(1)
+        return out, lse
+
+    def backward(
+        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq in the type of the queries, dk, dv in the type of sums).
+
+        Args:
+            of_queries: gradient of the output, queries, output and finite log-sum-exp.
+            k: keys, [W, G, D].
+            v: values, [W, G, D].
+            kernel: as in the forward pass.
+        """
+        q = of_queries[1]
+        dtype = accumulation_dtype(q.dtype)
+        dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
+        dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
+        if kernel := self._kernel_for(q, k, v, kernel):
+            return self._backward_of_kernel(of_queries, k, v, (dk, dv), kernel), dk, dv
+        dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        for short in self._short_tasks:
+            block_dq, block_dk, block_dv = _differentiate(of_queries, k, v, short.rows, short.keys, short.mask)
+            dq[short.rows.flatten()[short.places]] = block_dq.flatten(0, 1)[short.places].to(dtype)
+            dk.index_add_(0, short.keys.flatten(), block_dk.flatten(0, 1).to(dtype))
+            dv.index_add_(0, short.keys.flatten(), block_dv.flatten(0, 1).to(dtype))
+        for own, past in self._long_tasks:
+            for block in (own,) if past is None else (own, past):
+                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate_block(of_queries, k, v, block))
+                if block is own:
+                    dq[block.rows] = block_dq.to(dtype)
+                else:
+                    dq[block.rows] += block_dq
+                dk[block.keys] += block_dk
+                dv[block.keys] += block_dv
+        return dq.to(q.dtype), dk, dv
+
+    def _kernel_for(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None) -> TaskKernel | None:
+        """Return the kernel that computes all tasks in one call; None: none supports them."""
+        if not len(q):
+            return None
+        longest = int(np.diff(self._keys).max())
+        query, key, value = (x.unsqueeze(1) for x in (q, k, v))
+        candidates = (kernel, CudaFlash()) if kernel is not None else (CudaFlash(),)
+        return next((each for each in candidates if each.supports_tasks(query, key, value, longest)), None)
+
+    def _backward_of_kernel(
+        self, of_queries: QueryTensors, k: Tensor, v: Tensor, dkv: tuple[Tensor, Tensor], kernel: TaskKernel
+    ) -> Tensor:
+        """Return dq; add the gradients of the copied keys and values, in an order that is always the same."""
+        grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
+        index = self._copied_keys
+        key, value = (x[index].unsqueeze(1) for x in (k, v))
+        dq, *gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
+        for total, of_copies in zip(dkv, gradients, strict=True):
+            for places, keys in self._distinct_keys:
+                total[keys] += of_copies.squeeze(1)[places]
+        return dq.squeeze(1)
+
+    @cached_property
+    def _flash_mask(self) -> FlashMask:
+        return FlashMask(True, self._window - 1, self._segments(self._keys), self._segments(self._rows))
+
+    def _segments(self, ranges: Integers) -> Segments:
+        lengths = np.diff(ranges).ravel()
+        ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        return Segments(self._to_device(ends), int(lengths.max()))
+
+    @cached_property
+    def _copied_keys(self) -> Tensor:
+        """Rows of the keys of all tasks, one task after the other, int64."""
+        return self._to_device(np.concatenate([np.arange(first, stop) for first, stop in self._keys.tolist()]))
+
+    @cached_property
+    def _distinct_keys(self) -> list[tuple[Tensor, Tensor]]:
+        """Parts of `_copied_keys` in which no key occurs twice: their places in it, and their keys."""
+        first_places = np.cumsum(np.diff(self._keys).ravel()) - np.diff(self._keys).ravel()
+        parts: list[list[int]] = []
+        ends: list[int] = []
+        for task, (first, stop) in enumerate(self._keys.tolist()):
+            part = next((i for i, end in enumerate(ends) if end <= first), len(ends))
+            if part == len(ends):
+                parts.append([])
+                ends.append(0)
+            parts[part].append(task)
+            ends[part] = stop
+        return [
+            (
+                self._to_device(
+                    np.concatenate([first_places[i] + np.arange(self._keys[i, 1] - self._keys[i, 0]) for i in part])
+                ),
+                self._to_device(np.concatenate([np.arange(*self._keys[i]) for i in part])),
+            )
+            for part in parts
+        ]
+
+    @cached_property
+    def _is_short(self) -> NDArray[np.bool_]:
+        return np.diff(self._keys).ravel() <= MAX_SHORT_KEYS
+
+    @cached_property
+    def _short_tasks(self) -> list[_ShortTasks]:
+        chosen = np.flatnonzero(self._is_short)
+        sizes = -(-np.stack((np.diff(self._rows).ravel(), np.diff(self._keys).ravel()), 1) // LENGTH_STEP) * LENGTH_STEP
+        groups = []
+        for num_rows, num_keys in np.unique(sizes[chosen], axis=0).tolist():
+            tasks = chosen[(sizes[chosen] == (num_rows, num_keys)).all(1)]
+            step = max(1, MAX_SCORES // (num_rows * num_keys))
+            groups += [self._pad(tasks[i : i + step], num_rows, num_keys) for i in range(0, len(tasks), step)]
+        return groups
+
+    def _pad(self, tasks: Integers, num_rows: int, num_keys: int) -> _ShortTasks:
+        """Pad tasks to equal lengths."""
+        first_row, stop_row = self._rows[tasks].T
+        first_key, stop_key = self._keys[tasks].T
+        row_Nn = np.arange(num_rows)[:, None]
+        key_Mn = np.arange(num_keys)[:, None]
+        has_row_Nn = row_Nn < stop_row - first_row
+        has_key_Mn = key_Mn < stop_key - first_key
+        # The place of a query among the keys.
+        place_Nn = row_Nn + (stop_key - first_key) - (stop_row - first_row)
+        distance_nNM = place_Nn.T[:, :, None] - key_Mn.T[:, None]
+        mask = has_row_Nn.T[:, :, None] & has_key_Mn.T[:, None] & (distance_nNM >= 0)
+        if self._window:
+            mask &= distance_nNM < self._window
+        return _ShortTasks(
+            self._to_device(np.where(has_row_Nn, first_row + row_Nn, 0)),
+            self._to_device(np.where(has_key_Mn, first_key + key_Mn, 0)),
+            self._to_device(mask),
+            self._to_device(np.flatnonzero(has_row_Nn)),
+        )
+
+    @cached_property
+    def _long_tasks(self) -> list[tuple[_Block, _Block | None]]:
+        """For each task the block over its own rows, and that over earlier keys, if there are any."""
+        return list(self._blocks())
+
+    def _blocks(self) -> Iterator[tuple[_Block, _Block | None]]:
+        window = self._window
+        for task in np.flatnonzero(~self._is_short):
+            first_row, stop_row = self._rows[task].tolist()
+            first_key, stop_key = self._keys[task].tolist()
+            num_rows = stop_row - first_row
+            own_keys = slice(stop_key - num_rows, stop_key)
+            own = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
+            num_past = own_keys.start - first_key
+            if not num_past:
+                yield own, None
+                continue
+            # Rows whose windows begin after the earlier keys do not attend to them.
+            seeing = min(num_rows, window - 1) if window else num_rows
+            mask: BlockMask = "all"
+            if window and num_past + seeing > window:
+                distance = torch.arange(num_past, num_past + seeing)[:, None] - torch.arange(num_past)
+                mask = (distance < window)[None].to(self._device)
+            yield own, _Block(slice(first_row, first_row + seeing), slice(first_key, own_keys.start), mask)
+
+    def _own_mask(self, num_rows: int) -> BlockMask:
+        window = self._window
+        if not window or window >= num_rows:
+            return "causal"
+        if self._device.type == "cpu" and BlockedWindow.is_worthwhile(window, num_rows):
+            return BlockedWindow(window)
+        distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
+        return ((distance >= 0) & (distance < window))[None].to(self._device)
+
+    def _to_device(self, values: NDArray[np.generic]) -> Tensor:
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(values)), self._device)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a block, [rows, 1, A, D]."""
+    tensors = (q[block.rows].unsqueeze(1), k[block.keys].unsqueeze(1), v[block.keys].unsqueeze(1))
+    return attention_block(*tensors, block_mask=block.mask)
+
+
+def _differentiate_block(
+    of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients through a block, [rows or keys, 1, heads, D]."""
+    grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in of_queries)
+    keys = (k[block.keys].unsqueeze(1), v[block.keys].unsqueeze(1))
+    return attention_block_backward(grad_out, q, *keys, out, lse, block_mask=block.mask)
+
+
+def _differentiate(
+    of_queries: QueryTensors, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients through padded tasks, [N or M, n, heads, D]."""
+    grad_out, q, out, lse = (x[rows] for x in of_queries)
+    return attention_block_backward(grad_out, q, k[keys], v[keys], out, lse, block_mask=mask)

@@ -1,0 +1,329 @@
+"""Planned attention: only visible (query, key) pairs are computed, and only the rows that they need are sent.
+
+Every rank computes the plan of a round (`topology/attention_plan.py`) from the bounds of its documents, which the host
+knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the host of
+their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks are not merged,
+and the placement of the tokens changes nothing but rounding. The backward pass sends the rows again, then the gradients
+back, which are added in the order of the ranks.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.comm.collectives import all_to_all
+from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.host_copy import copy_to_device
+from moefold.model.attention import scale_queries
+from moefold.ops.block_attention import fold_in_sinks, sink_gradient
+from moefold.ops.documents import DocumentBounds, PackedDocuments
+from moefold.ops.task_attention import TaskAttention, TaskKernel
+from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
+from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How the attention of a round is planned; see `plan_attention`."""
+
+    tolerance: float | None = None
+    block: int = 128
+    pool: int = 0
+    nodes: tuple[int, ...] | None = None
+
+    def plan(self, placement: Placement, window: int) -> AttentionPlan:
+        """Plan the attention of a round in layers with this sliding window; 0: none."""
+        return plan_attention(
+            placement,
+            window=window,
+            tolerance=self.tolerance,
+            block=self.block,
+            pool=self.pool,
+            nodes=self.nodes,
+        )
+
+
+@dataclass
+class AttentionStatistics:
+    """Attention work of a rank since the last reset, over its layers and passes."""
+
+    pairs: list[int] = field(default_factory=list)
+    """Visible (query, key) pairs of each round, in the order in which their forward passes began."""
+    moved_rows: int = 0
+    """Rows of queries that this rank computed for others."""
+    sent_bytes: int = 0
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.pairs.clear()
+        self.moved_rows = 0
+        self.sent_bytes = 0
+
+    def begin_round(self) -> int:
+        """Return the index of a new round."""
+        self.pairs.append(0)
+        return len(self.pairs) - 1
+
+    def add_pass(self, round_index: int, pairs: int, moved_rows: int) -> None:
+        """Count the forward pass of a layer, recomputed ones included."""
+        self.pairs[round_index] += pairs
+        self.moved_rows += moved_rows
+
+
+class RowTransfer:
+    """Rows of this rank's tokens that other ranks need, and those that it needs, in the order of their tokens.
+
+    Args:
+        needed: the tokens that this rank needs; their rows are the rows of a buffer.
+        transfers: rows that are sent, of all members of the group.
+        own_tokens: number of the token of each row of this rank, int64 [C].
+        rank: where the rows are.
+    """
+
+    def __init__(self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, rank: "RoundRank") -> None:
+        group = rank.group
+        self._group = group
+        self._statistics = rank.statistics
+        self._num_rows = needed.num_rows
+        self._num_own = len(own_tokens)
+        self._communicates = transfers.num_rows > 0
+        sent, self._input_splits = transfers.sent_by(group.rank, group.size)
+        received, self._output_splits = transfers.received_by(group.rank, group.size)
+        by_token = np.argsort(own_tokens)
+        places = needed.rows_of(own_tokens)
+        kept = np.flatnonzero(places >= 0)
+        self._is_identity = (
+            not self._communicates and len(kept) == self._num_own and bool((places == np.arange(self._num_own)).all())
+        )
+        self._sent_rows = rank.index(by_token[np.searchsorted(own_tokens[by_token], sent)])
+        self._received_places = rank.index(needed.rows_of(received))
+        self._own_rows = rank.index(kept)
+        self._own_places = rank.index(places[kept])
+
+    @property
+    def num_received(self) -> int:
+        """Rows that this rank receives in `gather`."""
+        return len(self._received_places)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
+        if self._is_identity:
+            return x
+        gathered = x.new_empty((self._num_rows, x.shape[1]))
+        gathered[self._own_places] = x[self._own_rows]
+        if self._communicates:
+            sent = x[self._sent_rows]
+            self._statistics.sent_bytes += sent.nbytes
+            gathered[self._received_places] = all_to_all(sent, self._group, self._input_splits, self._output_splits)
+        return gathered
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """Return the sums over the ranks of the rows of this rank's tokens, [needed tokens, W] -> [C, W]; communicates.
+
+        It is the adjoint of `gather`. Sums are added in the order of the ranks, after this rank's own.
+        """
+        if self._is_identity:
+            return x
+        total = x.new_zeros((self._num_own, x.shape[1]))
+        total[self._own_rows] = x[self._own_places]
+        if self._communicates:
+            sent = x[self._received_places]
+            self._statistics.sent_bytes += sent.nbytes
+            returned = all_to_all(sent, self._group, self._output_splits, self._input_splits)
+            for rows, part in zip(
+                self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
+            ):
+                total[rows] += part
+        return total
+
+
+@dataclass(frozen=True)
+class RoundRank:
+    """A rank of a round.
+
+    Args:
+        group: the ranks of the round.
+        members: member of the group that each rank of the round is, as `Placement` numbers them.
+        device: device of the rows.
+        statistics: counts the work and the bytes.
+    """
+
+    group: Group
+    members: Integers
+    device: torch.device
+    statistics: AttentionStatistics
+
+    def index(self, values: Integers) -> Tensor:
+        """Return indices on the device, without a wait."""
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(values)), self.device)
+
+
+class RankTasks:
+    """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values.
+
+    Args:
+        plan: the plan of the round.
+        rank: this rank.
+        num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
+        round_index: of the round in the statistics; None: it is not counted, as all ranks have equal work.
+    """
+
+    def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
+        number = int(np.flatnonzero(rank.members == rank.group.rank)[0])
+        own_tokens = plan.placement.slots(number).reshape(num_samples, -1).T.ravel()
+        queries, keys = plan.needed_tokens(number)
+        chosen = plan.hosts_K == number
+        stops = plan.stops_K[chosen]
+        ranges = [
+            np.stack((needed.rows_of(firsts[chosen]), needed.rows_of(stops - 1) + 1), 1)
+            for needed, firsts in ((queries, plan.firsts_K), (keys, plan.first_keys))
+        ]
+        exchange = plan.exchange()
+        self.tasks = TaskAttention(ranges[0], ranges[1], plan.window, rank.device)
+        self.queries = RowTransfer(queries, exchange.queries.between(rank.members), own_tokens, rank)
+        self.keys = RowTransfer(keys, exchange.keys.between(rank.members), own_tokens, rank)
+        self._pairs = int(plan.pairs_of_ranks[number])
+        self._round_index = round_index
+        self._statistics = rank.statistics
+
+    def count_pass(self) -> None:
+        """Count the forward pass of a layer."""
+        if self._round_index is not None:
+            self._statistics.add_pass(self._round_index, self._pairs, self.queries.num_received)
+
+
+class AttentionPlanner:
+    """Plans the attention of the micro-batches of a stage; its layers share the plans.
+
+    Args:
+        groups: the process groups of this rank.
+        options: how a round is planned.
+    """
+
+    def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
+        self._cp = groups.attn.cp
+        self._dp_cp = groups.attn.dp_cp
+        view = groups.layout.attention
+        coordinates = [(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in self._dp_cp.ranks]
+        # Members of a group are sorted by rank, whatever the order of the axes.
+        self._members = np.argsort([dp_rank * self._cp.size + cp_rank for dp_rank, cp_rank in coordinates])
+        self._options = options
+        self.statistics = AttentionStatistics()
+        self._without_documents: dict[object, RankTasks] = {}
+
+    def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
+        """Return this rank's tasks for a micro-batch.
+
+        Args:
+            q: queries of this rank's tokens, [S/cp, B, A, D].
+            documents: their documents; None: a sample is one.
+            window: sliding window; 0: no limit.
+        """
+        num_tokens, num_samples = q.shape[:2]
+        if documents is None:
+            key = num_tokens, num_samples, window
+            if key not in self._without_documents:
+                bounds = DocumentBounds(((0,),) * num_samples)
+                self._without_documents[key] = self._build(q, bounds, window, None)
+            return self._without_documents[key]
+        round_index = documents.cached("attention round", self.statistics.begin_round)
+        return documents.cached(
+            ("attention tasks", window, num_samples), lambda: self._build(q, documents.bounds, window, round_index)
+        )
+
+    def _build(self, q: Tensor, bounds: DocumentBounds, window: int, round_index: int | None) -> RankTasks:
+        num_tokens, num_samples = q.shape[:2]
+        cp = self._cp
+        placement = bounds.placement
+        if placement is None:
+            shape = RoundShape(cp=cp.size, micro_batch_size=num_samples, seq_len=num_tokens * cp.size)
+            placement = place("samples", shape, document_bounds(shape, bounds.of_samples))
+            plan = plan_attention(placement, window=window)
+            rank = RoundRank(cp, np.arange(cp.size), q.device, self.statistics)
+        else:
+            plan = self._options.plan(placement, window)
+            rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
+        return RankTasks(plan, rank, num_samples, round_index)
+
+
+class PlannedAttention:
+    """Core attention by a plan (see the module), for tokens placed as `Placement` says.
+
+    `parallelize` sets `kernel`, used where it supports the tensors.
+
+    Args:
+        planner: plans the micro-batches of the stage.
+        window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
+    """
+
+    def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:
+        self.planner = planner
+        self._window = window
+        self.kernel: TaskKernel | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
+        tasks = self.planner.rank_tasks(q, documents, self._window)
+        tasks.count_pass()
+        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
+        return out
+
+
+class _PlannedFunction(torch.autograd.Function):
+    """(q [S/cp, B, A, D], k [S/cp, B, G, D], v [S/cp, B, G, Dv], sinks [A] or None) -> [S/cp, B, A, Dv]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks, kernel: TaskKernel | None
+    ) -> Tensor:
+        q_RAD = tasks.queries.gather(_rows(q)).unflatten(1, q.shape[2:])
+        k_WGD, v_WGD = _gather_keys(k, v, tasks)
+        out_RAD, lse_RA = tasks.tasks.forward(q_RAD, k_WGD, v_WGD, kernel)
+        out_RAD, lse_RA = (x.squeeze(1) for x in fold_in_sinks(out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks))
+        out = tasks.queries.scatter_sum(out_RAD.flatten(1)).view(*q.shape[:3], v.shape[-1])
+        ctx.save_for_backward(q, k, v, sinks, out, lse_RA)
+        ctx.tasks = tasks
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse_RA = ctx.saved_tensors
+        tasks: RankTasks = ctx.tasks
+        k_WGD, v_WGD = _gather_keys(k, v, tasks)
+        of_queries = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
+        sizes = [x.shape[2] * x.shape[3] for x in (grad_out, q, out)]
+        grad_RAD, q_RAD, out_RAD = (
+            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(of_queries).split(sizes, 1)
+        )
+        dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward((grad_RAD, q_RAD, out_RAD, lse_RA), k_WGD, v_WGD, ctx.kernel)
+        dq = tasks.queries.scatter_sum(dq_RAD.flatten(1)).view(q.shape)
+        dkv = tasks.keys.scatter_sum(torch.cat((dk_WGD.flatten(1), dv_WGD.flatten(1)), 1))
+        dk, dv = dkv.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]], 1)
+        sinks_grad = sink_gradient(grad_RAD.unsqueeze(1), out_RAD.unsqueeze(1), lse_RA.unsqueeze(1), sinks)
+        return dq, dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype), sinks_grad, None, None
+
+
+def _gather_keys(k: Tensor, v: Tensor, tasks: RankTasks) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the tokens that this rank's tasks need, [W, G, D] and [W, G, Dv]."""
+    rows = tasks.keys.gather(torch.cat((_rows(k), _rows(v)), 1))
+    keys, values = rows.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]], 1)
+    return keys.unflatten(1, k.shape[2:]), values.unflatten(1, v.shape[2:])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [S/cp, B, heads, D] as rows, [S/cp * B, heads * D]."""
+    return x.reshape(x.shape[0] * x.shape[1], -1)

@@ -1,0 +1,89 @@
+"""Attention work where samples hold documents: what the cost model needs to know of the ranks of a round. Torch-free.
+
+Round j is the j-th micro-batch of all dp x cp ranks. Where the experts fold over dp x cp, the ranks of an ep group wait
+for each other in every layer, and so do those of a cp group. Attention therefore takes the sum over layers and rounds
+of the maximum over these ranks, not the maximum of their sums.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple, Protocol
+
+from moefold.planner.mapping import ParallelMapping
+
+
+class AttentionPeers(NamedTuple):
+    """Ranks whose attention is priced together."""
+
+    cp: int
+    dp: int
+    mbs: int
+    group: int
+    """Consecutive ranks of dp x cp that wait for each other in every layer; divides dp x cp."""
+    num_rounds: int
+    """Micro-batches of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLoad:
+    """Attention work of one layer and round, per token of a rank; rows are those of one rank's exchange."""
+
+    keys: float
+    """Visible keys for each query, on average over the rounds, of the busiest rank of those that wait."""
+    mean_keys: float
+    """Visible keys for each query, on average over rounds and ranks."""
+    kernel_rows: float
+    """Query rows of a kernel's task, on average over the visible pairs."""
+    sent_keys: float = 0.0
+    """Rows of keys and values that the rank with the most exchanges (sent or received), for each token that it has."""
+    sent_queries: float = 0.0
+    """Rows of queries, likewise."""
+    exchange_ranks: int = 1
+    """Consecutive ranks of dp x cp that exchange rows."""
+    is_planned: bool = False
+    """True if only these rows are exchanged; otherwise all keys and values pass round the cp ranks."""
+
+    @property
+    def max_over_mean(self) -> float:
+        """Straggler factor: work of the busiest rank over the mean."""
+        return self.keys / self.mean_keys
+
+
+class AttentionLoads(Protocol):
+    """Attention work by mapping."""
+
+    def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
+        """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
+        ...
+
+    def of_round(self, index: int) -> "AttentionLoads":
+        """Return the work of one round alone, where `load` is the mean over rounds."""
+        ...
+
+    def mean_load(self, window: int) -> AttentionLoad:
+        """Return a lower bound of the work under all mappings: equal work on all ranks, whole samples in a kernel."""
+        ...
+
+
+def attention_peers(
+    mapping: ParallelMapping, global_batch_size: int, *, is_coupled: bool, has_experts: bool
+) -> AttentionPeers:
+    """Return the ranks that wait for each other under a mapping.
+
+    The ranks of an ep group (with their etp groups) are consecutive in a stage if the experts are folded. Groups of two
+    sizes that overlap connect as many consecutive ranks as their least common multiple.
+
+    Args:
+        mapping: the mapping.
+        global_batch_size: samples of a step.
+        is_coupled: ep neighbours are tp*cp ranks apart, as before folding.
+        has_experts: whether the model has experts.
+    """
+    m = mapping
+    if not has_experts:
+        group = m.cp
+    elif is_coupled:
+        group = m.cp * min(m.ep, m.dp)
+    else:
+        group = min(lcm(m.tp * m.cp, m.ep * m.etp) // m.tp, m.cp * m.dp)
+    return AttentionPeers(m.cp, m.dp, m.mbs, group, m.num_micro_batches(global_batch_size))

@@ -1,0 +1,260 @@
+"""Distributions of document lengths: shipped histograms, histograms and lists of lengths in files. Torch-free.
+
+A histogram has the share of the documents in each class of lengths. Within a class the density is proportional to a
+power of the length. The exponent follows from the mean length of the class, where the source gives the share of the
+tokens too; otherwise it is -1, which makes the logarithm of the length uniform.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.bounded_read import MAX_TABLE_BYTES, parse_toml, read_text
+from moefold.config.suggestions import closest_match
+from moefold.errors import ConfigError
+
+MAX_LENGTH = 2**40
+"""Longest document that a file may have, in tokens."""
+MAX_EXPONENT = 200.0
+"""Largest exponent, of either sign, of the density within a class; its mean is then near an end of the class."""
+SUM_TOLERANCE = 0.01
+"""Largest difference from 1 of the sum of rounded shares."""
+
+Lengths = NDArray[np.int64]
+
+
+class LengthDistribution(Protocol):
+    """A distribution of document lengths in tokens."""
+
+    @property
+    def name(self) -> str:
+        """Name for display."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Origin of the numbers."""
+        ...
+
+    def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
+        """Return the lengths below which the given fractions in [0, 1) of the documents lie, each at least 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """Shares of documents by class of length."""
+
+    name: str
+    source: str
+    upper: tuple[int, ...]
+    """Upper end of each class, ascending; a class begins where the one before it ends, the first at 1 token."""
+    documents: tuple[float, ...]
+    """Share of the documents in each class."""
+    exponents: tuple[float, ...]
+    """Exponent of the density within each class: documents of length x are as frequent as x ** exponent."""
+
+    def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
+        """See `LengthDistribution`."""
+        shares = np.array(self.documents)
+        ends = np.cumsum(shares / shares.sum())
+        ends[-1] = 1.0
+        index = np.minimum(np.searchsorted(ends, fractions, side="right"), len(ends) - 1)
+        starts = np.concatenate(([0.0], ends[:-1]))
+        within = (fractions - starts[index]) / np.maximum(ends[index] - starts[index], np.finfo(np.float64).tiny)
+        low = np.concatenate(([1.0], np.array(self.upper[:-1], dtype=np.float64)))[index]
+        high = np.array(self.upper, dtype=np.float64)[index]
+        lengths = _power_quantile(within, np.log(low), np.log(high), np.array(self.exponents)[index])
+        return np.maximum(1, lengths.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class ListedLengths:
+    """Lengths of single documents, from which documents are drawn with replacement."""
+
+    name: str
+    source: str
+    lengths: Sequence[int]
+
+    @cached_property
+    def _sorted(self) -> Lengths:
+        return np.sort(np.array(self.lengths, dtype=np.int64))
+
+    def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
+        """See `LengthDistribution`."""
+        found: Lengths = self._sorted[(fractions * len(self._sorted)).astype(np.int64)]
+        return found
+
+
+def _power_quantile(
+    fractions: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64], exponents: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return quantiles of densities x ** exponent on [exp(low), exp(high)), element by element."""
+    power = exponents + 1.0
+    span = power * (high - low)
+    is_log_uniform = np.abs(span) < 1e-9
+    # In logarithms relative to the end of the greater density, so that no power overflows.
+    end = np.where(span > 0, high, low)
+    decay = np.exp(-np.abs(span))
+    rest = np.where(span > 0, decay + fractions * (1 - decay), 1 - fractions * (1 - decay))
+    logs = np.where(
+        is_log_uniform, low + fractions * (high - low), end + np.log(rest) / np.where(is_log_uniform, 1.0, power)
+    )
+    return np.exp(logs)
+
+
+def _power_mean(low: float, high: float, exponent: float) -> float:
+    """Return the mean of the density x ** exponent on [low, high)."""
+    logs = np.log(low) + (np.arange(2048) + 0.5) / 2048 * np.log(high / low)
+    weights = (exponent + 1.0) * logs
+    density = np.exp(weights - weights.max())
+    return float((np.exp(logs) * density).sum() / density.sum())
+
+
+def fit_exponent(low: float, high: float, mean: float) -> float:
+    """Return the exponent of the density x ** exponent on [low, high) that has the given mean, by bisection.
+
+    Args:
+        low: lower end of the class, at least 1.
+        high: upper end.
+        mean: between both ends; a mean close to an end gives an exponent of at most `MAX_EXPONENT` in size.
+    """
+    bounds = (-MAX_EXPONENT, MAX_EXPONENT)
+    for _ in range(60):
+        middle = (bounds[0] + bounds[1]) / 2
+        bounds = (middle, bounds[1]) if _power_mean(low, high, middle) < mean else (bounds[0], middle)
+    return bounds[0]
+
+
+def histogram_names() -> tuple[str, ...]:
+    """Return the names of the shipped histograms."""
+    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+
+
+def load_distribution(name_or_path: str) -> LengthDistribution:
+    """Load a shipped histogram by name, or a file: a histogram (.toml), or one length a line.
+
+    Raises:
+        ConfigError: the name is unknown, or the file cannot be read or has entries that are no lengths.
+    """
+    path = Path(name_or_path)
+    if name_or_path in histogram_names():
+        return _parse_histogram((_folder() / f"{name_or_path}.toml").read_text(encoding="utf-8"), name_or_path)
+    if not path.is_file():
+        guess = closest_match(name_or_path, histogram_names())
+        hint = f"did you mean {guess!r}? The" if guess else "the"
+        raise ConfigError(
+            f"--lengths {name_or_path!r} is neither a histogram nor a file nor a run; {hint} histograms are "
+            f"{', '.join(histogram_names())}; a file has one length a line, or is a histogram that ends in .toml"
+        )
+    try:
+        text = read_text(path, MAX_TABLE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"--lengths {name_or_path!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"--lengths {name_or_path!r} is no text; a file has one length a line, or is a histogram that ends in .toml"
+        ) from None
+    if path.suffix == ".toml":
+        return _parse_histogram(text, name_or_path)
+    return _parse_list(text, name_or_path)
+
+
+def _folder() -> Any:
+    return files("moefold.planner.lengths") / "histograms"
+
+
+def _parse_list(text: str, name: str) -> ListedLengths:
+    """Parse one length a line; empty lines are skipped."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.strip()
+        if not word:
+            continue
+        if not (word.isascii() and word.isdigit() and 1 <= len(word) <= 13) or not 1 <= int(word) <= MAX_LENGTH:
+            raise ConfigError(
+                f"--lengths {name!r}, line {number}: {word[:40]!r} is no length; each line is the number of tokens of "
+                f"a document, an integer from 1 to {MAX_LENGTH}"
+            )
+        found.append(int(word))
+    if not found:
+        raise ConfigError(f"--lengths {name!r} has no length; write the tokens of one document on each line")
+    return ListedLengths(name, f"{len(found):,} lengths of {name}", found)
+
+
+def _parse_histogram(text: str, name: str) -> LengthHistogram:
+    """Parse a histogram: `upper`, `documents`, and optionally `tokens` with `mean`, and `source`."""
+    try:
+        tree = parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--lengths {name!r} is no TOML: {error}") from None
+    known = ("source", "upper", "documents", "tokens", "mean")
+    if unknown := sorted(tree.keys() - set(known)):
+        raise ConfigError(f"--lengths {name!r}: key {unknown[0]!r} is unknown; a histogram has {', '.join(known)}")
+    upper = _numbers(tree, "upper", name)
+    shares = _numbers(tree, "documents", name)
+    ends = [1.0, *upper]
+    if any(end != int(end) or not before < end <= MAX_LENGTH for before, end in zip(ends, upper, strict=False)):
+        raise ConfigError(
+            f"--lengths {name!r}: upper must be ascending integers from 2 to {MAX_LENGTH}, the upper end of each class "
+            "in tokens"
+        )
+    if len(shares) != len(upper) or min(shares) < 0 or not sum(shares) > 0:
+        raise ConfigError(
+            f"--lengths {name!r}: documents must have a share of at least 0 for each of the {len(upper)} classes of "
+            "upper, and one above 0"
+        )
+    source = tree.get("source", name)
+    if not isinstance(source, str):
+        raise ConfigError(f"--lengths {name!r}: source must be a text that says where the numbers are from")
+    exponents = _exponents(tree, [int(end) for end in upper], shares, name)
+    return LengthHistogram(name, source, tuple(int(end) for end in upper), tuple(shares), exponents)
+
+
+def _exponents(tree: dict[str, Any], upper: list[int], shares: list[float], name: str) -> tuple[float, ...]:
+    """Return the exponent of each class, from the shares of the tokens if the histogram has them."""
+    if ("tokens" in tree) != ("mean" in tree):
+        raise ConfigError(
+            f"--lengths {name!r}: tokens and mean need each other; give the share of the tokens in each class and the "
+            "mean length of all documents, or leave both out"
+        )
+    if "tokens" not in tree:
+        return (-1.0,) * len(upper)
+    tokens = _numbers(tree, "tokens", name)
+    mean = tree["mean"]
+    if not isinstance(mean, int | float) or isinstance(mean, bool) or not 0 < mean <= MAX_LENGTH:
+        raise ConfigError(f"--lengths {name!r}: mean={mean!r} must be the mean length of all documents, in tokens")
+    if len(tokens) != len(upper) or abs(sum(tokens) - 1) > SUM_TOLERANCE or abs(sum(shares) - 1) > SUM_TOLERANCE:
+        raise ConfigError(
+            f"--lengths {name!r}: with tokens, the shares of documents and of tokens must each add up to 1, one share "
+            f"for each of the {len(upper)} classes"
+        )
+    found = []
+    for low, high, share, token_share in zip([1, *upper], upper, shares, tokens, strict=False):
+        class_mean = mean * token_share / share if share else (low + high) / 2
+        if not low < class_mean < high or (token_share and not share):
+            raise ConfigError(
+                f"--lengths {name!r}: documents of {low} to {high} tokens would have {class_mean:.6g} on average "
+                "(mean x tokens / documents); correct the shares"
+            )
+        found.append(fit_exponent(low, high, class_mean))
+    return tuple(found)
+
+
+def _numbers(tree: dict[str, Any], key: str, name: str) -> list[float]:
+    """Return a list of finite numbers."""
+    values = tree.get(key)
+    is_list = isinstance(values, list) and bool(values)
+    if not is_list or any(isinstance(x, bool) or not isinstance(x, int | float) for x in tree[key]):
+        raise ConfigError(f"--lengths {name!r}: {key} must be a list of numbers, one for each class of lengths")
+    numbers = [float(x) for x in tree[key]]
+    if not np.isfinite(numbers).all():
+        raise ConfigError(f"--lengths {name!r}: {key} must have finite numbers only")
+    return numbers

@@ -1,0 +1,84 @@
+"""Document lengths that a user names: a shipped histogram, a file, or the data of a run. Torch-free."""
+
+from pathlib import Path
+
+import numpy as np
+
+from moefold.config.schema import Config
+from moefold.data.dataset import open_dataset
+from moefold.errors import ConfigError
+from moefold.inference.source import parse_run_config, read_json_object
+from moefold.planner.lengths.distribution import load_distribution
+from moefold.planner.lengths.samples import DocumentSamples, RecordedSamples, SampleLengths, StreamedSamples
+from moefold.validate.cuda_graphs import has_documents
+
+CONFIG_FILE = "config.json"
+MAX_RUN_SAMPLES = 1024
+"""Most samples of a run whose documents are measured: its first ones."""
+
+
+def open_document_samples(name: str, seq_len: int) -> DocumentSamples:
+    """Open the documents of `--lengths NAME|FILE|RUN` for samples of `seq_len` tokens.
+
+    Raises:
+        ConfigError: there is no such histogram, file or run, or the run has no documents or other samples.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return _samples_of_run(folder, seq_len)
+    return StreamedSamples(load_distribution(name))
+
+
+def check_documents(cfg: Config, name: str) -> None:
+    """Check that the samples of a recipe hold documents, so that their lengths count.
+
+    Raises:
+        ConfigError: they do not, or they are rollouts.
+    """
+    if cfg.is_rl:
+        raise ConfigError(
+            f"--lengths {name!r} has no effect on reinforcement learning, whose samples are rollouts; set "
+            "--prompt-tokens and --new-tokens instead"
+        )
+    if not has_documents(cfg):
+        raise ConfigError(
+            f"--lengths {name!r} has no effect on a recipe without documents, in which a sample is one document "
+            f"(data.kind={cfg.data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, or "
+            "leave --lengths out"
+        )
+
+
+def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
+    """Describe how many documents are longer than a sample; empty if none is."""
+    if not isinstance(samples, StreamedSamples):
+        return ""
+    fractions = (np.arange(100_000) + 0.5) / 100_000
+    share = float((samples.distribution.quantile(fractions) > seq_len).mean())
+    if not share:
+        return ""
+    return f"{share:.2%} of the documents are longer than a sample of {seq_len:,} tokens and are cut at its end"
+
+
+def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
+    """Read the document lengths of the first samples that a run trains on."""
+    path = folder / CONFIG_FILE
+    tree = read_json_object(path)
+    if not tree:
+        raise ConfigError(f"--lengths {str(folder)!r} holds no run: {path} is missing; name the run.dir of a run")
+    cfg = parse_run_config(tree, path)
+    check_documents(cfg, str(folder))
+    if cfg.train.seq_len != seq_len:
+        raise ConfigError(
+            f"--lengths {str(folder)!r} is a run with samples of {cfg.train.seq_len} tokens, and --seq-len is {seq_len}"
+            "; its documents were cut at the ends of its samples: choose the same length, or name a file of lengths"
+        )
+    data = open_dataset(
+        cfg.data, seq_len=seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    ).train
+    indices = data.next_sample_indices(0, min(len(data), MAX_RUN_SAMPLES))
+    found: list[SampleLengths] = []
+    for index in indices:
+        ids = data.annotated_sample(index).document_ids
+        bounds = [] if ids is None else (np.flatnonzero(np.diff(ids[:seq_len])) + 1).tolist()
+        found.append(tuple(np.diff([0, *bounds, seq_len]).tolist()))
+    return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))

@@ -1,0 +1,101 @@
+"""Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run. Torch-free.
+
+The stream is that of pretraining: documents follow each other, and the end of a sample cuts the document that it falls
+into. The rest of that document begins the next sample, as a document of its own.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from moefold.planner.lengths.distribution import LengthDistribution, Lengths
+
+DRAWN_AT_ONCE = 4096
+
+SampleLengths = tuple[int, ...]
+"""Lengths of the documents of a sample, in their order; they add up to S."""
+
+
+class DocumentSamples(Protocol):
+    """A source of samples, of which only the lengths of the documents count."""
+
+    @property
+    def name(self) -> str:
+        """Name for display."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Origin of the lengths."""
+        ...
+
+    def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
+        """Return the document lengths of some samples of `seq_len` tokens; equal arguments give equal samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamedSamples:
+    """Documents drawn from a distribution, one after the other, and cut into samples."""
+
+    distribution: LengthDistribution
+
+    @property
+    def name(self) -> str:
+        """See `DocumentSamples`."""
+        return self.distribution.name
+
+    @property
+    def source(self) -> str:
+        """See `DocumentSamples`."""
+        return self.distribution.source
+
+    def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
+        """See `DocumentSamples`."""
+        # NumPy promises that this generator's numbers stay the same in all versions (NEP 19).
+        generator = np.random.RandomState(seed)
+        end = seq_len * count
+        drawn: list[Lengths] = []
+        total = 0
+        while total < end:
+            drawn.append(self.distribution.quantile(generator.random_sample(DRAWN_AT_ONCE)))
+            total += int(drawn[-1].sum())
+        ends = np.cumsum(np.concatenate(drawn))
+        bounds = np.union1d(ends[ends < end], np.arange(seq_len, end + 1, seq_len))
+        lengths = np.diff(bounds, prepend=0)
+        last_of_sample = np.searchsorted(bounds, np.arange(seq_len, end + 1, seq_len))
+        cuts = [0, *(last_of_sample + 1).tolist()]
+        return [tuple(lengths[start:stop].tolist()) for start, stop in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class RecordedSamples:
+    """Samples whose document lengths were read from data; they are drawn with replacement."""
+
+    name: str
+    source: str
+    samples: tuple[SampleLengths, ...]
+    """At least one sample, all with the same number of tokens."""
+
+    def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
+        """See `DocumentSamples`; `seq_len` is that of the samples."""
+        assert sum(self.samples[0]) == seq_len, (sum(self.samples[0]), seq_len)
+        generator = np.random.RandomState(seed)
+        return [self.samples[i] for i in generator.randint(len(self.samples), size=count).tolist()]
+
+
+def effective_length(samples: list[SampleLengths]) -> float:
+    """Return the effective length of documents, sum(l**2) / sum(l): the keys of a token without the causal mask.
+
+    A sample of one document has its own length.
+    """
+    lengths = np.concatenate([np.array(sample, dtype=np.float64) for sample in samples])
+    return float((lengths**2).sum() / lengths.sum())
+
+
+def equal_documents(seq_len: int, length: int) -> DocumentSamples:
+    """Return samples whose documents all have one length, which divides `seq_len`."""
+    assert seq_len % length == 0, (seq_len, length)
+    return RecordedSamples(f"{length} tokens", "equal documents", ((length,) * (seq_len // length),))

@@ -1,0 +1,496 @@
+"""Plan of the attention of a round: which rank computes which rows of which document, and which rows are sent for it.
+
+Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank, its
+host. Tasks start where their tokens are placed. If the work of the ranks differs, rows leave those that have too much
+(core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them, rows
+of keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the slowest
+rank of the round, so work is balanced inside each round.
+
+All is integers that follow from the lengths of the documents: every rank computes the same, without communication.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.topology.token_placement import Document, Integers, Placement, expand
+
+TOLERANCE_UNIT = 1_000_000
+"""Tolerances are rounded to this fraction, so that every rank computes with the same integers."""
+
+
+class AttentionTask(NamedTuple):
+    """Rows first .. stop - 1 of a document, by position in the sample; each attends to the keys up to its own."""
+
+    document: Document
+    first: int
+    stop: int
+    host: int
+    """Rank that computes the task."""
+
+
+class TokenRanges(NamedTuple):
+    """Disjoint ranges of tokens, ascending, with a gap between any two; their rows are in this order in a buffer."""
+
+    firsts: Integers
+    """Number of the first token of each range."""
+    stops: Integers
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of all ranges."""
+        return int((self.stops - self.firsts).sum())
+
+    def rows_of(self, tokens: Integers) -> Integers:
+        """Return the rows of tokens in the buffer; -1: the token is in no range."""
+        if not len(self.firsts):
+            return np.full(len(tokens), -1)
+        lengths = self.stops - self.firsts
+        i = np.searchsorted(self.firsts, tokens, "right") - 1
+        rows = np.cumsum(lengths)[i] - lengths[i] + tokens - self.firsts[i]
+        return np.where((i >= 0) & (tokens < self.stops[i]), rows, -1)
+
+
+class Transfers(NamedTuple):
+    """Runs of consecutive tokens that are sent between ranks, by destination, then source, then number of the token."""
+
+    sources_X: Integers
+    destinations_X: Integers
+    firsts_X: Integers
+    """Number of the first token of each run."""
+    lengths_X: Integers
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all runs."""
+        return int(self.lengths_X.sum())
+
+    def rows(self, source: int, destination: int) -> Integers:
+        """Return the numbers of the tokens that are sent from one rank to another, ascending, int64."""
+        chosen = (self.sources_X == source) & (self.destinations_X == destination)
+        run, offset = expand(self.lengths_X[chosen])
+        tokens: Integers = self.firsts_X[chosen][run] + offset
+        return tokens
+
+    def sent_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
+        """Return the tokens whose rows a rank sends, by destination, and the number for each destination."""
+        return self._tokens(self.sources_X == rank, self.destinations_X, num_ranks)
+
+    def received_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
+        """Return the tokens whose rows a rank receives, by source, and the number from each source."""
+        return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
+
+    def _tokens(self, chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
+        run, offset = expand(self.lengths_X[chosen])
+        counts = sum_by(peers[chosen], self.lengths_X[chosen], num_ranks)
+        return self.firsts_X[chosen][run] + offset, counts.tolist()
+
+    def between(self, members: Integers) -> "Transfers":
+        """Return the transfers between the members of a group, given the member of each rank of the round."""
+        sources = members[self.sources_X]
+        destinations = members[self.destinations_X]
+        order = np.lexsort((self.firsts_X, sources, destinations))
+        return Transfers(sources[order], destinations[order], self.firsts_X[order], self.lengths_X[order])
+
+    def received(self, num_ranks: int) -> Integers:
+        """Return the rows that each rank receives, int64 [num_ranks]."""
+        return sum_by(self.destinations_X, self.lengths_X, num_ranks)
+
+    def sent(self, num_ranks: int) -> Integers:
+        """Return the rows that each rank sends, int64 [num_ranks]."""
+        return sum_by(self.sources_X, self.lengths_X, num_ranks)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that are sent for the attention of a round; the rows of the output return as those of the queries came.
+
+    No row is sent to the rank that holds it, and none twice to one rank.
+    """
+
+    queries: Transfers
+    keys: Transfers
+    """Rows of keys and values, which are sent together."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Tasks of a round, in columns, by host, then number of the first token.
+
+    Args:
+        placement: where the tokens are.
+        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        documents_K: index of the document of each task.
+        firsts_K: number of the first token of each task.
+        stops_K: number after that of the last token of each task.
+        hosts_K: rank that computes each task.
+    """
+
+    placement: Placement
+    window: int
+    documents_K: Integers
+    firsts_K: Integers
+    stops_K: Integers
+    hosts_K: Integers
+
+    @property
+    def tasks(self) -> tuple[AttentionTask, ...]:
+        """Tasks one by one, for display and tests."""
+        documents = self.placement.documents
+        length = self.placement.shape.seq_len
+        columns = self.documents_K, self.firsts_K % length, (self.stops_K - self.firsts_K), self.hosts_K
+        return tuple(
+            AttentionTask(documents[document], first, first + count, host)
+            for document, first, count, host in zip(*(column.tolist() for column in columns), strict=True)
+        )
+
+    @cached_property
+    def document_starts(self) -> Integers:
+        """Number of the first token of the document of each task."""
+        return self.placement.bounds_N[self.documents_K]
+
+    @cached_property
+    def first_keys(self) -> Integers:
+        """Number of the first token that the rows of each task attend to."""
+        if not self.window:
+            return self.document_starts
+        return np.maximum(self.document_starts, self.firsts_K - self.window + 1)
+
+    @cached_property
+    def pairs(self) -> Integers:
+        """Visible (query, key) pairs of each task."""
+        starts = self.document_starts
+        return pairs_before(self.stops_K - starts, self.window) - pairs_before(self.firsts_K - starts, self.window)
+
+    @cached_property
+    def pairs_of_ranks(self) -> Integers:
+        """Visible pairs that each rank computes, int64 [dp * cp]."""
+        return sum_by(self.hosts_K, self.pairs, self.placement.shape.num_ranks)
+
+    @property
+    def max_over_mean(self) -> float:
+        """Pairs of the busiest rank over the mean of all ranks, at least 1."""
+        return float(self.pairs_of_ranks.max() * self.placement.shape.num_ranks / self.pairs_of_ranks.sum())
+
+    def exchange(self, rank: int | None = None) -> Exchange:
+        """Compute the rows that are sent.
+
+        Args:
+            rank: only those that this rank sends or receives, which is faster; None: all.
+        """
+        tasks = np.arange(len(self.hosts_K)) if rank is None else self._tasks_of(rank)
+        hosts = self.hosts_K[tasks]
+        stops = self.stops_K[tasks]
+        queries = self._transfers(hosts, self.firsts_K[tasks], stops, rank)
+        return Exchange(queries, self._transfers(hosts, self.first_keys[tasks], stops, rank))
+
+    def needed_tokens(self, rank: int) -> tuple[TokenRanges, TokenRanges]:
+        """Return the tokens whose queries a rank computes, and those whose keys and values it needs for them."""
+        chosen = self.hosts_K == rank
+        hosts = self.hosts_K[chosen]
+        stops = self.stops_K[chosen]
+        queries, keys = (
+            TokenRanges(*_union(hosts, firsts[chosen], stops, self.placement.shape.num_tokens)[1:])
+            for firsts in (self.firsts_K, self.first_keys)
+        )
+        return queries, keys
+
+    def _tasks_of(self, rank: int) -> Integers:
+        """Return the indices of the tasks of the documents that a rank computes or holds a part of."""
+        placement = self.placement
+        is_own = np.zeros(len(placement.bounds_N), bool)
+        is_own[self.documents_K[self.hosts_K == rank]] = True
+        runs = placement.ranks_M == rank
+        first = np.searchsorted(placement.bounds_N, placement.firsts_M[runs], "right") - 1
+        last = np.searchsorted(placement.bounds_N, (placement.firsts_M + placement.lengths_M)[runs] - 1, "right") - 1
+        run, offset = expand(last - first + 1)
+        is_own[first[run] + offset] = True
+        return np.flatnonzero(is_own[self.documents_K])
+
+    def _transfers(self, hosts: Integers, firsts: Integers, stops: Integers, rank: int | None) -> Transfers:
+        """Return the runs of needed tokens that other ranks than the host hold.
+
+        Args:
+            hosts: rank that needs each range of tokens, ascending.
+            firsts: number of the first token of each range.
+            stops: number after that of the last token.
+            rank: see `exchange`.
+        """
+        placement = self.placement
+        hosts, firsts, stops = _union(hosts, firsts, stops, placement.shape.num_tokens)
+        order = placement.runs_by_token
+        run_firsts = placement.firsts_M[order]
+        first_run = np.searchsorted(run_firsts, firsts, "right") - 1
+        last_run = np.searchsorted(run_firsts, stops - 1, "right") - 1
+        need, offset = expand(last_run - first_run + 1)
+        run = first_run[need] + offset
+        sources = placement.ranks_M[order[run]]
+        begins = np.maximum(firsts[need], run_firsts[run])
+        ends = np.minimum(stops[need], run_firsts[run] + placement.lengths_M[order[run]])
+        destinations = hosts[need]
+        is_sent = sources != destinations
+        if rank is not None:
+            is_sent &= (sources == rank) | (destinations == rank)
+        chosen = np.flatnonzero(is_sent)
+        chosen = chosen[np.lexsort((begins[chosen], sources[chosen], destinations[chosen]))]
+        return Transfers(sources[chosen], destinations[chosen], begins[chosen], (ends - begins)[chosen])
+
+
+def pairs_before(rows: Integers, window: int) -> Integers:
+    """Return the visible (query, key) pairs of the first rows of a document."""
+    full: Integers = np.minimum(rows, window) if window else rows
+    pairs: Integers = full * (full + 1) // 2 + (rows - full) * window
+    return pairs
+
+
+def sum_by(keys: Integers, values: Integers, count: int) -> Integers:
+    """Return the exact sum of the values of each key, int64 [count]."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, keys, values)
+    return sums
+
+
+def plan_attention(
+    placement: Placement,
+    *,
+    window: int = 0,
+    tolerance: float | None = None,
+    block: int = 128,
+    pool: int = 0,
+    nodes: Sequence[int] | None = None,
+) -> AttentionPlan:
+    """Plan the attention of a round. Deterministic: every rank computes the same.
+
+    With a tolerance, no rank of a pool has more than (1 + tolerance) times the mean work of the pool, plus the work of
+    one block at the end of the longest document. A rank with more gives rows from the ends of its tasks, those with the
+    most work for their bytes first, to a rank with less: one that needs the keys of the document anyway, then one of
+    its node, then the one with the least work.
+
+    Args:
+        placement: where the tokens are.
+        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        tolerance: see above, at least 0; None: every rank computes the rows that it holds.
+        block: documents are cut between ranks at multiples of this, in tokens from their start.
+        pool: ranks that share work, a divisor of their number; 0: all.
+        nodes: node of each rank; None: all are in one.
+
+    Returns:
+        The plan.
+    """
+    documents, firsts, stops, hosts = _tasks_at_home(placement)
+    plan = AttentionPlan(placement, window, documents, firsts, stops, hosts)
+    num_ranks = placement.shape.num_ranks
+    pool = pool or num_ranks
+    if tolerance is None or pool == 1:
+        return plan
+    moved = [
+        move
+        for first in range(0, num_ranks, pool)
+        for move in _Balancer(plan, range(first, first + pool), tolerance, block, nodes).moves()
+    ]
+    return _with_moves(plan, moved)
+
+
+def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return document, first and stop token, and rank of each part of a document that a rank holds."""
+    run_stops = placement.firsts_M + placement.lengths_M
+    bounds = placement.bounds_N
+    first = np.searchsorted(bounds, placement.firsts_M, "right") - 1
+    last = np.searchsorted(bounds, run_stops - 1, "right") - 1
+    run, offset = expand(last - first + 1)
+    document = first[run] + offset
+    begins = np.maximum(placement.firsts_M[run], bounds[document])
+    ends = np.minimum(run_stops[run], bounds[document + 1])
+    return _joined(document, begins, ends, placement.ranks_M[run])
+
+
+def _joined(
+    documents: Integers, firsts: Integers, stops: Integers, hosts: Integers
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Sort tasks by host and token; join those of one document that follow each other on a host."""
+    order = np.lexsort((firsts, hosts))
+    documents, firsts, stops, hosts = documents[order], firsts[order], stops[order], hosts[order]
+    begins = np.ones(len(order), bool)
+    begins[1:] = (np.diff(hosts) != 0) | (np.diff(documents) != 0) | (firsts[1:] != stops[:-1])
+    starts = np.flatnonzero(begins)
+    ends = np.append(starts[1:], len(order)) - 1
+    return documents[starts], firsts[starts], stops[ends], hosts[starts]
+
+
+def _union(hosts: Integers, firsts: Integers, stops: Integers, num_tokens: int) -> tuple[Integers, Integers, Integers]:
+    """Join the ranges of tokens that overlap or touch, for each host."""
+    if not len(hosts):
+        return hosts, firsts, stops
+    # Ranges of different hosts lie in different parts of one line, with a gap.
+    shift = hosts * (num_tokens + 1)
+    order = np.argsort(firsts + shift, kind="stable")
+    begins = (firsts + shift)[order]
+    reached = np.maximum.accumulate((stops + shift)[order])
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = begins[1:] > reached[:-1]
+    starts = np.flatnonzero(is_new)
+    ends = np.append(starts[1:], len(order)) - 1
+    of_host = hosts[order][starts]
+    return of_host, begins[starts] - of_host * (num_tokens + 1), reached[ends] - of_host * (num_tokens + 1)
+
+
+class _Move(NamedTuple):
+    """Rows from a number on leave a task: they are cut off its end."""
+
+    task: int
+    first: int
+    stop: int
+    host: int
+
+
+class _Balancer:
+    """Greedy moves of rows from ranks with too much work to ranks with less, inside one pool.
+
+    Every step empties a task, brings its rank down to the limit, or brings the destination up to it.
+    """
+
+    def __init__(
+        self, plan: AttentionPlan, ranks: range, tolerance: float, block: int, nodes: Sequence[int] | None
+    ) -> None:
+        self._plan = plan
+        self._block = block
+        self._ranks = ranks
+        self._nodes = nodes
+        self._pairs = {rank: int(plan.pairs_of_ranks[rank]) for rank in ranks}
+        total = sum(self._pairs.values()) * (TOLERANCE_UNIT + round(tolerance * TOLERANCE_UNIT))
+        self._limit = -(-total // (len(ranks) * TOLERANCE_UNIT))
+        self._hosts_of_document: dict[int, list[int]] = {}
+        self._heaps: dict[int, list[tuple[int, int]]] = {}
+        """Ranks below the limit with their pairs, for each node and, under -1, for all; old entries are skipped."""
+
+    def moves(self) -> Iterable[_Move]:
+        """Yield the moves."""
+        sources = [rank for rank in self._ranks if self._pairs[rank] > self._limit]
+        if not sources:
+            return
+        for rank in self._ranks:
+            self._push(rank)
+        for source in sorted(sources, key=lambda rank: (-self._pairs[rank], rank)):
+            for task in self._tasks_to_give(source):
+                yield from self._give(source, task)
+                if self._pairs[source] <= self._limit:
+                    break
+
+    def _tasks_to_give(self, source: int) -> list[int]:
+        """Return the tasks of a rank, those with the most pairs for each row that would be sent first."""
+        plan = self._plan
+        first, stop = np.searchsorted(plan.hosts_K, (source, source + 1))
+        chosen = slice(first, stop)
+        rows = 2 * plan.stops_K[chosen] - plan.firsts_K[chosen] - plan.first_keys[chosen]
+        return [int(first + i) for i in np.argsort(-(plan.pairs[chosen] // rows), kind="stable")]
+
+    def _give(self, source: int, task: int) -> Iterable[_Move]:
+        """Give rows from the end of a task until it is empty or less than half a block of its rows is too much."""
+        plan = self._plan
+        document = int(plan.documents_K[task])
+        start = int(plan.document_starts[task])
+        first = int(plan.firsts_K[task]) - start
+        stop = int(plan.stops_K[task]) - start
+        while stop > first:
+            surplus = self._pairs[source] - self._limit
+            last_cut = max(first, (stop - 1) // self._block * self._block)
+            half_block = (self._pairs_before(stop) - self._pairs_before(last_cut) + 1) // 2
+            if surplus < half_block:
+                return
+            host = self._destination(source, document, half_block)
+            cut = self._cut(first, stop, min(surplus, self._limit - self._pairs[host]))
+            pairs = self._pairs_before(stop) - self._pairs_before(cut)
+            self._pairs[source] -= pairs
+            self._pairs[host] += pairs
+            self._push(host)
+            self._push(source)
+            if host not in (hosts := self._hosts(document)):
+                hosts.append(host)
+            yield _Move(task, start + cut, start + stop, host)
+            stop = cut
+
+    def _cut(self, first: int, stop: int, needed: int) -> int:
+        """Return the place for a cut after which the rows of a task have about this many pairs; at least one block."""
+        before = self._pairs_before(stop) - needed
+        if before <= self._pairs_before(first):
+            return first
+        window = self._plan.window
+        if window and before > window * (window + 1) // 2:
+            rows = window + (before - window * (window + 1) // 2) // window
+        else:
+            rows = (isqrt(8 * before + 1) - 1) // 2
+        low = max(first, rows // self._block * self._block)
+        high = (rows // self._block + 1) * self._block
+        is_high_nearer = self._pairs_before(high) - before < before - self._pairs_before(low)
+        return high if high < stop and is_high_nearer else low
+
+    def _pairs_before(self, rows: int) -> int:
+        window = self._plan.window or rows
+        full = min(rows, window)
+        return full * (full + 1) // 2 + (rows - full) * window
+
+    def _destination(self, source: int, document: int, needed: int) -> int:
+        """Return the rank that takes rows; all that are returned have less work than the limit."""
+        room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._hosts(document)}
+        holder = max(room, key=lambda rank: (room[rank], -rank))
+        if room[holder] >= needed:
+            return holder
+        near = None if self._nodes is None else self._lightest(self._nodes[source])
+        if near is not None and self._limit - self._pairs[near] >= needed:
+            return near
+        host = self._lightest(-1)
+        assert host is not None, "the mean of all ranks is at most the limit"
+        return host
+
+    def _hosts(self, document: int) -> list[int]:
+        """Return the ranks that compute rows of a document; they hold or receive keys of it."""
+        if document not in self._hosts_of_document:
+            order, documents = self._tasks_by_document
+            first, stop = np.searchsorted(documents, (document, document + 1))
+            hosts = self._plan.hosts_K[order[first:stop]]
+            self._hosts_of_document[document] = list(dict.fromkeys(hosts.tolist()))
+        return self._hosts_of_document[document]
+
+    @cached_property
+    def _tasks_by_document(self) -> tuple[Integers, Integers]:
+        """Indices of the tasks sorted by document, and the documents in that order."""
+        order = np.argsort(self._plan.documents_K, kind="stable")
+        return order, self._plan.documents_K[order]
+
+    def _lightest(self, heap: int) -> int | None:
+        entries = self._heaps.get(heap, [])
+        while entries:
+            pairs, rank = entries[0]
+            if pairs == self._pairs[rank] and pairs < self._limit:
+                return rank
+            heapq.heappop(entries)
+        return None
+
+    def _push(self, rank: int) -> None:
+        if self._pairs[rank] >= self._limit:
+            return
+        for heap in (-1,) if self._nodes is None else (-1, self._nodes[rank]):
+            heapq.heappush(self._heaps.setdefault(heap, []), (self._pairs[rank], rank))
+
+
+def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
+    """Return the plan after the moves; those of a task are in order, each ends where the next one begins, backwards."""
+    if not moves:
+        return plan
+    tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))
+    left = plan.stops_K.copy()
+    np.minimum.at(left, tasks, firsts)
+    keeps = left > plan.firsts_K
+    documents, firsts, stops, hosts = _joined(
+        np.concatenate((plan.documents_K[keeps], plan.documents_K[tasks])),
+        np.concatenate((plan.firsts_K[keeps], firsts)),
+        np.concatenate((left[keeps], stops)),
+        np.concatenate((plan.hosts_K[keeps], hosts)),
+    )
+    return AttentionPlan(plan.placement, plan.window, documents, firsts, stops, hosts)

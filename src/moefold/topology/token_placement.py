@@ -1,0 +1,324 @@
+"""Placement of the tokens of a round on the dp x cp ranks: which token each rank holds in which of its slots.
+
+Round j is the j-th micro-batch of all dp x cp ranks at once, B samples for each dp rank. A placement decides which rank
+computes what, and never what is computed. Documents are contiguous parts of a sample; together they cover it.
+
+Tokens of a round have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1. A rank's
+slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r % cp of dp
+rank r // cp.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+PlacementKind = Literal["samples", "documents", "balanced"]
+MAX_FITTING_RANKS = 8
+"""Ranks that a document is offered to before it is split over several."""
+
+
+class Document(NamedTuple):
+    """Contiguous tokens of one sample of a round that attend to each other only."""
+
+    sample: int
+    """Index of the sample in the round, 0 .. dp*B - 1."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundShape:
+    """Ranks and tokens of a round."""
+
+    dp: int = 1
+    cp: int = 1
+    micro_batch_size: int = 1
+    """Samples of a dp rank, B."""
+    seq_len: int
+    """Tokens of a sample, S; cp divides it."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks, dp * cp."""
+        return self.dp * self.cp
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the round, dp * B."""
+        return self.dp * self.micro_batch_size
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Slots of a rank, C = B * S / cp."""
+        return self.micro_batch_size * self.seq_len // self.cp
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the round."""
+        return self.num_samples * self.seq_len
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Token of each slot of each rank: a bijection of slots and tokens, as runs of consecutive tokens.
+
+    Args:
+        shape: ranks and tokens of the round.
+        bounds_N: number of the first token of each document, ascending from 0, and then the number of tokens, int64.
+        ranks_M: rank of each run, int64, ascending.
+        firsts_M: number of the first token of each run; the runs of a rank are in the order of its slots.
+        lengths_M: tokens of each run, at least 1.
+    """
+
+    shape: RoundShape
+    bounds_N: Integers
+    ranks_M: Integers
+    firsts_M: Integers
+    lengths_M: Integers
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Documents of the round, in the order of their tokens."""
+        samples, starts = np.divmod(self.bounds_N[:-1], self.shape.seq_len)
+        stops = starts + np.diff(self.bounds_N)
+        return tuple(Document(*row) for row in np.stack((samples, starts, stops), 1).tolist())
+
+    @cached_property
+    def first_slots(self) -> Integers:
+        """Slot of the first token of each run in the slots of its rank."""
+        return np.cumsum(self.lengths_M) - self.lengths_M - self.ranks_M * self.shape.tokens_per_rank
+
+    @cached_property
+    def runs_by_token(self) -> Integers:
+        """Indices of the runs in the order of their tokens."""
+        return np.argsort(self.firsts_M, kind="stable")
+
+    def slots(self, rank: int) -> Integers:
+        """Return the numbers of a rank's tokens, int64 [C]: sample * S + position."""
+        chosen = slice(*np.searchsorted(self.ranks_M, (rank, rank + 1)))
+        run, offset = expand(self.lengths_M[chosen])
+        return self.firsts_M[chosen][run] + offset
+
+    def check(self) -> None:
+        """Check that every token has one slot, and every rank its number of slots.
+
+        Raises:
+            ValueError: it is not so.
+        """
+        order = self.runs_by_token
+        ends = self.firsts_M[order] + self.lengths_M[order]
+        begins = np.append(self.firsts_M[order], self.shape.num_tokens)
+        per_rank = np.bincount(self.ranks_M, self.lengths_M, self.shape.num_ranks)
+        if begins[0] != 0 or (ends != begins[1:]).any() or (np.diff(self.ranks_M) < 0).any():
+            raise ValueError("a placement must have every token of the round in exactly one slot, ordered by rank")
+        if (per_rank != self.shape.tokens_per_rank).any():
+            raise ValueError(f"a placement must give every rank {self.shape.tokens_per_rank} tokens, not {per_rank}")
+
+
+def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[int]]) -> Integers:
+    """Return the numbers of the first tokens of all documents of a round, and then of all tokens, int64 [N + 1].
+
+    Args:
+        shape: ranks and tokens of the round.
+        documents_of_samples: for each sample of the round the position at which each document begins, ascending from
+            0; the end of the sample may follow.
+
+    Raises:
+        ValueError: the documents are not those of the samples of the round.
+    """
+    length = shape.seq_len
+    counts = [len(starts) for starts in documents_of_samples]
+    flat = np.fromiter((start for starts in documents_of_samples for start in starts), np.int64, sum(counts))
+    sample = np.repeat(np.arange(len(counts)), counts)
+    numbers = (sample * length + flat)[flat < length]
+    firsts = np.arange(shape.num_samples) * length
+    if len(counts) != shape.num_samples or (np.diff(numbers) <= 0).any() or not np.isin(firsts, numbers).all():
+        raise ValueError(
+            f"a round has {shape.num_samples} samples, whose documents begin at ascending positions from 0"
+        )
+    return np.append(numbers, shape.num_tokens)
+
+
+def place(kind: PlacementKind, shape: RoundShape, bounds_N: Integers, block: int = 1) -> Placement:
+    """Place the tokens of a round. Deterministic: every rank computes the same.
+
+    Args:
+        kind: "samples": each sample over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
+            (arXiv:2407.21783 sec. 3.3.2). "documents": likewise each document of the sample (WLB-LLM,
+            arXiv:2503.17924); what is left when a document is split into 2*cp chunks of whole blocks goes to the ranks
+            in contiguous parts. "balanced": the documents of the round over all dp x cp ranks, longest first, to the
+            rank with the fewest visible pairs that has room (arXiv:2502.21231); one that fits nowhere is split over
+            the ranks with the most room, in chunks as above.
+        shape: ranks and tokens of the round.
+        bounds_N: see `document_bounds`.
+        block: chunks of documents are multiples of this, in tokens.
+    """
+    if kind == "samples":
+        return _place_samples(shape, bounds_N)
+    if kind == "documents":
+        return _place_documents(shape, bounds_N, block)
+    return _place_balanced(shape, bounds_N)
+
+
+def expand(counts: Integers) -> tuple[Integers, Integers]:
+    """Return for each of sum(counts) items: the index of its count, and its index among the items of that count."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _place_samples(shape: RoundShape, bounds_N: Integers) -> Placement:
+    """Give each cp rank two chunks of each sample of its dp rank; the whole sample without context parallelism."""
+    cp = shape.cp
+    num_chunks = 2 * cp if cp > 1 else 1
+    size = shape.seq_len // num_chunks
+    rank, sample, half = np.indices((shape.num_ranks, shape.micro_batch_size, min(2, num_chunks))).reshape(3, -1)
+    cp_rank = rank % cp
+    chunk = np.where(half == 0, cp_rank, num_chunks - 1 - cp_rank)
+    firsts = (rank // cp * shape.micro_batch_size + sample) * shape.seq_len + chunk * size
+    return Placement(shape, bounds_N, rank, firsts, np.full(len(rank), size))
+
+
+def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Placement:
+    """Split each document over the cp ranks of its sample; each rank gets S/cp tokens of each sample."""
+    cp = shape.cp
+    lengths = np.diff(bounds_N)
+    size = lengths // (2 * cp * block) * block
+    document, chunk = expand(np.where(size > 0, 2 * cp, 0))
+    cp_ranks = [np.minimum(chunk, 2 * cp - 1 - chunk)]
+    firsts = [bounds_N[document] + chunk * size[document]]
+    counts = [size[document]]
+    # What is left of each document, as one line of tokens for each sample, is cut into cp equal parts.
+    left = lengths - 2 * cp * size
+    left_ends = np.cumsum(left)
+    samples = bounds_N[:-1] // shape.seq_len
+    last_of_sample = np.searchsorted(samples, np.arange(shape.num_samples), "right") - 1
+    sample_ends = left_ends[last_of_sample]
+    share = np.diff(sample_ends, prepend=0) // cp
+    cuts = (sample_ends - share * cp)[:, None] + share[:, None] * np.arange(cp)
+    edges = np.unique(np.concatenate((cuts.ravel(), left_ends - left, left_ends[-1:])))
+    begins = edges[:-1]
+    owner = np.searchsorted(left_ends, begins, "right")
+    of_sample = samples[owner]
+    cp_ranks.append((begins - cuts[of_sample, 0]) // np.maximum(share[of_sample], 1))
+    firsts.append(bounds_N[owner + 1] - (left_ends[owner] - begins))
+    counts.append(np.diff(edges))
+    return _of_runs(shape, bounds_N, np.concatenate(cp_ranks), np.concatenate(firsts), np.concatenate(counts))
+
+
+def _of_runs(
+    shape: RoundShape, bounds_N: Integers, cp_ranks: Integers, firsts: Integers, lengths: Integers
+) -> Placement:
+    """Build a placement in which samples stay on their dp ranks from runs in any order."""
+    dp_ranks = firsts // shape.seq_len // shape.micro_batch_size
+    return sorted_placement(shape, bounds_N, dp_ranks * shape.cp + cp_ranks, firsts, lengths)
+
+
+def sorted_placement(
+    shape: RoundShape, bounds_N: Integers, ranks: Integers, firsts: Integers, lengths: Integers
+) -> Placement:
+    """Build a placement from runs in any order: the slots of a rank are in the order of the numbers of its tokens."""
+    order = np.lexsort((firsts, ranks))
+    ranks, firsts, lengths = ranks[order], firsts[order], lengths[order]
+    begins = np.ones(len(ranks), bool)
+    begins[1:] = (np.diff(ranks) != 0) | (firsts[:-1] + lengths[:-1] != firsts[1:])
+    starts = np.flatnonzero(begins)
+    return Placement(shape, bounds_N, ranks[starts], firsts[starts], np.add.reduceat(lengths, starts))
+
+
+def _place_balanced(shape: RoundShape, bounds_N: Integers) -> Placement:
+    """Give the documents of the round to all ranks, longest first."""
+    lengths = np.diff(bounds_N)
+    order = np.argsort(-lengths, kind="stable")
+    packer = _Packer(shape)
+    for first, length in zip(bounds_N[order].tolist(), lengths[order].tolist(), strict=True):
+        packer.add(first, length)
+    ranks, firsts, counts = (np.array(column, np.int64) for column in zip(*packer.runs, strict=True))
+    return sorted_placement(shape, bounds_N, ranks, firsts, counts)
+
+
+class _Packer:
+    """Ranks that are filled with documents: those with the fewest visible pairs first, until they have no room."""
+
+    def __init__(self, shape: RoundShape) -> None:
+        self.runs: list[tuple[int, int, int]] = []
+        """Rank, number of the first token, tokens."""
+        self._room = [shape.tokens_per_rank] * shape.num_ranks
+        self._pairs = [0] * shape.num_ranks
+        self._capacity = shape.tokens_per_rank
+        # Every rank with room has one valid entry in each heap: the one with its present pairs or room.
+        self._by_pairs = [(0, rank) for rank in range(shape.num_ranks)]
+        self._by_room = [(-shape.tokens_per_rank, rank) for rank in range(shape.num_ranks)]
+
+    def add(self, first: int, length: int) -> None:
+        """Place a document whole on one rank, or split over several."""
+        rank = self._lightest_with_room(length)
+        if rank is not None:
+            self._give(rank, first, length, length * (length + 1) // 2)
+            return
+        ranks = self._roomiest(length)
+        shares = _even_shares([self._room[rank] for rank in ranks], length)
+        edges = [0]
+        for share in (*shares, *shares[::-1]):
+            is_late = len(edges) > len(shares)
+            edges.append(edges[-1] + (share // 2 if is_late else share - share // 2))
+        for place_, rank in enumerate((*ranks, *ranks[::-1])):
+            start, stop = edges[place_], edges[place_ + 1]
+            if stop > start:
+                self._give(rank, first + start, stop - start, (stop * (stop + 1) - start * (start + 1)) // 2)
+
+    def _give(self, rank: int, first: int, length: int, pairs: int) -> None:
+        self.runs.append((rank, first, length))
+        self._room[rank] -= length
+        self._pairs[rank] += pairs
+        if self._room[rank]:
+            heapq.heappush(self._by_pairs, (self._pairs[rank], rank))
+            heapq.heappush(self._by_room, (-self._room[rank], rank))
+
+    def _lightest_with_room(self, length: int) -> int | None:
+        """Return the rank with the fewest pairs among the first that have room for a document; None: none has."""
+        passed: list[tuple[int, int]] = []
+        found = None
+        while self._by_pairs and len(passed) < MAX_FITTING_RANKS:
+            pairs, rank = heapq.heappop(self._by_pairs)
+            if not self._room[rank] or pairs != self._pairs[rank]:
+                continue
+            if self._room[rank] >= length:
+                found = rank
+                break
+            passed.append((pairs, rank))
+        for entry in passed:
+            heapq.heappush(self._by_pairs, entry)
+        if found is None and length <= self._capacity:
+            (found,) = self._roomiest(1)
+            return found if self._room[found] >= length else None
+        return found
+
+    def _roomiest(self, length: int) -> list[int]:
+        """Return the fewest ranks with the most room that together have room for a document."""
+        chosen: list[int] = []
+        room = 0
+        while room < length:
+            negative, rank = heapq.heappop(self._by_room)
+            if -negative == self._room[rank] and rank not in chosen:
+                chosen.append(rank)
+                room += self._room[rank]
+        for rank in chosen:
+            heapq.heappush(self._by_room, (-self._room[rank], rank))
+        return sorted(chosen)
+
+
+def _even_shares(rooms: Sequence[int], total: int) -> list[int]:
+    """Split a number over rooms as evenly as they allow."""
+    shares = [0] * len(rooms)
+    left = total
+    for count, i in enumerate(sorted(range(len(rooms)), key=lambda i: (rooms[i], i))):
+        shares[i] = min(rooms[i], left // (len(rooms) - count))
+        left -= shares[i]
+    return shares

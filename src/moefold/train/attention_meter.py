@@ -1,0 +1,74 @@
+"""Metrics of planned attention: balance of the work, rows that moved, and bytes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config
+from moefold.model.attention import SelfAttention
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention
+
+
+@dataclass(frozen=True)
+class AttentionMetrics:
+    """Attention work of a step, over all layers, micro-batches and ranks."""
+
+    max_over_mean: float
+    """Visible pairs of the busiest of the dp x cp ranks, summed over the micro-batches, over those of the mean rank."""
+    moved_rows: int
+    """Rows of queries that other ranks computed than those that hold them."""
+    sent_bytes: int
+    """Bytes that were sent between ranks, of both passes."""
+
+
+class AttentionMeter:
+    """Reads the statistics of the planned attention of a rank, and computes the metrics from those of all ranks.
+
+    Args:
+        model: the model.
+        cfg: the recipe.
+    """
+
+    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+        planners: dict[int, AttentionPlanner] = {}
+        for stage in model.stages:
+            for module in stage.modules():
+                if isinstance(module, SelfAttention) and isinstance(module.core_attention, PlannedAttention):
+                    planners[id(module.core_attention.planner)] = module.core_attention.planner
+        self._planners = list(planners.values())
+        self._groups = model.groups
+        p = cfg.parallel
+        # Equal on all ranks, also on those without softmax attention.
+        self._num_rounds = cfg.num_micro_batches if p.context == "planned" and p.dp * p.cp > 1 else 0
+
+    def begin_step(self) -> None:
+        """Forget earlier passes."""
+        for planner in self._planners:
+            planner.statistics.reset()
+
+    def local_statistics(self, device: torch.device) -> Tensor:
+        """Return this rank's summands, [ranks + 1, micro-batches]: its pairs in its row; rows and bytes in the last.
+
+        Rounds of a step with more micro-batches than the recipe's share places. [0] if no attention is planned.
+        """
+        if not self._num_rounds:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        world = self._groups.world
+        numbers = torch.zeros(world.size + 1, max(2, self._num_rounds), dtype=torch.float64)
+        for planner in self._planners:
+            for i, pairs in enumerate(planner.statistics.pairs):
+                numbers[world.rank, i % self._num_rounds] += pairs
+            if self._groups.attn.tp.rank == 0:
+                numbers[-1, 0] += planner.statistics.moved_rows
+            numbers[-1, 1] += planner.statistics.sent_bytes
+        return numbers.to(device, non_blocking=True)
+
+    def metrics(self, sums: Tensor) -> AttentionMetrics | None:
+        """Compute the metrics from the sums of `local_statistics` over all ranks; None if nothing was counted."""
+        if not sums.numel() or not sums[:-1].any():
+            return None
+        groups = [list(members) for members in self._groups.layout.attention.groups("dp", "cp")]
+        pairs = sums[:-1][torch.tensor(groups)]
+        return AttentionMetrics(float(pairs.amax(1).sum() / pairs.mean(1).sum()), int(sums[-1, 0]), int(sums[-1, 1]))

@@ -1,0 +1,60 @@
+"""Rules on `parallel.placement` "documents" and "balanced", which give ranks tokens of any samples of a round."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config, has_moe_layers
+
+CHOICES_OF_MICRO_BATCH = ("sinkhorn", "quantile")
+"""Choices that read all tokens of a micro-batch."""
+
+
+def validate_placed_tokens(cfg: Config) -> Iterator[str]:
+    """Check that what needs whole samples, or the tokens of one micro-batch on one group of ranks, is off."""
+    p = cfg.parallel
+    if p.context != "planned" or p.placement == "samples":
+        return
+    name = f"parallel.placement={p.placement!r}"
+    way_out = "choose parallel.placement='samples'"
+    if cfg.is_rl:
+        yield f"{name} needs every sample of the step on every rank, and rollouts are packed for one rank; {way_out}"
+    elif cfg.data.kind in ("preference", "program"):
+        yield (
+            f"{name} splits samples between ranks, and data.kind={cfg.data.kind!r} has losses and columns of whole "
+            f"samples; {way_out}"
+        )
+    if cfg.model.has_linear_attention:
+        yield (
+            f"{name} splits samples into parts of documents, and linear attention (model.attention_pattern) needs "
+            f"contiguous segments of samples; {way_out}"
+        )
+    if has_moe_layers(cfg.model):
+        yield from _validate_routing(cfg, name, way_out)
+
+
+def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
+    moe = cfg.moe
+    is_balanced = cfg.parallel.placement == "balanced"
+    for key in ("capacity_factor", "eval_capacity_factor"):
+        factor = getattr(moe, key)
+        if factor > 0 and (is_balanced or moe.drop_scope == "sub_sequence"):
+            whose = (
+                "of a micro-batch, whose tokens are on all ranks" if is_balanced else "of one rank's part of a sample"
+            )
+            yield (
+                f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity is that "
+                f"{whose}; set {key}=0.0 (dropless), or {way_out}"
+            )
+    if is_balanced and moe.choice in CHOICES_OF_MICRO_BATCH:
+        yield (
+            f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
+            f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
+        )
+    for key, is_set in (("trace_every", moe.trace_every > 0), ("replay", bool(moe.replay))):
+        if is_set:
+            yield (
+                f"{name} with moe.{key}={getattr(moe, key)!r}: traces are read and written by rank and sample, and "
+                f"ranks hold parts of any samples; leave {key} out, or {way_out}"
+            )
+
+
+PLACEMENT_RULES = (validate_placed_tokens,)

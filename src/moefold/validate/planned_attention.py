@@ -1,0 +1,42 @@
+"""Rules on planned attention: where tokens are placed, and which ranks share their attention work."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.topology.layout import divisors
+
+
+def validate_attention_pool(cfg: Config) -> Iterator[str]:
+    """Check that a pool holds whole samples, and that pools divide the ranks of a round."""
+    p = cfg.parallel
+    pool = p.attention_pool
+    if not pool or p.attention_hosts != "balanced":
+        return
+    ranks = p.dp * p.cp
+    if pool % p.cp or ranks % pool:
+        legal = ", ".join(str(p.cp * count) for count in divisors(p.dp))
+        yield (
+            f"parallel.attention_pool={pool} must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}; "
+            f"choose one of {legal}, or 0 for all ranks"
+        )
+
+
+def validate_placement(cfg: Config) -> Iterator[str]:
+    """Check that the source of samples can take the hosts; `validate/placement.py` checks the placement."""
+    p = cfg.parallel
+    if p.context != "planned":
+        return
+    if "C" in cfg.model.attention_pattern:
+        yield (
+            f"parallel.context='planned' plans attention within documents, and model.attention_pattern="
+            f"{cfg.model.attention_pattern!r} has layers of kind C, which divide them into chunks; choose "
+            "parallel.context='ring'"
+        )
+    if p.attention_hosts == "balanced" and cfg.is_rl:
+        yield (
+            "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each "
+            "rank alone; choose parallel.attention_hosts='home'"
+        )
+
+
+PLANNED_ATTENTION_CHECKS = (validate_attention_pool, validate_placement)

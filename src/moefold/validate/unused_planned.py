@@ -1,0 +1,31 @@
+"""Keys without effect where attention is not planned, or has nothing to balance."""
+
+from moefold.validate.cuda_graphs import has_documents
+from moefold.validate.unused_rule import UnusedKeyRule
+
+PLANNED_ATTENTION_RULES = (
+    UnusedKeyRule(
+        "parallel.placement parallel.attention_hosts",
+        lambda cfg: cfg.parallel.context != "planned",
+        "only parallel.context='planned' reads it",
+        "choose parallel.context='planned'",
+    ),
+    UnusedKeyRule(
+        "parallel.placement parallel.attention_hosts",
+        lambda cfg: not has_documents(cfg),
+        "every sample is one document, so the ranks have equal attention work",
+        "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
+    ),
+    UnusedKeyRule(
+        "parallel.attention_tolerance parallel.attention_pool",
+        lambda cfg: cfg.parallel.attention_hosts != "balanced",
+        "only parallel.attention_hosts='balanced' reads it",
+        "choose parallel.attention_hosts='balanced'",
+    ),
+    UnusedKeyRule(
+        "parallel.attention_block",
+        lambda cfg: cfg.parallel.attention_hosts != "balanced" and cfg.parallel.placement != "documents",
+        "only parallel.attention_hosts='balanced' and parallel.placement='documents' read it",
+        "choose one of these",
+    ),
+)

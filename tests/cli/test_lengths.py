@@ -1,0 +1,147 @@
+"""`--lengths` of plan and simulate, and `moefold lengths`: numbers that follow from the documents, and bad input."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.recipe import load_config
+
+RECIPE = """
+[model]
+num_layers = 4
+hidden_size = 256
+layer_pattern = "M"
+num_experts = 8
+[parallel]
+world_size = 8
+cp = 2
+ep = 8
+[train]
+global_batch_size = 16
+seq_len = 4096
+[data]
+kind = "text"
+path = "text"
+document_end = 0
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def answer(capsys, *words) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def message(capsys, *words) -> str:
+    assert main([*words]) == 2
+    return capsys.readouterr().err
+
+
+def test_simulate_prices_documents(recipe, capsys):
+    plain = answer(capsys, "simulate", recipe)
+    short = answer(capsys, "simulate", recipe, "--lengths", "wikipedia")
+    assert "lengths" not in plain
+    assert short["lengths"] == "wikipedia"
+    assert 0 < short["effective_length"] < 4096
+    assert short["attention_max_over_mean"] > 1
+    assert short["step_time_s"] < plain["step_time_s"]
+    assert main(["simulate", recipe, "--lengths", "wikipedia"]) == 0
+    out = capsys.readouterr().out
+    assert "attention: ring attention; the busiest rank has" in out
+    assert "FlexSP" in out
+    assert "longer than a sample of 4,096 tokens and are cut" in out
+
+
+def test_documents_of_a_whole_sample_change_nothing(recipe, tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("4096\n")
+    plain, whole = (answer(capsys, "simulate", recipe, *more) for more in ([], ["--lengths", str(path)]))
+    assert whole["step_time_s"] == pytest.approx(plain["step_time_s"], rel=1e-3)
+    assert whole["attention_max_over_mean"] == 1
+
+
+def test_plan_chooses_how_attention_is_shared(recipe, tmp_path, capsys):
+    start = ["plan", recipe, "--gpu", "h100", "--num-gpus", "2", "--lengths", "wlb"]
+    words = [*start, "--fix", "tp=1,cp=2,pp=1,ep=2,mbs=1"]
+    found = answer(capsys, *words)
+    assert found["lengths"] == "wlb"
+    best = found["mappings"][0]
+    assert set(best["attention"]) == {"context", "placement", "attention_hosts"}
+    planned = tmp_path / "planned.toml"
+    assert main([*words, "--recipe", str(planned)]) == 0
+    out = capsys.readouterr().out
+    assert "attention:" in out
+    assert "lengths:" in out
+    if best["attention"]["context"] != "ring":
+        assert f'context = "{best["attention"]["context"]}"' in planned.read_text()
+    explained = answer(capsys, *start, "--explain", "tp=1 cp=2 pp=1 ep=2 mbs=1")
+    assert explained["attention"] == best["attention"]
+    assert explained["rank"] >= 1
+
+
+def test_lengths_shows_the_balance_of_each_strategy(capsys):
+    words = ["lengths", "wikipedia", "wlb", "--seq-len", "8192", "--cp", "2", "--dp", "2"]
+    rows = answer(capsys, *words)
+    assert [row["lengths"] for row in rows] == ["wikipedia"] * 8 + ["wlb"] * 8
+    assert {row["context"] for row in rows} == {"ring", "ulysses", "planned"}
+    balance = {(row["context"], row["placement"], row["attention_hosts"]): row for row in rows[:8]}
+    ring = balance["ring", "samples", "home"]
+    best = balance["planned", "samples", "balanced"]
+    assert best["max_over_mean"] < ring["max_over_mean"]
+    assert best["moved_queries"] > 0
+    assert ring["received_keys"] == 1
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks, cp=2 dp=2, samples of 8,192 tokens" in out
+    assert out.count("planned attention") == 12
+
+
+def test_the_data_of_a_run(recipe, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("word " * 3000)
+    (text / "b.txt").write_text("word " * 9000)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    cfg = load_config(Path(recipe), ["data.path=" + str(text), "data.validation_fraction=0"])
+    (run_dir / "config.json").write_text(json.dumps(asdict(cfg)))
+    found = answer(capsys, "simulate", recipe, "--lengths", str(run_dir))
+    assert found["lengths"] == str(run_dir)
+    assert found["attention_max_over_mean"] > 1
+    err = message(capsys, "simulate", recipe, "train.seq_len=2048", "--lengths", str(run_dir))
+    assert "samples of 4096 tokens" in err
+    (run_dir / "config.json").unlink()
+    assert "holds no run" in message(capsys, "simulate", recipe, "--lengths", str(run_dir))
+
+
+BAD = [
+    (["simulate", "RECIPE", "--lengths", "wiki"], "did you mean 'wikipedia'"),
+    (["simulate", "RECIPE", "data.document_end=-1", "--lengths", "wlb"], "has no effect on a recipe without documents"),
+    (["plan", "RECIPE", "--gpu", "h100", "--lengths", "nowhere.txt"], "is neither a histogram nor a file nor a run"),
+    (
+        ["plan", "RECIPE", "--gpu", "h100", "--lengths", "wlb", "--compare-folding"],
+        "has no effect on --compare-folding",
+    ),
+    (["lengths", "wlb", "--cp", "3", "--seq-len", "4096"], "must be a multiple of 2*cp=6"),
+    (["lengths", "wlb", "--dp", "0"], "--dp 0 must be at least 1"),
+    (["lengths", "wlb", "--tolerance", "-0.1"], "--tolerance -0.1 must lie between 0 and 1"),
+    (["lengths", "wlb", "--tolerance", "nan"], "--tolerance nan must lie between 0 and 1"),
+    (["lengths", "wlb", "--dp", "4096"], "--cp x --dp 32768 must be at most 4096"),
+    (["bench", "documents", "--seq-len", "100"], "must be a multiple of 2*cp=8"),
+    (["bench", "documents", "--cp", "3", "--seq-len", "4092"], "--cp 3 must be 2 or 4"),
+    (["bench", "documents", "--lengths", "wiki"], "did you mean 'wikipedia'"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), BAD)
+def test_bad_input_is_refused(recipe, capsys, words, text):
+    assert text in message(capsys, *(recipe if word == "RECIPE" else word for word in words))

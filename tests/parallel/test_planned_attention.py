@@ -1,0 +1,182 @@
+"""Planned attention of any legal placement equals attention over the whole samples, and sends what its plan says."""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.ops.documents import DocumentBounds, PackedDocuments
+from moefold.parallel import planned_attention
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.topology.layout import fold
+from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
+from tests.model.attention_reference import (
+    random_attention,
+    random_sinks,
+    reference_attention,
+    relative_errors,
+    with_gradients,
+)
+from tests.topology.rounds import any_placement
+
+SIZES = {"world_size": 4, "cp": 2}
+SHAPE = RoundShape(dp=2, cp=2, micro_batch_size=2, seq_len=24)
+DOCUMENTS = (
+    document_bounds(SHAPE, [[0, 1, 9], [0], [0, 12, 13, 14, 20], [0, 23]]),
+    document_bounds(SHAPE, [[0, 4, 8, 12, 16, 20]] * 3 + [[0]]),
+)
+HEADS = (4, 2, 5)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A placement, the options of its plan, and a sliding window."""
+
+    placement: Placement
+    options: PlanOptions
+    window: int = 0
+
+
+def _rounds() -> list[Round]:
+    """Placements of all kinds, and random ones, with hosts at home and balanced."""
+    found = []
+    for i, bounds_N in enumerate(DOCUMENTS):
+        for kind in ("samples", "documents", "balanced"):
+            placement = place(kind, SHAPE, bounds_N, 1 + i)
+            found.append(Round(placement, PlanOptions(None if kind == "balanced" else 0.0, block=2)))
+        for seed in range(3):
+            options = PlanOptions(tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
+            found.append(Round(any_placement(SHAPE, bounds_N, seed + i), options, window=(0, 5, 1)[seed]))
+    return found
+
+
+def _columns() -> list[torch.Tensor]:
+    """[grad_out, q, k, v] of all tokens of the round, by their numbers, [tokens, 1, heads, D]."""
+    given = random_attention(0, SHAPE.seq_len, SHAPE.num_samples, HEADS)
+    return [x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in given]
+
+
+class _CountedAllToAll:
+    """All-to-all that counts the rows and bytes that this rank sends."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._all_to_all = planned_attention.all_to_all
+
+    def __call__(self, x, group, input_splits, output_splits):
+        assert input_splits[group.rank] == 0, "a rank sends a row to itself"
+        self.calls.append((len(x), x.nbytes))
+        return self._all_to_all(x, group, input_splits, output_splits)
+
+
+def _attend(rounds: list[Round], order: str = "pp-dp-cp-tp") -> list[tuple]:
+    """For each round: the tokens of this rank, [out, dq, dk, dv, dsinks] of them, and what it sent."""
+    groups = ParallelGroups.create(fold(**SIZES, order=order), torch.device("cpu"))
+    number = groups.attn.dp.rank * SHAPE.cp + groups.attn.cp.rank
+    results = []
+    for each in rounds:
+        tokens = each.placement.slots(number)
+        bounds = DocumentBounds(((0,),), each.placement)
+        documents = PackedDocuments(bounds, torch.zeros(len(tokens), 1, dtype=torch.int64))
+        planner = AttentionPlanner(groups, each.options)
+        core = PlannedAttention(planner, each.window)
+        shards = [x[tokens] for x in _columns()]
+
+        def attend(q, k, v, sinks, core=core, documents=documents):
+            return core(q, k, v, documents, sinks)
+
+        with mock.patch.object(planned_attention, "all_to_all", _CountedAllToAll()) as counted:
+            found = with_gradients(attend, *shards, random_sinks(0, HEADS[0]))
+        results.append((tokens, [x.numpy() for x in found], counted.calls, planner.statistics))
+    return results
+
+
+def _expected(each: Round) -> list[torch.Tensor]:
+    """[out, dq, dk, dv, dsinks] of all tokens of the round by the definition."""
+    bounds_N = each.placement.bounds_N
+    given = random_attention(0, SHAPE.seq_len, SHAPE.num_samples, HEADS)
+    numbers = np.arange(SHAPE.num_tokens)
+    starts = bounds_N[np.searchsorted(bounds_N, numbers, "right") - 1] % SHAPE.seq_len
+    starts_SB = torch.from_numpy(starts.reshape(SHAPE.num_samples, -1).T.copy())
+    positions = torch.arange(SHAPE.seq_len)
+
+    def attend(q, k, v, sinks):
+        return reference_attention(q, k, v, positions, positions, starts_SB, each.window, sinks)
+
+    *tensors, sinks_grad = with_gradients(attend, *given, random_sinks(0, HEADS[0]))
+    return [*(x.transpose(0, 1).flatten(0, 1) for x in tensors), sinks_grad]
+
+
+def _assemble(ranks: list[tuple]) -> list[torch.Tensor]:
+    """Tensors of all tokens from those of the ranks, and the sum of the gradients of the sinks."""
+    tokens = np.concatenate([rank[0] for rank in ranks])
+    assert sorted(tokens) == list(range(SHAPE.num_tokens))
+    order = np.argsort(tokens)
+    columns = [np.concatenate([rank[1][i] for rank in ranks])[order].squeeze(1) for i in range(4)]
+    return [torch.from_numpy(x) for x in (*columns, sum(rank[1][4] for rank in ranks))]
+
+
+@pytest.mark.parametrize("order", ["pp-dp-cp-tp", "pp-cp-dp-tp"])
+def test_the_result_does_not_depend_on_the_placement(pool, order):
+    rounds = _rounds()
+    results = pool.run(4, _attend, rounds, order)
+    for each, ranks in zip(rounds, zip(*results, strict=True), strict=True):
+        assert max(relative_errors(_assemble(list(ranks)), _expected(each))) < 1e-12
+
+
+def test_ranks_send_the_rows_of_the_exchange(pool):
+    """Keys and values once forward and once backward, their gradients back; queries and outputs likewise."""
+    rounds = _rounds()
+    query_heads, kv_heads, size = HEADS
+    for each, ranks in zip(rounds, zip(*pool.run(4, _attend, rounds), strict=True), strict=True):
+        exchange = each.options.plan(each.placement, each.window).exchange()
+        num_queries, num_keys = exchange.queries.num_rows, exchange.keys.num_rows
+        sent_bytes = 8 * size * (num_queries * 6 * query_heads + num_keys * 3 * 2 * kv_heads)
+        assert sum(num_bytes for rank in ranks for _, num_bytes in rank[2]) == sent_bytes
+        assert sum(rank[3].sent_bytes for rank in ranks) == sent_bytes
+        assert sum(rank[3].moved_rows for rank in ranks) == num_queries
+        pairs = each.options.plan(each.placement, each.window).pairs_of_ranks
+        assert sorted(rank[3].pairs[0] for rank in ranks) == sorted(pairs.tolist())
+        assert num_keys <= (SHAPE.num_ranks - 1) * SHAPE.num_tokens
+
+
+def _attend_with_a_wrong_row(rounds: list[Round]) -> list[tuple]:
+    """The same, but a rank sends its last row instead of the first."""
+    build = planned_attention.RowTransfer.__init__
+
+    def build_wrong(self, *args) -> None:
+        build(self, *args)
+        self._sent_rows[:1] = self._sent_rows[-1:]
+
+    with mock.patch.object(planned_attention.RowTransfer, "__init__", build_wrong):
+        return _attend(rounds)
+
+
+def _attend_without_sums(rounds: list[Round]) -> list[tuple]:
+    """The same, but gradients that ranks return replace a rank's own instead of being added."""
+
+    def scatter(self, x):
+        total = x.new_zeros((self._num_own, x.shape[1]))
+        total[self._own_rows] = x[self._own_places]
+        if self._communicates:
+            returned = planned_attention.all_to_all(
+                x[self._received_places], self._group, self._output_splits, self._input_splits
+            )
+            total[self._sent_rows] = returned
+        return total
+
+    with mock.patch.object(planned_attention.RowTransfer, "scatter_sum", scatter):
+        return _attend(rounds)
+
+
+@pytest.mark.parametrize(
+    ("attend", "wrong"), [(_attend_with_a_wrong_row, (0, 1, 2, 3)), (_attend_without_sums, (2, 3))]
+)
+def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
+    each = Round(place("samples", SHAPE, DOCUMENTS[0]), PlanOptions())
+    ranks = [rounds[0] for rounds in pool.run(4, attend, [each])]
+    errors = relative_errors(_assemble(ranks), _expected(each))
+    assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors

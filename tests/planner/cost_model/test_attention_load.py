@@ -1,0 +1,140 @@
+"""Attention of documents in the price of a step: equal documents cost what they did, uneven ones the busiest rank's."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.cost.hardware import load_device
+from moefold.planner.cost_model.attention_load import attention_peers
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.distribution import load_distribution
+from moefold.planner.lengths.samples import StreamedSamples, equal_documents
+from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.model_spec import load_model_spec
+from moefold.planner.simulator.simulate import simulate_mapping
+
+SEQ_LEN = 32768
+WORK = TrainingWorkload(seq_len=SEQ_LEN, global_batch_size=32)
+FOLDED = ParallelMapping(tp=2, cp=4, dp=8, ep=8, edp=8)
+MAPPINGS = {
+    "folded": FOLDED,
+    "pipeline": ParallelMapping(tp=2, cp=2, dp=4, pp=4, ep=8, edp=2),
+    "no context parallelism": ParallelMapping(tp=4, dp=16, ep=8, edp=8),
+}
+PLANNED = AttentionStrategy(context="planned")
+BALANCED = replace(PLANNED, hosts="balanced", tolerance=0.02)
+
+
+def pricer(loads=None, model="mixtral-8x7b", **options):
+    return CostModel(load_model_spec(model), load_device("h100"), replace(WORK, attention=loads, **options))
+
+
+def wlb(strategy=AttentionStrategy()):  # noqa: B008 - immutable
+    return DocumentLoads(StreamedSamples(load_distribution("wlb")), SEQ_LEN, strategy)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-120b", "deepseek-v3"])
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_documents_as_long_as_samples_cost_what_samples_do(mapping, model):
+    loads = DocumentLoads(equal_documents(SEQ_LEN, SEQ_LEN), SEQ_LEN)
+    mapping = mapping if model != "deepseek-v3" else replace(mapping, pp=1)
+    plain = pricer(model=model)
+    documents = pricer(loads, model=model)
+    assert documents.step_time(mapping).total_s == pytest.approx(plain.step_time(mapping).total_s, rel=1e-3)
+    for left, right in zip(documents.stage_times(mapping), plain.stage_times(mapping), strict=True):
+        assert left.forward_s == pytest.approx(right.forward_s, rel=1e-3)
+        assert left.backward_input_s == pytest.approx(right.backward_input_s, rel=1e-3)
+    assert documents.flops_per_token == pytest.approx(plain.flops_per_token, rel=1e-3)
+
+
+def test_short_documents_take_less_and_only_attention_changes():
+    short = pricer(DocumentLoads(equal_documents(SEQ_LEN, 1024), SEQ_LEN)).step_time(FOLDED)
+    whole = pricer().step_time(FOLDED)
+    changed = {part for part in short.parts if short.parts[part] != pytest.approx(whole.parts[part])}
+    assert changed <= {"attention", "cp_comm", "dp_comm", "launch"}
+    assert short.parts["attention"] < whole.parts["attention"]
+
+
+def test_the_busiest_rank_is_paid_in_every_round():
+    loads = wlb()
+    uneven = pricer(loads).step_time(FOLDED).parts["attention"]
+    balanced = pricer(wlb(BALANCED)).step_time(FOLDED).parts["attention"]
+    peers = pricer(loads).attention_peers(FOLDED)
+    load = loads.load(peers, 0)
+    assert load.max_over_mean > 2
+    assert wlb(BALANCED).load(peers, 0).max_over_mean < 1.1
+    # The core alone differs: norms and projections are those of equal tokens.
+    assert uneven > 1.2 * balanced
+
+
+def test_planned_attention_pays_for_its_rows():
+    peers = pricer(wlb()).attention_peers(FOLDED)
+    home, balanced = wlb(PLANNED).load(peers, 0), wlb(BALANCED).load(peers, 0)
+    assert home.exchange_ranks == 4
+    assert balanced.exchange_ranks == 32
+    assert home.sent_queries == 0 < balanced.sent_queries
+    ring, rows = pricer(wlb()).step_time(FOLDED).parts, pricer(wlb(PLANNED)).step_time(FOLDED).parts
+    assert 0 < rows["cp_comm"] < ring["cp_comm"]
+    spec = load_model_spec("mixtral-8x7b").kinds[0].mixer
+    model = pricer(wlb(BALANCED))
+    cost = model.mixer_time(0, FOLDED)
+    (forward,) = [item.seconds for item in cost.forward if item.part == "cp_comm"]
+    (backward,) = [item.seconds for item in cost.backward if item.part == "cp_comm"]
+    tokens = SEQ_LEN / 4
+    keys = balanced.sent_keys * spec.num_kv_heads / 2 * 2 * 128 * 2
+    queries = balanced.sent_queries * spec.num_heads / 2
+    sent = tokens * (keys + queries * 2 * 128 * 2), tokens * (2 * keys + queries * (4 * 128 * 2 + 4))
+    # Both directions are limited by the slowest link level: their ratio is that of their bytes, but for the latency.
+    assert backward / forward == pytest.approx(sent[1] / sent[0], rel=0.02)
+
+
+PEERS = [
+    # tp, cp, dp, ep, etp, is_coupled -> ranks of dp x cp that wait for each other
+    ((1, 4, 8, 8, 1, False), 8),
+    ((2, 4, 8, 8, 1, False), 4),
+    ((2, 4, 8, 16, 1, False), 8),
+    ((1, 3, 4, 2, 1, False), 6),
+    ((4, 1, 6, 8, 1, False), 2),
+    ((1, 4, 8, 32, 1, False), 32),
+    ((2, 2, 8, 4, 2, False), 4),
+    ((2, 4, 8, 4, 2, True), 16),
+]
+
+
+@pytest.mark.parametrize(("degrees", "group"), PEERS)
+def test_the_ranks_that_wait_for_each_other(degrees, group):
+    tp, cp, dp, ep, etp, is_coupled = degrees
+    mapping = ParallelMapping(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
+    peers = attention_peers(mapping, 4 * dp, is_coupled=is_coupled, has_experts=True)
+    assert (peers.group, peers.num_rounds) == (group, 4)
+    assert attention_peers(mapping, 4 * dp, is_coupled=is_coupled, has_experts=False).group == cp
+    if not is_coupled:
+        # The components of the graph that joins the ranks of each cp group and of each ep x etp group.
+        ranks = tp * cp * dp
+        owner = list(range(ranks))
+        for size in (tp * cp, ep * etp):
+            for first in range(0, ranks, size):
+                joined = {owner[rank] for rank in range(first, min(first + size, ranks))}
+                owner = [min(joined) if label in joined else label for label in owner]
+        sizes = {owner.count(label) for label in owner}
+        assert sizes == {group * tp}
+
+
+def test_the_simulator_prices_each_round_by_its_own_documents():
+    mapping = MAPPINGS["pipeline"]
+    plain = pricer()
+    equal = pricer(DocumentLoads(equal_documents(SEQ_LEN, SEQ_LEN), SEQ_LEN))
+    assert simulate_mapping(equal, mapping).total_s == pytest.approx(simulate_mapping(plain, mapping).total_s, rel=1e-3)
+    uneven = pricer(wlb())
+    timeline = simulate_mapping(uneven, mapping)
+    forward_s = dict.fromkeys(range(8), 0.0)
+    for event in timeline.events:
+        if event.action is not None and event.rank == 0 and event.action.kind == "F" and event.part == "attention":
+            forward_s[event.action.micro_batch] += event.end_s - event.start_s
+    assert len(set(forward_s.values())) == len(forward_s)
+    rounds = [pricer(wlb().of_round(i)).step_time(mapping).parts["attention"] for i in range(8)]
+    by_micro_batch = [forward_s[i] for i in range(8)]
+    assert sorted(range(8), key=rounds.__getitem__) == sorted(range(8), key=by_micro_batch.__getitem__)

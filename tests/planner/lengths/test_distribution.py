@@ -1,0 +1,106 @@
+"""Distributions of document lengths: the shipped histograms have the published moments, and bad files are refused."""
+
+import numpy as np
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.planner.lengths.distribution import (
+    LengthHistogram,
+    ListedLengths,
+    fit_exponent,
+    histogram_names,
+    load_distribution,
+)
+
+FRACTIONS = (np.arange(100_000) + 0.5) / 100_000
+PUBLISHED = {
+    "wikipedia": {"mean": 1014, 50: 347, 90: 2112, 99: 10921, 99.9: 37367},
+    "wlb": {"mean": 3962, 50: 3227, 90: 5784, 99: 26070, 99.9: 119836},
+    "prolong": {"mean": 3052, 50: 1914, 90: 6051, 99: 16273, 99.9: 47500},
+}
+"""Mean and percentiles of the lengths from which the histograms were made; the histogram has only classes."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_histogram_has_the_published_mean_and_percentiles(name):
+    lengths = load_distribution(name).quantile(FRACTIONS)
+    published = dict(PUBLISHED[name])
+    assert lengths.mean() == pytest.approx(published.pop("mean"), rel=0.02)
+    found = {percent: np.percentile(lengths, percent) for percent in published}
+    assert found == pytest.approx(published, rel=0.08)
+
+
+def test_the_shipped_histograms():
+    assert histogram_names() == ("magi", "prolong", "wikipedia", "wlb")
+    for name in histogram_names():
+        histogram = load_distribution(name)
+        assert isinstance(histogram, LengthHistogram)
+        assert "arXiv" in histogram.source or "repository" in histogram.source
+        lengths = histogram.quantile(FRACTIONS)
+        assert (np.diff(lengths) >= 0).all()
+        assert lengths.min() >= 1
+        assert lengths.max() < histogram.upper[-1]
+        edges = [0, *histogram.upper]
+        shares = np.histogram(lengths, edges)[0] / len(lengths)
+        assert shares == pytest.approx(np.array(histogram.documents) / sum(histogram.documents), abs=1e-4)
+
+
+def test_the_exponent_has_the_mean_of_the_class():
+    # Uniform density: the mean is the middle. Log-uniform density: (high - low) / ln(high / low).
+    assert fit_exponent(100, 300, 200) == pytest.approx(0.0, abs=1e-3)
+    assert fit_exponent(100, 300, 200 / np.log(3)) == pytest.approx(-1.0, abs=1e-3)
+    histogram = LengthHistogram("", "", (300,), (1.0,), (fit_exponent(1, 300, 290.0),))
+    assert histogram.quantile(FRACTIONS).mean() == pytest.approx(289.5, rel=1e-3)
+
+
+def test_a_list_is_drawn_by_rank(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("3\n\n 1 \n2\n")
+    listed = load_distribution(str(path))
+    assert isinstance(listed, ListedLengths)
+    assert listed.quantile(np.array([0.0, 0.34, 0.99])).tolist() == [1, 2, 3]
+
+
+BAD_FILES = [
+    ("0\n", "lengths.txt", "line 1: '0' is no length"),
+    ("12\n-3\n", "lengths.txt", "line 2: '-3' is no length"),
+    ("1.5\n", "lengths.txt", "line 1: '1.5' is no length"),
+    ("1e3\n", "lengths.txt", "line 1: '1e3' is no length"),
+    ("²\n", "lengths.txt", "line 1: '²' is no length"),
+    ("9" * 30 + "\n", "lengths.txt", "is no length"),
+    ("\n\n", "lengths.txt", "has no length"),
+    ("upper = [", "lengths.toml", "is no TOML"),
+    ("upper = [10]\n", "lengths.toml", "documents must be a list"),
+    ("upper = [10, 5]\ndocuments = [1, 1]\n", "lengths.toml", "upper must be ascending integers"),
+    ("upper = [10.5]\ndocuments = [1]\n", "lengths.toml", "upper must be ascending integers"),
+    ("upper = [10]\ndocuments = [0]\n", "lengths.toml", "and one above 0"),
+    ("upper = [10]\ndocuments = [-1]\n", "lengths.toml", "share of at least 0"),
+    ("upper = [10]\ndocuments = [1, 2]\n", "lengths.toml", "each of the 1 classes"),
+    ("upper = [10]\ndocuments = [nan]\n", "lengths.toml", "finite numbers"),
+    ("upper = [10]\ndocuments = [true]\n", "lengths.toml", "list of numbers"),
+    ("upper = [10]\ndocuments = [1]\nlengths = 3\n", "lengths.toml", "key 'lengths' is unknown"),
+    ("upper = [10]\ndocuments = [1]\nsource = 3\n", "lengths.toml", "source must be a text"),
+    ("upper = [10]\ndocuments = [1]\ntokens = [1]\n", "lengths.toml", "tokens and mean need each other"),
+    ("upper = [10]\ndocuments = [1]\ntokens = [1]\nmean = 'x'\n", "lengths.toml", "mean='x' must be"),
+    ("upper = [10]\ndocuments = [1]\ntokens = [0.5]\nmean = 5\n", "lengths.toml", "each add up to 1"),
+    ("upper = [10]\ndocuments = [1]\ntokens = [1]\nmean = 50\n", "lengths.toml", "would have 50 on average"),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "message"), BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path, text, name, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_distribution(str(path))
+    assert message in str(error.value)
+    assert "--lengths" in str(error.value)
+
+
+def test_an_unknown_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'wikipedia'"):
+        load_distribution("wikipedai")
+    binary = tmp_path / "lengths.bin"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is no text"):
+        load_distribution(str(binary))

@@ -1,0 +1,99 @@
+"""The planner with document lengths: no mapping and no strategy of a small world is faster than the named one."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.schema import Config, DataConfig
+from moefold.cost.hardware import load_device
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.workload import workload_from_config
+from moefold.planner.document_planner import DocumentPlanner, candidate_strategies
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.distribution import ListedLengths
+from moefold.planner.lengths.samples import StreamedSamples
+from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.planner import Planner, PlanRequest
+from moefold.planner.search.constraints import Restriction
+from tests.planner.recipes import RECIPES, on_ranks
+from tests.planner.search.test_search import every_mapping
+
+FIXED = {"zero": 1, "recompute": (), "offload": (), "moments": "none", "mbs": 1}
+SEQ_LEN = 4096
+LENGTHS = [64] * 6 + [500, 900, 4096]
+
+
+def request(world_size: int, **fixed) -> PlanRequest:
+    base = RECIPES["plain"]
+    cfg: Config = on_ranks(base, world_size)
+    model = replace(base.model, hidden_size=512, num_attention_heads=8)
+    cfg = replace(cfg, model=model, train=replace(cfg.train, seq_len=SEQ_LEN, global_batch_size=8))
+    cfg = replace(cfg, data=DataConfig(document_end=0))
+    loads = DocumentLoads(StreamedSamples(ListedLengths("", "", LENGTHS)), SEQ_LEN)
+    return PlanRequest(
+        base_config=cfg,
+        model_spec=model_spec_from_config(model),
+        device=load_device("h100"),
+        workload=workload_from_config(cfg, "bf16", attention=loads),
+        restriction=Restriction({**FIXED, **fixed}),
+    )
+
+
+def test_the_best_mapping_of_every_fold_is_found_with_documents():
+    asked = request(8)
+    planner = Planner(asked)
+    search = planner.search
+    found = {plan.mapping: plan.time.total_s for plan in planner.plans}
+    every = every_mapping(search, asked.restriction.fixed)
+    assert len(every) == len(found) > 20
+    for fold, mappings in every.items():
+        priced = [search.price(mapping) for mapping in mappings]
+        least = min(plan.time.total_s for plan in priced if plan.memory.fits)
+        best = next(seconds for m, seconds in found.items() if (m.tp, m.cp, m.dp, m.pp, m.ep, m.etp) == fold[:6])
+        assert best == pytest.approx(least), fold
+    assert planner.top_plans(3) == planner.plans[:3]
+
+
+def test_each_fold_gets_its_fastest_strategy():
+    asked = request(8, cp=4, pp=1)
+    planner = DocumentPlanner(asked)
+    assert AttentionStrategy() in planner.planners
+    assert any(strategy.is_planned for strategy in planner.planners)
+    for plan in planner.plans:
+        m = plan.mapping
+        for strategy, single in planner.planners.items():
+            other = next(p for p in single.plans if _fold(p) == _fold(plan))
+            assert plan.time.total_s <= other.time.total_s * (1 + 1e-12)
+            if strategy == plan.attention:
+                assert other.mapping == m
+                assert planner.cost_model_for(plan).step_time(m) == plan.time
+    best = planner.best()
+    assert best.attention is not None
+    assert best.attention.is_planned
+    assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in planner.plans[:4]]
+    assert planner.num_faster(best.time.total_s) == 0
+    parallel = planner.config_for(best).parallel
+    assert AttentionStrategy.from_config(parallel) == best.attention
+    assert (parallel.tp, parallel.cp) == (best.mapping.tp, best.mapping.cp)
+
+
+def _fold(plan):
+    m = plan.mapping
+    return m.tp, m.cp, m.dp, m.pp, m.ep, m.etp
+
+
+def test_the_recipes_own_strategy_wins_ties():
+    own = AttentionStrategy(context="allgather", tolerance=0.3)
+    strategies = candidate_strategies(own)
+    assert strategies[0] == own
+    assert len(strategies) == len(set(strategies)) == 7
+    assert {strategy.tolerance for strategy in strategies} == {0.3}
+    # Without context parallelism on one rank there is nothing to share.
+    alone = DocumentPlanner(request(1)).best()
+    assert alone.attention == AttentionStrategy()
+
+
+def test_no_mapping_is_an_error_as_without_documents():
+    with pytest.raises(ConfigError, match="no mapping of 8 GPUs"):
+        DocumentPlanner(request(8, tp=3)).best()

@@ -1,0 +1,139 @@
+"""Padding is not routed and counts in no loss, load or bias: every mapping equals the oracle, which leaves it out."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import Config
+from moefold.data import ProgramData, Sampler
+from moefold.data.sample import Sample
+from moefold.verify.compare import OracleRecord, compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
+from tests.slow import slow
+from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.recipes import tiny, without_mapping
+from tests.verify.test_routing import KINDS, MAPPINGS
+
+pytestmark = pytest.mark.parity
+
+S = 16
+
+
+class PaddedSamples(Sampler):
+    """Samples with prompts, which are routed, and padding, which is not.
+
+    Of every four, one has no padding and one has nothing else.
+    """
+
+    seq_len = S
+    has_annotations = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def annotated_sample(self, index: int) -> Sample:
+        random = np.random.default_rng(index)
+        length = (S + 1, 0, 6, 13)[index % 4]
+        tokens = random.integers(32, size=S + 1)
+        documents = (np.arange(S + 1) >= min(4, length)).astype(np.int32) + (np.arange(S + 1) >= length)
+        weights = np.where(np.arange(1, S + 1) % 4 < 2, 0.0, random.uniform(size=S))
+        return Sample(tokens, documents, weights, is_padding=np.arange(S + 1) >= length)
+
+
+DATA = ProgramData(PaddedSamples(), PaddedSamples())
+
+
+def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> Config:
+    model, moe = KINDS.get(kind, ({}, {}))
+    stages = int(mapping.get("pp", 1))
+    dp = int(mapping["world_size"]) // (stages * int(mapping.get("tp", 1)) * int(mapping.get("cp", 1)))
+    sizes = {"micro_batch_size": 2, "global_batch_size": max(8, 2 * dp * stages)}
+    return tiny(model=model, moe=moe, train=sizes, data={"kind": "program"}, **(mapping | settings))
+
+
+def _oracle(cfg: Config) -> OracleRecord:
+    depends = cfg.moe.drop_scope == "sub_sequence" or cfg.moe.aux_kind == "global_batch"
+    return run_oracle(cfg if depends else without_mapping(cfg), STEPS, data=DATA)
+
+
+def _run(cfg: Config) -> DistributedRecord:
+    return run_distributed(cfg, STEPS, data=DATA)
+
+
+def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
+    from moefold.verify.distributed_run import create_groups
+
+    groups = create_groups(cfgs[0])
+    return [run_on_groups(groups, cfg, STEPS, data=DATA) for cfg in cfgs]
+
+
+FAST_KINDS = ("deepseek-v3", "global batch", "sinkhorn", "quantile", "drop positions", "drop on each rank")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "kinds"),
+    [
+        ({"world_size": 2, "cp": 2, "ep": 2}, FAST_KINDS),
+        *slow((mapping, tuple(KINDS)[part::3]) for mapping in ({"world_size": 2}, *MAPPINGS) for part in range(3)),
+    ],
+    ids=str,
+)
+def test_every_kind_of_routing(pool, mapping, kinds):
+    mapping = {"world_size": 8} | mapping
+    cfgs = [_recipe(mapping, kind) for kind in kinds]
+    ranks = pool.run(mapping["world_size"], _run_all, cfgs)
+    for number, cfg in enumerate(cfgs):
+        worst = compare_records(_oracle(cfg), [records[number] for records in ranks])[0]
+        assert worst.error <= TOLERANCE, (kinds[number], worst)
+
+
+LOAN = {"llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}
+WAYS: dict[str, dict[str, object]] = {
+    "least loaded": {"dispatcher": "leastloaded", "moe": LOAN},
+    "dedup": {"dispatcher": "dedup_alltoall"},
+    "all-gather": {"dispatcher": "allgather"},
+    "fp8": {"moe": {"dispatch_precision": "fp8"}, "model": {"hidden_size": 128}},
+    "overlap": {"overlap_experts": True},
+    "weights early": {"moe": {"weight_in_expert": True}},
+    "mtp": {"model": {"mtp_layers": 2}},
+    "recompute": {"train": {"recompute": ["moe"]}},
+    "checked dispatch": {"faults": {"check_dispatch": True}},
+}
+
+
+@pytest.mark.parametrize("way", [*slow((way,) for way in WAYS)])
+def test_every_way_of_dispatch(pool, way):
+    mapping = {"world_size": 4, "cp": 2, "ep": 4}
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in WAYS[way].items()}
+    sizes = {"micro_batch_size": 2, "global_batch_size": 16}
+    train = sizes | settings.pop("train", {})
+    cfg = tiny(train=train, data={"kind": "program"}, **(mapping | settings))
+    worst = compare_records(_oracle(cfg), pool.run(4, _run, cfg))[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+def _run_broken(part: str, cfg: Config) -> DistributedRecord:
+    """As if a rank took padding for tokens: in the losses, in the dispatch and the counts, or on one rank of cp."""
+    from moefold.data.sample import SampleBatch
+    from moefold.model.moe.dispatch import ShardedMicroBatch
+    from moefold.model.moe.token_group import TokenPositions
+
+    match part:
+        case "rows":
+            TokenPositions.is_token = lambda self: None
+        case "ranks":
+            own_rows = ShardedMicroBatch.own_rows
+            ShardedMicroBatch.own_rows = lambda self, column: own_rows(self, column).roll(1)
+        case "counts":
+            SampleBatch.is_token = lambda self: np.ones(self.inputs.shape, dtype=np.bool_)
+    return _run(cfg)
+
+
+@pytest.mark.parametrize(("part", "named"), [("rows", "load"), *slow([("ranks", "aux_loss"), ("counts", "z_loss")])])
+def test_padding_that_counts_is_noticed(pool, part, named):
+    cfg = _recipe({"world_size": 2, "cp": 2, "ep": 2})
+    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=4))
+    found = compare_records(_oracle(cfg), pool.run(2, partial(_run_broken, part), cfg))
+    assert any(named in error.name and error.error > 1e-6 for error in found)
