@@ -426,6 +426,22 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+SPARSE = {
+    **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_group": 3,
+    "topk_group": 2,
+    "index_topk": 5,
+    # With few heads many scores are 0, and equal ones have no order in transformers.
+    "index_n_heads": 16,
+    "index_head_dim": 10,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NEWER_MODELS |= {
+    "deepseek-v32": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN | MSCALE}),
+    "glm-moe-dsa": ("GlmMoeDsa", {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True}),
+}
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})

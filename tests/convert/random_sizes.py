@@ -340,6 +340,15 @@ def _longcat(rng: random.Random, is_cut: bool) -> Sizes:
     return sizes | (scaling if rng.random() < 0.5 else {})
 
 
+def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
+    own = {
+        "index_topk": rng.choice([3, 5, 9]),
+        "index_n_heads": rng.choice([14, 16]),
+        "index_head_dim": rng.choice([6, 11]),
+    }
+    return _glm4_moe_lite(rng, is_cut) | own | {"q_lora_rank": rng.choice([5, 7]), "rope_interleave": True}
+
+
 NEWER_FAMILIES = {
     "longcat-flash": _longcat,
     "llama4": _llama4,
@@ -356,6 +365,8 @@ NEWER_FAMILIES = {
     "flex-olmo": _flex_olmo,
     "exaone-moe": _exaone_moe,
     "afmoe": _afmoe,
+    "deepseek-v32": _deepseek_v32,
+    "glm-moe-dsa": _deepseek_v32,
 }
 """Likewise; their blocks are those of the families below, so that most of their tests are slow."""
 FAMILIES = {

@@ -14,6 +14,7 @@ from moefold.convert.config_fields import (
     GatedSharedExpert,
     HunyuanSharedExpert,
     MultiHeadKeyValue,
+    Positive,
     SharedExperts,
     WithAlias,
 )
@@ -32,7 +33,14 @@ from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 
 FAMILY_OF = {
+    "deepseek-v3.2": "deepseek_v32",
+    "glm-5": "glm_moe_dsa",
     "qwen3-next": "qwen3_next",
+    # Its computation is that of Qwen3-Next, the first family that expresses it.
+    "qwen3.5": "qwen3_next",
+    "kimi-linear": "kimi_linear",
+    "lfm2": "lfm2_moe",
+    "ling-3": "bailing_hybrid",
     "mixtral": "mixtral",
     "qwen2-57b": "qwen2_moe",
     "qwen3": "qwen3_moe",
@@ -87,6 +95,7 @@ _SPECIAL["llama4_text"] = {"no_rope_layers": [1, 0, 1, 1, 0], "attention_chunk_s
 _SPECIAL["longcat_flash"] |= {"num_layers": 3}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
+_SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,6 +162,7 @@ def _model_for(family: str) -> ModelConfig:
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
+    sizes |= {entry.key: 32 for entry in fields if isinstance(entry, Positive)}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["shared_expert_ffn_hidden_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
@@ -191,6 +201,46 @@ def test_no_qwen2_moe_folder_is_without_shared_expert(width):
         read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
     model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
     assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
+
+
+def test_deepseek_v4_is_refused_with_the_parts_that_are_missing():
+    with pytest.raises(ConfigError, match="model_type 'deepseek_v4', which needs .* hyper-connections .* token ids"):
+        read_keys({"model_type": "deepseek_v4"}, Path("hf"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"indexer_types": ["full", "shared", "full"]}, "shared"),
+        ({"indexer_types": "full"}, "indexer_types='full'"),
+        ({"index_topk_pattern": "FFS"}, "shared"),
+        ({"index_topk_pattern": "FXF"}, "X"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "shared"),
+        ({"index_topk_freq": "4"}, "index_topk_freq='4'"),
+        ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "layer_types"),
+        ({"index_topk_pattern": "FFF"}, ""),
+        ({"index_topk_freq": 1}, ""),
+        ({"layer_types": ["indexed_attention"] * 3}, ""),
+    ],
+    ids=str,
+)
+def test_layers_that_share_a_selection_are_refused(keys, refused):
+    written = FAMILIES["glm_moe_dsa"].write(_model_for("glm_moe_dsa"))
+    written = {key: value for key, value in written.items() if key != "indexer_types"} | keys
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            read_keys(written, Path("hf"))
+    else:
+        assert read_keys(written, Path("hf")).index_topk == 32
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(family):
+    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    assert [found.name for found in families_for(model)] == [family]
+    assert family_unsupported_reason(FAMILIES[family], model) == ""
+    assert "index_topk=0" in family_unsupported_reason(FAMILIES[family], replace(model, index_topk=0))
+    assert "q_lora_rank=0" in family_unsupported_reason(FAMILIES[family], replace(model, q_lora_rank=0))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

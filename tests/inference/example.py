@@ -75,6 +75,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
     },
 }
+KINDS["sparse"] = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16, "attention_sinks": True}
+KINDS["sparse_latent"] = {**KINDS["deepseek-v3"], **KINDS["sparse"], "attention_sinks": False}
 KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
 """Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone, with states."""
 LINEAR_KINDS = {

@@ -140,6 +140,7 @@ def test_ranks_send_the_rows_of_the_exchange(pool):
         assert sum(rank[3].moved_rows for rank in ranks) == num_queries
         pairs = each.options.plan(each.placement, each.window).pairs_of_ranks
         assert sorted(rank[3].pairs[0] for rank in ranks) == sorted(pairs.tolist())
+        assert len({rank[3].plans_crc for rank in ranks}) == 1
         assert num_keys <= (SHAPE.num_ranks - 1) * SHAPE.num_tokens
 
 
@@ -180,3 +181,15 @@ def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
     ranks = [rounds[0] for rounds in pool.run(4, attend, [each])]
     errors = relative_errors(_assemble(ranks), _expected(each))
     assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors
+
+
+def _nodes(order: str) -> tuple[int, ...] | None:
+    groups = ParallelGroups.create(fold(**SIZES, order=order), torch.device("cpu"))
+    with mock.patch("socket.gethostname", return_value=f"host{groups.rank // 2}"):
+        return planned_attention.nodes_of_round(groups)
+
+
+def test_ranks_know_which_of_them_share_a_machine(pool):
+    # Ranks 0 and 1 are on one machine: the cp ranks of the first sample, or the first cp ranks of two samples.
+    assert pool.run(4, _nodes, "pp-dp-cp-tp") == [(0, 0, 2, 2)] * 4
+    assert pool.run(4, _nodes, "pp-cp-dp-tp") == [(0, 2, 0, 2)] * 4

@@ -91,6 +91,24 @@ def test_the_cache_of_a_hybrid_rollout_has_keys_of_its_softmax_layers_and_states
     assert found == keys + 3 * layer_state_bytes(model, 1, 2)
 
 
+def test_a_cache_of_heads_is_priced_as_such(tmp_path):
+    """Latent attention caches keys and values of all heads, padded to one width, and reads them for each token."""
+    (tmp_path / "rl.toml").write_text(RECIPE)
+    lengths = RolloutLengths(prompt=20, new=12)
+    words = ["model.attention=mla", "model.v_head_dim=40"]
+    found = {}
+    for cache in ("latents", "heads"):
+        cfg = load_config(tmp_path / "rl.toml", [*words, f"rollout.cache={cache}"])
+        found[cache] = SamplingCost(cfg, IDEAL, lengths).times(ALONE)
+    model = cfg.model
+    latent = model.kv_lora_rank + model.qk_rope_head_dim
+    heads = 2 * model.num_attention_heads * 48
+    assert model.head_size == 48
+    assert found["latents"].rollout_bytes == 32 * model.num_layers * latent * 2
+    assert found["heads"].rollout_bytes == 32 * model.num_layers * heads * 2
+    assert found["heads"].decode_s > found["latents"].decode_s
+
+
 def test_many_tokens_are_bound_by_their_flops():
     used = count_parameters(MODEL).active - MODEL.vocab_size * MODEL.hidden_size
     rate = IDEAL.peak_flops["bf16"] * IDEAL.gemm_fraction["bf16"]

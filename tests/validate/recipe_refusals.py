@@ -85,9 +85,47 @@ SIZES = {
         "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern "
         "without L"
     ),
+    "model.attention_gate=true model.attention_gate_width=head train.precision=fp8-blockwise run.dtype=bfloat16": (
+        "train.precision='fp8-blockwise' does not go with model.attention_gate_width='head', a projection of one row "
+        "for each head, narrower than a block of scales; set precision='dtype', or attention_gate_width='dim'"
+    ),
     "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
         "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
+    ),
+    "model.index_topk=300": (
+        "model.index_topk=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 or less, or 0 "
+        "for dense attention"
+    ),
+    "model.index_topk=8 model.index_head_dim=16": (
+        "model.index_head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
+    ),
+    "model.index_topk=8 model.attention_pattern=WF model.sliding_window=8": (
+        "model.index_topk=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
+        "model.attention_pattern without W"
+    ),
+    "model.index_topk=8 train.indexer_stage=warmup train.indexer_loss=0": (
+        "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+    ),
+    "model.index_topk=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (
+        "train.indexer_stage='warmup' freezes the weights that rl.group_size=4 would train; choose 'sparse', or leave "
+        "rl.group_size=4 out"
+    ),
+    "model.index_topk=8 parallel.world_size=2 parallel.cp=2": (
+        "parallel.context='ring' with parallel.cp=2 does not go with model.index_topk=8, which selects among the keys "
+        "of the whole sequence; choose 'allgather', or parallel.cp=1"
+    ),
+    "model.index_topk=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned data.document_end=0": (
+        "parallel.context='planned' does not go with model.index_topk=8, which selects among the keys of the whole "
+        "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
+    ),
+    'model.index_topk=8 train.recompute=["core_attention"]': (
+        "train.recompute has 'core_attention', and the sparse attention of model.index_topk=8 does not have it as a "
+        "part; leave it out"
+    ),
+    "model.index_topk=8 run.cuda_graphs=attention run.device=cuda": (
+        "run.cuda_graphs='attention' does not go with model.index_topk=8: the indexer's loss is recorded, and its "
+        "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
     ),
     "model.attention_pattern=F5": (
         "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
@@ -151,6 +189,10 @@ SIZES = {
     ),
     "model.attention=mla model.attention_pattern=CF model.attention_chunk_size=4": (
         "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+    ),
+    "model.attention_pattern=C model.attention_chunk_size=4 model.index_topk=2": (
+        "model.attention_pattern='C' has layers of kind C, and model.index_topk=2 selects keys of the whole document; "
+        "choose 'F' or 'W', or index_topk=0"
     ),
     "model.qk_norm=true model.qk_norm_weight=false model.qk_norm_width=all_heads": (
         "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "

@@ -22,6 +22,7 @@ from tests.verify import (
     placement_cases,
     planned_cases,
     shortcut_cases,
+    sparse_cases,
     zero_expert_cases,
 )
 from tests.verify.cases import Case, cases
@@ -38,6 +39,7 @@ ORACLE_CASES = [
     *FAMILY_CASES,
     *planned_cases.CASES,
     *placement_cases.CASES,
+    *sparse_cases.CASES,
     *OVERLAPPED,
 ]
 

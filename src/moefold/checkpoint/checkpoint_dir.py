@@ -49,6 +49,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 """Keys of [model] that do not change the meaning of the stored tensors, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
+_INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
 
 
@@ -468,6 +469,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
     unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
+    unused |= frozenset() if model.index_topk else _INDEX_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = model_sizes(ModelConfig()) | stored
     ours = model_sizes(model)

@@ -221,6 +221,15 @@ class ModelConfig:
     linear_decay_bound: float = 0.0
     """Lower bound of the logarithm of a decay (kda; Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)); 0: none,
     and the logarithm is -exp(a_log) * softplus(a + dt_bias)."""
+    index_topk: int = 0
+    """Most keys that a query of softmax attention attends to, selected by an indexer (sparse attention,
+    arXiv:2512.02556); 0: all keys."""
+    index_heads: int = 4
+    """Heads of the indexer of sparse attention, J."""
+    index_head_dim: int = 32
+    """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
+    index_rope_interleaved: bool = False
+    """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""

@@ -104,6 +104,11 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
             f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
         )
+    if model.moe_hidden_size:
+        return (
+            f"its feed-forward width has no counterpart of model.moe_hidden_size={model.moe_hidden_size}, the width of "
+            "latent experts; leave moe_hidden_size out"
+        )
     comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
     if "D" not in model.layer_kinds:
         comparable = replace(comparable, ffn_hidden_size=width)
@@ -206,7 +211,9 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
-    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), cfg.model)
+    # Weights of a dense model: the indexers of sparse attention start at random.
+    model = cfg.model if weights_model.index_topk else replace(cfg.model, index_topk=0)
+    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 

@@ -193,6 +193,9 @@ class ActivationMemory(BlockSizes):
         saved["norms"] += self.norm(self.tokens, model.hidden_size)
         gathers = p.tp > 1
         saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
+        if model.logits_divisor != 1:
+            # The input of the GEMM is divided; the loss also holds the one before.
+            saved["logits"] += self.hidden_bytes
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
         if not self._loss_chunk_tokens:
             logit_bytes = self.high_precision_bytes if self._tiles_loss else self.item_bytes

@@ -13,6 +13,12 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+INDEX_BYTES = 4
+"""Bytes of the number of a selected key, int32."""
+MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+SELECTION_COPIES = 2.25
+"""Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
 
@@ -289,23 +295,40 @@ def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
     return saved
 
 
+_TORCH_RECURRENCE = {
+    "gated_deltanet": ((3.15, 6.4, 5.0, 4.8, 2.15), (3.2, 3.4, 4.9, 3.8, 2.3)),
+    "kda": ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0)),
+    "gla": ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0)),
+}
+_C_RECURRENCE = {
+    "gated_deltanet": ((1.0, 10.2, 3.0, 5.4, 1.0), (1.0, 7.2, 3.0, 4.4, 1.0)),
+    "kda": ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0)),
+    "gla": ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0)),
+}
+"""Numbers in float32 for each token that the recomputed recurrence holds at most, by torch operations and in C, in
+float32 and in bfloat16: multiples of the products within a chunk, the keys of the key heads and of the value heads, the
+values, and the states between chunks. They are fitted to measurements of ten shapes (docs/log.md); in C the first and
+last ones, and three of keys (two without the delta rule), are counted."""
+
+
 def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
     key, value, heads = _linear_widths(sizes)
-    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
-    factors = (3.5, 2.0, 4.4, 3.3, 2.8) if is_low_precision else (3.35, 4.0, 4.55, 4.5, 2.65)
-    return _transient_recurrence(sizes, factors, 2 * key + 2 * value + 2 * heads)
+    return _transient_recurrence(sizes, "gated_deltanet", 2 * key + 2 * value + 2 * heads)
 
 
 def _transient_kda(sizes: BlockSizes) -> BytesByPart:
-    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
-    factors = (2.3, 0.0, 32.0, 2.0, 0.2) if is_low_precision else (2.2, 1.3, 32.4, 2.8, 0.0)
-    return _transient_recurrence(sizes, factors, _kda_projections(sizes))
+    return _transient_recurrence(sizes, "kda", _kda_projections(sizes))
 
 
 def _transient_gla(sizes: BlockSizes) -> BytesByPart:
-    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
-    factors = (1.1, 0.0, 29.6, 0.0, 0.6) if is_low_precision else (0.5, 0.0, 29.0, 0.0, 0.0)
-    return _transient_recurrence(sizes, factors, _gla_projections(sizes))
+    return _transient_recurrence(sizes, "gla", _gla_projections(sizes))
+
+
+def _has_c_kernels(sizes: BlockSizes) -> bool:
+    """Return whether linear attention is computed in C, given a compiler."""
+    run = sizes.cfg.run
+    is_supported = run.dtype != "float64" and sizes.cfg.train.precision == "dtype"
+    return sizes.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported
 
 
 def _transient_short_convolution(sizes: BlockSizes) -> BytesByPart:
@@ -319,17 +342,18 @@ def _transient_short_convolution(sizes: BlockSizes) -> BytesByPart:
     return transient
 
 
-def _transient_recurrence(sizes: BlockSizes, factors: tuple[float, ...], projected_width: int) -> BytesByPart:
+def _transient_recurrence(sizes: BlockSizes, kind: str, projected_width: int) -> BytesByPart:
     """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
 
     Args:
         sizes: of the micro-batch.
-        factors: numbers in float32 for each token, fitted to measurements of ten shapes (docs/log.md): of products
-            within a chunk, keys of the key heads and of the value heads, values, and states between chunks.
+        kind: of the recurrence.
         projected_width: numbers of a token from which the recurrence is computed.
     """
     model = sizes.cfg.model
     key, value, heads = _linear_widths(sizes)
+    in_float32, in_bfloat16 = (_C_RECURRENCE if _has_c_kernels(sizes) else _TORCH_RECURRENCE)[kind]
+    factors = in_bfloat16 if sizes.item_bytes < sizes.high_precision_bytes else in_float32
     widths = (
         heads * LINEAR_CHUNK_SIZE,
         key,
@@ -340,8 +364,8 @@ def _transient_recurrence(sizes: BlockSizes, factors: tuple[float, ...], project
     numbers = sum(factor * width for factor, width in zip(factors, widths, strict=True))
     transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
     if "layer" in sizes.recompute:
-        # The recomputed layer saves the projections twice: for its graph and for the recomputation inside it.
-        transient["attention"] += sizes.gathered_bytes(projected_width)
+        # The recomputed layer holds the projections three times, of which its own saved tensors count one (measured).
+        transient["attention"] += 2 * sizes.gathered_bytes(projected_width)
     return transient
 
 
@@ -431,7 +455,71 @@ def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
     )
 
 
+def _saved_by_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of grouped-query attention over selected keys, and of its indexer."""
+    _, key_value = _gqa_widths(sizes)
+    return _saved_by_gqa(sizes) + _saved_by_selection(sizes, key_value)
+
+
+def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the latents, of the queries and outputs in their space, and of the indexer."""
+    model = sizes.cfg.model
+    rank = model.kv_lora_rank
+    key = rank + model.qk_rope_head_dim
+    query_rank = model.q_lora_rank
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + model.qk_rope_head_dim)
+    saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + key)
+    saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
+    # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
+    saved["attention"] += sizes.gathered_bytes(sizes.heads * (model.head_size + key + model.v_head_dim) + key)
+    return saved + saved_by_core_attention(sizes, rank) + _saved_by_selection(sizes, key)
+
+
+def _saved_by_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
+    """Return the bytes of the selected keys' numbers, of the gathered keys under cp, and of the indexer.
+
+    The indexer saves its queries, weights and keys as the gradients of its loss.
+    """
+    model = sizes.cfg.model
+    p = sizes.cfg.parallel
+    selected = min(model.index_topk, sizes.cfg.train.seq_len)
+    saved = BytesByPart({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
+    if p.cp > 1:
+        saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
+    own = model.index_heads * model.index_head_dim * sizes.item_bytes
+    own += model.index_heads * sizes.high_precision_bytes + model.index_head_dim * sizes.item_bytes
+    saved["attention"] += sizes.tokens * own + p.cp * sizes.gathered_bytes(model.index_head_dim)
+    return saved
+
+
+def _transient_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
+    key_value = _gqa_widths(sizes)[1]
+    return _transient_selection(sizes, key_value, key_value // 2, (SELECTION_COPIES, 2.65))
+
+
+def _transient_sparse_mla(sizes: BlockSizes) -> BytesByPart:
+    width = sizes.cfg.model.kv_lora_rank + sizes.cfg.model.qk_rope_head_dim
+    return _transient_selection(sizes, width, width, (SELECTION_COPIES, 3.0))
+
+
+def _transient_selection(
+    sizes: BlockSizes, copied_width: int, key_width: int, copies: tuple[float, float]
+) -> BytesByPart:
+    """Return the temporary bytes of a block of queries in the backward pass: copies of its keys and their gradients."""
+    model = sizes.cfg.model
+    train = sizes.cfg.train
+    selected = min(model.index_topk, train.seq_len)
+    rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, sizes.heads))
+    rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    numbers = copies[is_low_precision] * rows * selected * copied_width
+    return BytesByPart({"core attention": round(numbers * sizes.high_precision_bytes)})
+
+
 ATTENTION_MEMORY = {
+    "sparse_gqa": BlockMemory(saved=_saved_by_sparse_gqa, delayed_wgrad=_gqa_wgrad, transient=_transient_sparse_gqa),
+    "sparse_mla": BlockMemory(saved=_saved_by_sparse_mla, delayed_wgrad=_mla_wgrad, transient=_transient_sparse_mla),
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
     "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),

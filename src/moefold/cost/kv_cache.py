@@ -18,12 +18,16 @@ CacheKind = Literal["latents", "heads"]
 
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
-    m = cfg.model
-    width = attention_spec(m).cache_width(m, cfg.parallel.tp)
-    if m.attention == "mla" and kind == "heads":
-        # Keys and values are padded to one head dim.
-        width = 2 * (m.num_attention_heads // cfg.parallel.tp) * max(m.head_size, m.v_head_dim)
+    width = cached_width(cfg.model, cfg.parallel.tp, kind)
     return num_tokens * batch_size * _max_layers(cfg, SOFTMAX_LETTERS) * width * compute_dtype_bytes(cfg)
+
+
+def cached_width(model: ModelConfig, tp: int, kind: CacheKind) -> int:
+    """Return the numbers that one of `tp` ranks caches of a token in a layer of softmax attention."""
+    if model.attention == "mla" and kind == "heads":
+        # Keys and values are padded to one head dim.
+        return 2 * (model.num_attention_heads // tp) * max(model.head_size, model.v_head_dim)
+    return attention_spec(model).cache_width(model, tp)
 
 
 def num_state_slots(slots: int) -> int:

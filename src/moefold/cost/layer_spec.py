@@ -23,6 +23,36 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
     return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
+def sparse_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of grouped-query attention over the selected keys, and of the indexer's scores of all keys."""
+    return softmax_core_flops(model, min(keys, model.index_topk)) + _index_flops(model, keys)
+
+
+def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over the selected keys, in the space of the latents, and of the indexer.
+
+    The up projection of the keys and values is multiplied with each query instead of each key: as many FLOPs.
+    """
+    widths = 2 * model.kv_lora_rank + model.qk_rope_head_dim
+    selected = 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
+    return selected + _index_flops(model, keys)
+
+
+def _index_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of the indexer's scores: a product for each head, and their weighted sum."""
+    return 2 * keys * model.index_heads * (model.index_head_dim + 1)
+
+
+def sparse_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the keys and values of a token on one of `tp` ranks, with the indexer's key."""
+    return key_value_cache_width(model, tp) + model.index_head_dim
+
+
+def sparse_latent_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the latent and the shared key of a token, with the indexer's key, which every rank has."""
+    return latent_cache_width(model, tp) + model.index_head_dim
+
+
 def delta_rule_flops(model: ModelConfig, keys: float) -> float:
     """Return the FLOPs of the recurrence of linear attention: a state is read twice, written once, and decays."""
     return 8 * recurrent_state_size(model)
@@ -41,6 +71,11 @@ def no_core_flops(model: ModelConfig, keys: float) -> float:
 def recurrent_state_size(model: ModelConfig) -> int:
     """Return the numbers of the states of all heads of one sample in a layer of linear attention."""
     return model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+
+
+def transition_size(model: ModelConfig) -> int:
+    """Return the numbers of the matrices [D, D] of all heads that turn the states before a segment of tokens."""
+    return model.linear_num_value_heads * model.linear_key_head_dim**2
 
 
 def qkv_width(model: ModelConfig) -> int:
@@ -79,6 +114,8 @@ class BlockSpec:
     """Of attention: elements of one token in the KV cache of one tp rank."""
     state_size: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: numbers of the recurrent states of one sample on all tp ranks, in float32 at least."""
+    transition_size: Callable[[ModelConfig], int] = _nothing
+    """Of a layer of kind L: numbers of the matrices [D, D] by which a segment of tokens turns all states."""
     conv_width: Callable[[ModelConfig], int] = _nothing
     """Of a layer of kind L: channels of its convolutions over neighbouring tokens, on all tp ranks."""
 
@@ -132,7 +169,9 @@ def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
 
 def attention_name(model: ModelConfig, kind: str) -> str:
     """Return the name of the attention of a layer of one of `BLOCK_KINDS`: a key of `ATTENTIONS`."""
-    return model.linear_attention if kind.endswith("L") else model.attention
+    if kind.endswith("L"):
+        return model.linear_attention
+    return f"sparse_{model.attention}" if model.index_topk else model.attention
 
 
 def attention_spec(model: ModelConfig, kind: str = "D") -> BlockSpec:
@@ -213,6 +252,29 @@ def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if query_rank:
         yield _norm("query_norm", query_rank)
     yield _norm("key_value_norm", rank)
+
+
+def indexer_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `LightningIndexer`, which every tp rank has."""
+    heads = model.index_heads
+    source = model.q_lora_rank if model.attention == "mla" else 0
+    yield ParamSpec("wq", (heads * model.index_head_dim, source or model.hidden_size), "attention")
+    yield ParamSpec("wk", (model.index_head_dim, model.hidden_size), "attention")
+    yield ParamSpec("weights_proj", (heads, model.hidden_size), "attention", always_adamw=True)
+    yield _norm("key_norm", model.index_head_dim)
+    yield ParamSpec("key_norm.bias", (model.index_head_dim,), "norms")
+
+
+def sparse_gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `SparseAttention`."""
+    yield from gqa_weights(model)
+    yield from _prefixed("indexer", indexer_weights(model))
+
+
+def sparse_mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `SparseLatentAttention`."""
+    yield from mla_weights(model)
+    yield from _prefixed("indexer", indexer_weights(model))
 
 
 def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -331,11 +393,24 @@ ATTENTIONS: dict[str, BlockSpec] = {
         BlockSpec(name="gqa", weights=gqa_weights),
         BlockSpec(name="mla", weights=mla_weights, cache_width=latent_cache_width),
         BlockSpec(
+            name="sparse_gqa",
+            weights=sparse_gqa_weights,
+            core_flops=sparse_core_flops,
+            cache_width=sparse_cache_width,
+        ),
+        BlockSpec(
+            name="sparse_mla",
+            weights=sparse_mla_weights,
+            core_flops=sparse_latent_core_flops,
+            cache_width=sparse_latent_cache_width,
+        ),
+        BlockSpec(
             name="gated_deltanet",
             weights=gated_deltanet_weights,
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
             conv_width=qkv_width,
         ),
         BlockSpec(
@@ -344,6 +419,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=delta_rule_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
             conv_width=qkv_width,
         ),
         BlockSpec(
@@ -352,6 +428,7 @@ ATTENTIONS: dict[str, BlockSpec] = {
             core_flops=gla_flops,
             cache_width=no_cache_width,
             state_size=recurrent_state_size,
+            transition_size=transition_size,
         ),
         BlockSpec(
             name="short_convolution",

@@ -17,6 +17,7 @@ BUILTIN_COLUMNS = frozenset(
         "labels",
         "weights",
         "sample_ids",
+        "token_samples",
         "positions",
         "mtp_labels",
         "mtp_weights",

@@ -196,6 +196,8 @@ class StepMetrics:
     """Router z-loss: the sum over layers, times its coefficient."""
     mtp_loss: float = 0.0
     """MTP loss: the mean over the depths, times its coefficient."""
+    indexer_loss: float = 0.0
+    """KL divergence of the indexers of sparse attention: the sum over layers, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float

@@ -21,6 +21,7 @@ _SCALARS = (
     ("train/aux_loss", "aux_loss"),
     ("train/z_loss", "z_loss"),
     ("train/mtp_loss", "mtp_loss"),
+    ("train/indexer_loss", "indexer_loss"),
     ("train/grad_norm", "grad_norm"),
     ("train/lr", "lr"),
     ("train/tokens", "tokens"),

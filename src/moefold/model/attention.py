@@ -223,8 +223,7 @@ class Attention(SelfAttention):
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected[:3])
         query, key = self._normalize_and_rotate(query, key, rope)
-        sinks = None if self.sinks is None else local_param(self.sinks, x.dtype)
-        attended = self.core_attention(query, key, value, documents, sinks, self.scale)
+        attended = self._attend(x, (query, key, value), rope, documents)
         if self.wg is not None:
             attended = gate_heads(attended, projected[3])
         wo = local_param(self.wo, x.dtype)
@@ -232,6 +231,27 @@ class Attention(SelfAttention):
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
+
+    def _attend(
+        self,
+        x: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None,
+    ) -> Tensor:
+        """Compute the core attention of queries, keys and values, [S/cp, B, heads of this rank, D] each.
+
+        Args:
+            x: input of the layer, [S/(cp*tp), B, H].
+            heads: queries, keys and values.
+            rope: of the positions of this rank's context shard.
+            documents: see `CoreAttention`.
+        """
+        return self.core_attention(*heads, documents, self._local_sinks(x), self.scale)
+
+    def _local_sinks(self, x: Tensor) -> Tensor | None:
+        """Return the sinks of this rank's heads in the type of x."""
+        return None if self.sinks is None else local_param(self.sinks, x.dtype)
 
     def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
         """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""

@@ -11,7 +11,7 @@ from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
-from moefold.ops.linear_attention import ChunkKernel
+from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
@@ -78,6 +78,8 @@ class Kernels:
     """Causal attention of layers without context parallelism."""
     linear_attention: ChunkKernel | None = None
     """Gated linear attention in chunks."""
+    convolution: ConvolutionKernel | None = None
+    """Short causal convolutions of linear attention."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     decode: DecodeKernel | None = None

@@ -1,4 +1,4 @@
-"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467)."""
+"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467); and LayerNorm (arXiv:1607.06450)."""
 
 from collections.abc import Callable
 
@@ -88,6 +88,26 @@ class HeadL2Norm(nn.Module):
         if x.device.type == "cpu":
             return cpu_rms_norm(x, x.new_ones(x.shape[-1]), self.eps, self.kernels.norm)
         return F.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dim with a learned weight and bias, [size] each (arXiv:1607.06450).
+
+    Args:
+        size: size of the last dim.
+        eps: added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., size]; no communication."""
+        weight = local_param(self.weight, x.dtype)
+        return F.layer_norm(x, x.shape[-1:], weight, local_param(self.bias, x.dtype), self.eps)
 
 
 def _identity(squares: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class CurrentPass:
         return self._decode_rows[1]
 
 
-class _Pages:
+class Pages:
     """Pages of one layer, allocated when its first row is cached."""
 
     def __init__(self, num_pages: int, page_positions: int) -> None:
@@ -176,8 +176,8 @@ class PagedAttention:
         chunk_size: int = 0,
     ) -> None:
         self._pass = current_pass
-        self._keys = _Pages(num_pages, page_positions)
-        self._values = _Pages(num_pages, page_positions)
+        self._keys = Pages(num_pages, page_positions)
+        self._values = Pages(num_pages, page_positions)
         self._window = window
         self._chunk_size = chunk_size
         # The kernel reads whole pages: it gets those of a row's chunk.
@@ -256,7 +256,7 @@ class PagedLatents:
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
         self._pass = current_pass
-        self._latents = _Pages(num_pages, page_positions)
+        self._latents = Pages(num_pages, page_positions)
         self._window = window
 
     @property

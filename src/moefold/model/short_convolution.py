@@ -54,5 +54,6 @@ class ShortConvolution(LinearAttention):
     ) -> tuple[Tensor, None]:
         """Compute gates and convolution; see base class."""
         values = self.convolved(projected)
-        mixed = causal_convolution(values, weights[0], preceding.previous_KBC, preceding.num_previous_SB)
+        kernel = self.kernels.convolution
+        mixed = causal_convolution(values, weights[0], preceding.previous_KBC, preceding.num_previous_SB, kernel=kernel)
         return projected[1] * mixed, None

@@ -14,6 +14,7 @@ from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
+from moefold.model.indexer import LightningIndexer
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
@@ -238,6 +239,9 @@ class Transformer(nn.Module):
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
+        num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
+        for indexer in self.indexers():
+            indexer.set_training(cfg.train.indexer_stage, cfg.train.indexer_loss, num_micro_batches)
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
@@ -268,7 +272,7 @@ class Transformer(nn.Module):
             labels, the logits [S/cp, B, V/tp].
         """
         args = self._block_args(columns, document_bounds)
-        x = self.embedding(x) if self.is_first else x
+        x = self._embed(x) if self.is_first else x
         shortcut = _Shortcut()
         for block in self._blocks():
             x = shortcut.add(block(x, *args))
@@ -289,7 +293,7 @@ class Transformer(nn.Module):
     ) -> Resumable[Tensor]:
         """Compute `forward` with labels, yielding at each MoE all-to-all."""
         args = self._block_args(columns, document_bounds)
-        x = self.embedding(x) if self.is_first else x
+        x = self._embed(x) if self.is_first else x
         shortcut = _Shortcut()
         for block in self._blocks():
             x = shortcut.add((yield from block.forward_resumable(x, *args)))
@@ -302,6 +306,11 @@ class Transformer(nn.Module):
             x = yield from block.forward_resumable(x, *args, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         return self._with_mtp_term(terms, mtp_losses)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens; where only the indexers learn, the vectors have a gradient, which reaches every layer."""
+        x: Tensor = self.embedding(tokens)
+        return x.requires_grad_() if self.cfg.trains_indexers_only and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
         """Return the layers of this stage, without those of multi-token prediction."""
@@ -321,7 +330,9 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
         positions = columns.get("positions")
-        token_columns = TokenColumns(columns.get("sample_ids"), columns.get("token_weights"), positions)
+        token_columns = TokenColumns(
+            columns.get("sample_ids"), columns.get("token_weights"), positions, columns.get("token_samples")
+        )
         return self._rope_for(document_starts, positions), token_columns, documents
 
     def _hidden_output(self, x: Tensor) -> Tensor:
@@ -377,6 +388,10 @@ class Transformer(nn.Module):
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
+
+    def indexers(self) -> list[LightningIndexer]:
+        """Return the indexers of the sparse attention of this stage."""
+        return [module for module in self.modules() if isinstance(module, LightningIndexer)]
 
 
 def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:

@@ -371,12 +371,27 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
+class ConvolutionKernel(Protocol):
+    """Implementation of the short causal convolution, differentiable."""
+
+    def supports(self, x_SBC: Tensor, weight_CK: Tensor) -> bool:
+        """Return whether the kernel supports these tensors; depends on shapes and dtypes only."""
+        ...
+
+    def __call__(
+        self, x_SBC: Tensor, weight_CK: Tensor, previous_KBC: Tensor, num_previous_SB: Tensor, *, has_silu: bool
+    ) -> Tensor:
+        """Compute `causal_convolution`, with SiLU or without activation."""
+        ...
+
+
 def causal_convolution(
     x_SBC: Tensor,
     weight_CK: Tensor,
     previous_KBC: Tensor,
     num_previous_SB: Tensor,
     activation: Callable[[Tensor], Tensor] | None = None,
+    kernel: ConvolutionKernel | None = None,
 ) -> Tensor:
     """Compute a short causal convolution of each channel; taps are added in float32 at least and rounded once.
 
@@ -386,10 +401,15 @@ def causal_convolution(
         previous_KBC: the K-1 tokens before the first one, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
         activation: function of the sums before they are rounded; None: none.
+        kernel: implementation for the tensors that it supports, without activation and with `F.silu`; None: torch
+            operations for all.
 
     Returns:
         [S, B, C], in the type of the tokens.
     """
+    has_silu = activation is F.silu
+    if kernel is not None and (has_silu or activation is None) and kernel.supports(x_SBC, weight_CK):
+        return kernel(x_SBC, weight_CK, previous_KBC, num_previous_SB, has_silu=has_silu)
     length = len(x_SBC)
     num_taps = weight_CK.shape[1]
     dtype = torch.promote_types(x_SBC.dtype, torch.float32)

@@ -24,9 +24,13 @@ class TorchRMSNorm:
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
-        x_NH = _upcast(x).reshape(-1, x.shape[-1])
-        scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        return (x_NH * scale_N1).mul_(_upcast(weight)).to(x.dtype).view(x.shape), scale_N1
+        size = x.shape[-1]
+        x_NH = _upcast(x).reshape(-1, size)
+        scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        # Not a view: FSDP warns of views that a module returns.
+        y = x_NH.new_empty(x.shape)
+        torch.mul(x_NH, scale_N1, out=y.view(-1, size)).mul_(_upcast(weight))
+        return y.to(x.dtype), scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""

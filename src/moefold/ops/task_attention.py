@@ -71,7 +71,7 @@ class TaskKernel(Protocol):
     """Kernel that computes all tasks in one call."""
 
     def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-        """Return whether the kernel supports tasks of at most so many keys on tensors [rows, 1, heads, D]."""
+        """Return whether the kernel supports tasks of at most `longest` keys on tensors [rows, 1, heads, D]."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: FlashMask) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from moefold.comm.collectives import (
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import ParallelConfig
 from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
+from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
@@ -42,7 +43,7 @@ from moefold.ops.block_attention import (
     sink_gradient,
 )
 from moefold.ops.documents import AttentionChunks, PackedDocuments
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
 
 ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 
@@ -63,6 +64,8 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
             module.attends_in_blocks = planner is not None or (cp.size > 1 and kind != "ulysses")
         if isinstance(module, LinearAttention) and cp.size > 1:
             module.segments = ContextSegments(kind, cp)
+        if isinstance(module, LightningIndexer) and cp.size > 1:
+            module.keys = ContextKeys(kind, cp)
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> AttentionPlanner | None:
@@ -71,8 +74,15 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> Atte
     moves_work = is_balanced and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
     if parallel.context != "planned" or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
-    tolerance = parallel.attention_tolerance if is_balanced else None
-    return AttentionPlanner(groups, PlanOptions(tolerance, parallel.attention_block, parallel.attention_pool))
+    if not is_balanced:
+        return AttentionPlanner(groups, PlanOptions())
+    options = PlanOptions(
+        tolerance=parallel.attention_tolerance,
+        block=parallel.attention_block,
+        pool=parallel.attention_pool,
+        nodes=nodes_of_round(groups),
+    )
+    return AttentionPlanner(groups, options)
 
 
 class ContextParallelSum:
@@ -555,6 +565,33 @@ class ContextSegments(SequenceSegments):
             state = through @ state + new
             states.append(state)
         return torch.cat([states[number] for number in self._own])
+
+
+class ContextKeys:
+    """Keys of sparse attention on a context-parallel rank; see `KeyGather`.
+
+    Args:
+        kind: ring, allgather or ulysses; see `sequence_positions`.
+        cp: the ranks that share a sample.
+    """
+
+    def __init__(self, kind: ContextKind, cp: Group) -> None:
+        self._kind = kind
+        self._cp = cp
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """See `KeyGather`."""
+        size = self._cp.size
+        return sequence_positions(self._kind, num_tokens * size, size, self._cp.rank).to(device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `KeyGather`; an all-gather over cp."""
+        gathered = all_gather(x.contiguous(), self._cp)
+        if self._kind == "ulysses":
+            return gathered
+        parts = gathered.chunk(2 * self._cp.size)
+        numbers = [i for rank in range(self._cp.size) for i in _zigzag(self._cp.size, rank)]
+        return torch.cat([parts[numbers.index(i)] for i in range(len(parts))])
 
 
 def _connected_zeros(x: Tensor) -> Tensor:

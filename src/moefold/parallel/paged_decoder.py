@@ -14,6 +14,7 @@ from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
+from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
@@ -21,6 +22,7 @@ from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
+from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, Transformer
@@ -110,6 +112,7 @@ class PagedDecoder:
     | attribute | becomes |
     | --- | --- |
     | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
+    | `cache` of an indexer of sparse attention | the keys, values and index keys of each row's sample |
     | `state_cache` of linear attention | the states of each row's sample |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
@@ -130,7 +133,7 @@ class PagedDecoder:
         self._pass = CurrentPass()
         self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
         self._picked_rows: PickedRows | None = None
-        self._caches: list[PagedAttention | PagedLatents] = []
+        self._caches: list[PagedAttention | PagedLatents | PagedSelection] = []
         self._state_caches: list[RecurrentStates] = []
         self._records_routing = records_routing
         self._routing: list[RoutingCache] = []
@@ -172,6 +175,9 @@ class PagedDecoder:
             states = RecurrentStates(self._pass)
             self._state_caches.append(states)
             self._replace(module, "state_cache", states)
+        if isinstance(module, LightningIndexer) and not module.is_dense:
+            cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
+            self._add_cache(module, "cache", cache)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
@@ -207,7 +213,9 @@ class PagedDecoder:
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
                 self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
 
-    def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
+    def _add_cache(
+        self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents | PagedSelection
+    ) -> None:
         self._caches.append(cache)
         self._replace(module, attribute, cache)
 

@@ -146,6 +146,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.convolution import CConvolution
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
@@ -159,7 +160,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     has_linear = cfg.model.has_linear_attention
     names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
     try:
-        build_libraries(*names, *(LIBRARIES if has_linear else ()))
+        build_libraries(*names, *((*LIBRARIES, "convolution") if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
@@ -167,6 +168,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
         linear_attention = CLinearAttention() if has_linear else None
+        convolution = CConvolution() if has_linear else None
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
@@ -194,6 +196,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         linear_attention=linear_attention,
+        convolution=convolution,
         paged_attention=paged_attention if uses_attention else None,
         decode=decode if uses_attention and uses_gemm else None,
         gemm=gemm if uses_gemm else TORCH_GEMM,

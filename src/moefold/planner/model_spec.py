@@ -23,6 +23,13 @@ from moefold.recipe import load_config
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
 
+RECURRENCE_BYTES = 128.0
+"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
+each a memory-bound kernel."""
+
+CONVOLUTION_BYTES = 16.0
+"""Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
+
 CLAMPED_SWIGLU_PASSES = 14.6
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
@@ -56,8 +63,20 @@ class TokenMixer:
     """Width of the sliding window in tokens; 0: full attention."""
     chunk_size: int = 0
     """Tokens of an attention chunk; 0: no chunks."""
+    selected_keys: int = 0
+    """Keys of a query that an indexer selects (sparse attention); 0: all."""
+    index_params: int = 0
+    """Of `num_params`, the weights of the indexer, which tp replicates; each rank projects its own tokens."""
+    index_flops: int = 0
+    """FLOPs of the indexer's score of one key for one token, forward."""
     state_flops: int = 0
     """FLOPs of the recurrence for one token, forward."""
+    core_bytes: float = RECURRENCE_BYTES
+    """Forward memory traffic of a recurrence or convolution for each token and row of the output projection."""
+    segment_states: int = 0
+    """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
+    segment_tokens: int = 0
+    """Numbers of the last tokens of a segment that the convolutions of the next one read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,22 +185,33 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
             sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
             output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
             state_flops=round(spec.core_flops(model, 0)),
+            core_bytes=RECURRENCE_BYTES if spec.state_size(model) else CONVOLUTION_BYTES,
+            segment_states=spec.transition_size(model) + spec.state_size(model),
+            segment_tokens=(model.linear_conv_kernel - 1) * spec.conv_width(model),
         )
+    indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
+    num_params = sum(weight.numel for weight in matrices)
+    matrices = [weight for weight in matrices if weight not in indexer]
     into_heads = [weight for weight in matrices if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
+    # Sparse latent attention is computed in the space of the latents, which all heads share as one key head.
+    is_sparse_latent = bool(model.index_topk) and model.attention == "mla"
     latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
     return TokenMixer(
         kind=model.attention,
-        num_params=sum(weight.numel for weight in matrices),
+        num_params=num_params,
         sharded_width=sharded_width,
         output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
         latent_width=latent_width,
         latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
         num_heads=model.num_attention_heads,
-        num_kv_heads=model.num_key_value_heads,
-        head_size=model.head_size,
-        value_head_size=model.value_head_size,
+        num_kv_heads=1 if is_sparse_latent else model.num_key_value_heads,
+        head_size=model.kv_lora_rank + model.qk_rope_head_dim if is_sparse_latent else model.head_size,
+        value_head_size=model.kv_lora_rank if is_sparse_latent else model.value_head_size,
         window=window,
+        selected_keys=model.index_topk,
+        index_params=sum(weight.numel for weight in indexer),
+        index_flops=2 * model.index_heads * (model.index_head_dim + 1) if model.index_topk else 0,
     )
 
 
@@ -212,7 +242,9 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
         keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
-        flops += 2.0 * keys * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
+        selected = min(keys, mixer.selected_keys) if mixer.selected_keys else keys
+        flops += 2.0 * selected * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
+        flops += mixer.index_flops * keys
     return flops
 
 

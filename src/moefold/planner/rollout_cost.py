@@ -6,8 +6,7 @@ from math import ceil
 from moefold.config.schema import Config
 from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.hardware import Device
-from moefold.cost.kv_cache import layer_state_bytes
-from moefold.cost.layer_spec import attention_spec
+from moefold.cost.kv_cache import cached_width, layer_state_bytes
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -67,7 +66,7 @@ class SamplingCost:
     def __init__(self, cfg: Config, device: Device, lengths: RolloutLengths) -> None:
         self._cfg = cfg
         self._lengths = lengths
-        self._cost = DecodeCost(cfg.model, device, cfg.run.dtype, compute_dtype_bytes(cfg))
+        self._cost = DecodeCost(cfg.model, device, cfg.run.dtype, compute_dtype_bytes(cfg), cfg.rollout.cache)
 
     def times(self, degrees: SamplingDegrees) -> SamplingTimes:
         """Return the seconds of a round under a mapping."""
@@ -79,7 +78,7 @@ class SamplingCost:
         item = compute_dtype_bytes(cfg)
         num_linear = model.attention_letters.count("L")
         num_cached = ceil((model.num_layers - num_linear) / degrees.pp)
-        width = attention_spec(model).cache_width(model, degrees.tp) * item
+        width = cached_width(model, degrees.tp, rollout.cache) * item
         rollout_bytes = lengths.total * num_cached * width
         if num_linear:
             rollout_bytes += ceil(num_linear / degrees.pp) * layer_state_bytes(model, degrees.tp, item)

@@ -27,6 +27,7 @@ from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
+from moefold.validate.sparse import SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -113,6 +114,9 @@ RANGES = (
     RangeRule(*_at_least(1), "moe", "llep_threshold llep_capacity llep_min_tokens"),
     RangeRule(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
     RangeRule("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
+    RangeRule("must be at least 0 (0: all keys)", lambda keys: keys >= 0, "model", "index_topk"),
+    RangeRule(*_at_least(1), "model", "index_heads index_head_dim"),
+    RangeRule("must be at least 0 (0: the indexers do not learn)", lambda c: c >= 0, "train", "indexer_loss"),
     RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
     RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
@@ -227,7 +231,8 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES) if is_training else ()
+    training_only = (*TRAINING_ONLY_RULES, *SPARSE_TRAINING_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES)
+    training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

@@ -83,7 +83,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
 def _model(cfg: Config) -> Iterator[str]:
     model = cfg.model
     is_latent = model.attention == "mla"
-    if is_latent and cfg.rollout.cache != "heads":
+    if is_latent and cfg.rollout.cache != "heads" and not model.index_topk:
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
@@ -97,6 +97,11 @@ def _model(cfg: Config) -> Iterator[str]:
         yield (
             f"model.attention_chunk_size={model.attention_chunk_size}: decoding reads pages of {PAGE_POSITIONS} "
             f"positions; choose {nearest_multiples(model.attention_chunk_size, PAGE_POSITIONS)}"
+        )
+    if model.index_topk:
+        yield (
+            f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
+            "the number of tokens; choose 0"
         )
     head_dim = max(model.head_size, model.v_head_dim) if is_latent else model.head_size
     if head_dim > MAX_EXACT_HEAD_DIM:

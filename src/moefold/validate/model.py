@@ -8,6 +8,7 @@ from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, Model
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
+from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
 
 def validate_layer_pattern(cfg: Config) -> Iterator[str]:
@@ -164,6 +165,16 @@ def validate_mla(cfg: Config) -> Iterator[str]:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
 
 
+def validate_attention_gate(cfg: Config) -> Iterator[str]:
+    """Check that gates of whole heads are not quantised."""
+    if cfg.model.attention_gate_width == "head" and cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} does not go with model.attention_gate_width='head', a projection "
+            "of one row for each head, narrower than a block of scales; set precision='dtype', or "
+            "attention_gate_width='dim'"
+        )
+
+
 def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
     """Check that norms after RoPE are of dims in the order of their weights."""
     model = cfg.model
@@ -197,6 +208,11 @@ def validate_attention_chunks(cfg: Config) -> Iterator[str]:
         )
     if model.attention == "mla":
         yield f"{name} has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+    if model.index_topk:
+        yield (
+            f"{name} has layers of kind C, and model.index_topk={model.index_topk} selects keys of the whole document; "
+            "choose 'F' or 'W', or index_topk=0"
+        )
 
 
 def validate_norms_without_weights(cfg: Config) -> Iterator[str]:
@@ -256,12 +272,14 @@ def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
 MODEL_RULES = (
     validate_zero_centered_norms,
     validate_linear_attention,
+    *SPARSE_ATTENTION_RULES,
     validate_layer_pattern,
     validate_sliding_window,
     validate_attention_chunks,
     validate_norms_without_weights,
     validate_heads,
     validate_mla,
+    validate_attention_gate,
     validate_norm_after_rope,
     validate_rope,
     validate_rope_scaling,

@@ -16,6 +16,7 @@ from moefold.validate.exactness import inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
+from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
@@ -25,6 +26,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
     *LAYER_RULES,
+    *UNUSED_SPARSE_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -105,24 +107,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.attention == "mla",
         "model.attention='mla' defines its heads by other keys",
         "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
-    ),
-    UnusedKeyRule(
-        "model.qk_norm_width",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
-    ),
-    UnusedKeyRule(
-        "moe.weight_in_expert",
-        lambda cfg: cfg.model.router_probs_on_input,
-        "model.router_probs_on_input=true applies the routing weights before",
-        "leave one of them out",
-    ),
-    UnusedKeyRule(
-        "model.qk_norm_after_rope",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
     ),
     UnusedKeyRule(
         "model.attention_scale",
@@ -321,9 +305,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rollout.cache",
-        lambda cfg: cfg.model.attention != "mla",
-        "only model.attention='mla' has latents",
-        "choose model.attention='mla'",
+        lambda cfg: cfg.model.attention != "mla" or cfg.model.index_topk > 0,
+        "only model.attention='mla' has latents, which sparse attention (model.index_topk) always caches",
+        "choose model.attention='mla' without model.index_topk",
     ),
     UnusedKeyRule(
         "rl.clip_low rl.clip_high",

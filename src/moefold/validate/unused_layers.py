@@ -4,6 +4,24 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 LAYER_RULES = (
     UnusedKeyRule(
+        "model.qk_norm_width",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedKeyRule(
+        "moe.weight_in_expert",
+        lambda cfg: cfg.model.router_probs_on_input,
+        "model.router_probs_on_input=true applies the routing weights before",
+        "leave one of them out",
+    ),
+    UnusedKeyRule(
         "model.active_experts",
         lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
         "no expert bias balances experts against zero-computation experts",

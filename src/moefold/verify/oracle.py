@@ -2,7 +2,8 @@
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_linear` linear attention, `oracle_optimizer` the optimizers.
+FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer`
+the optimizers.
 """
 
 import math
@@ -19,10 +20,12 @@ from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
     fp8_round_trip,
+    latent_queries,
     mla_heads,
     nope_temperature,
     softmax_scale,
 )
+from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
@@ -39,6 +42,7 @@ class OracleStep:
     aux_loss: float
     z_loss: float
     mtp_loss: float
+    indexer_loss: float
     grad_norm: float
     dropped: int
     gradients: Weights
@@ -71,11 +75,12 @@ class _LossTerms:
     aux: dict[int, Tensor]
     z: dict[int, Tensor]
     mtp: Tensor
+    indexer: Tensor
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
         """Return the optimised loss, the sum of all terms."""
-        return torch.stack([self.lm, self.mtp, *self.aux.values(), *self.z.values()]).sum()
+        return torch.stack([self.lm, self.mtp, self.indexer, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
@@ -97,7 +102,11 @@ class Oracle:
     ) -> None:
         self.cfg = cfg
         self._objective = objective
-        self.weights = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
+        self.weights = {
+            name: w.detach().double().requires_grad_(not cfg.trains_indexers_only or ".indexer." in name)
+            for name, w in weights.items()
+        }
+        self._index_losses: list[Tensor] = []
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights)
         self._steps = 0
@@ -108,7 +117,7 @@ class Oracle:
             weight.grad = None
         terms = self.loss(batch, is_training=True)
         terms.total().backward()
-        gradients = {name: _gradient(w) for name, w in self.weights.items()}
+        gradients = {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         self._optimizer.step(self.weights, gradients, norm)
         self._steps += 1
@@ -117,12 +126,14 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            self.router.end_step(layer, batches)
+            if not self.cfg.trains_indexers_only:
+                self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
             mtp_loss=float(terms.mtp.detach()),
+            indexer_loss=float(terms.indexer.detach()),
             grad_norm=norm,
             dropped=sum(batch.num_dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
@@ -139,6 +150,7 @@ class Oracle:
         size = self.cfg.train.micro_batch_size
         lm = mtp = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
+        self._index_losses = []
         weights = [self._target_weights(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
         for number, micro in enumerate(batch.tokens.split(size)):
             rows = slice(number * size, (number + 1) * size)
@@ -160,7 +172,9 @@ class Oracle:
             * torch.cat([b.logits[b.is_token].logsumexp(-1).square() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _LossTerms(lm, aux, z, mtp, routed)
+        num_micro_batches = len(batch.tokens) // size
+        indexer = torch.stack([lm.new_zeros(()), *self._index_losses]).sum() / num_micro_batches
+        return _LossTerms(lm, aux, z, mtp, indexer * self.cfg.train.indexer_loss, routed)
 
     def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
         """Return the loss weights of the targets `depth` positions after the next token, [n, S - depth].
@@ -301,16 +315,26 @@ class Oracle:
         if model.all_layer_chunks[layer]:
             chunk = document_positions(documents) // model.all_layer_chunks[layer]
             masked = masked | (chunk[:, :, None] != chunk[:, None, :])
+        index = None
+        if model.index_topk:
+            index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=has_rope)
+            source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
+            index.score(x.detach(), source.detach(), masked)
+            masked = index.masked
         outputs = []
+        probabilities = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
             scores = query[:, :, head] @ key[:, :, group].mT * scale
             scores = scores.masked_fill(masked, -math.inf)
             if model.attention_sinks:
                 sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
-                outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
+                probabilities.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1])
             else:
-                outputs.append(scores.softmax(-1) @ value[:, :, group])
+                probabilities.append(scores.softmax(-1))
+            outputs.append(probabilities[-1] @ value[:, :, group])
+        if index is not None:
+            self._index_losses.append(index.divergence(torch.stack(probabilities).sum(0).detach()))
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
             gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))

@@ -23,21 +23,10 @@ def mla_heads(
     def rotate(x: Tensor) -> Tensor:
         return apply_rope(model, x, rope_dim) if has_rope else x
 
-    def norm(latent: Tensor, which: str) -> Tensor:
-        # DeepSeek's released code uses epsilon 1e-6 for these norms.
-        size = latent.square().mean(-1, keepdim=True)
-        return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(1e-6 + size)
-
-    if model.q_lora_rank:
-        compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
-        if model.mla_scale_latents:
-            compressed = compressed * math.sqrt(model.hidden_size / model.q_lora_rank)
-        to_query = weights[f"{name}.wq_up"]
-    else:
-        compressed = x
-        to_query = weights[f"{name}.wq"]
+    compressed = latent_queries(model, weights, name, x)
+    to_query = weights[f"{name}.wq_up" if model.q_lora_rank else f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
-    latent = norm(joint[..., :rank], "key_value_norm")
+    latent = _latent_norm(weights[f"{name}.key_value_norm.weight"], joint[..., :rank])
     if model.mla_scale_latents:
         latent = latent * math.sqrt(model.hidden_size / rank)
     shared = rotate(joint[..., None, rank:])[:, :, 0]
@@ -72,6 +61,20 @@ def nope_temperature(model: ModelConfig, documents: Tensor) -> Tensor:
     return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
 
 
+def latent_queries(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Return what MLA's query heads are projected from: the normalised query latent, or without one x [B, S, H]."""
+    if not model.q_lora_rank:
+        return x
+    compressed = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"])
+    compressed = _latent_norm(weights[f"{name}.query_norm.weight"], compressed)
+    return compressed * math.sqrt(model.hidden_size / model.q_lora_rank) if model.mla_scale_latents else compressed
+
+
+def _latent_norm(weight: Tensor, latent: Tensor) -> Tensor:
+    # DeepSeek's released code uses epsilon 1e-6 for these norms.
+    return weight * latent / torch.sqrt(1e-6 + latent.square().mean(-1, keepdim=True))
+
+
 def softmax_scale(model: ModelConfig) -> float:
     """Return the softmax scale of the attention scores."""
     scale = model.attention_scale or 1 / math.sqrt(model.head_size)
@@ -80,16 +83,16 @@ def softmax_scale(model: ModelConfig) -> float:
     return scale
 
 
-def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int) -> Tensor:
+def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int, *, is_interleaved: bool | None = None) -> Tensor:
     """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
-    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2).
+    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope_interleaved.
     """
     half = rotary_dim // 2
     frequency = torch.tensor([_inv_freq(model, i, rotary_dim) for i in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
     rotation = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
-    if model.rope_interleaved:
+    if model.rope_interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
         return torch.cat((rotated, x[..., rotary_dim:]), -1)

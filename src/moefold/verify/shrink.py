@@ -21,6 +21,7 @@ SHARD_WIDTH = 8
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
 MAX_WINDOW = 5
+MAX_INDEX_TOPK = 4
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
 MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
@@ -208,6 +209,9 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         linear_key_head_dim=HEAD_SIZE,
         linear_value_head_dim=HEAD_SIZE + 2,
         linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
+        index_topk=min(model.index_topk, MAX_INDEX_TOPK),
+        index_heads=min(model.index_heads, 3),
+        index_head_dim=HEAD_SIZE + 2,
         linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
         ffn_hidden_size=SHARD_WIDTH * p.tp,
         vocab_size=VOCAB_SHARD_SIZE * p.tp,

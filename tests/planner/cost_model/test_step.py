@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
+from moefold.planner.cost_model.collective import RankGroup, all_gather_s
+from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.model_spec import load_model_spec
+from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from tests.clock import processor_s
 
 FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
@@ -194,3 +197,28 @@ def test_a_mapping_is_priced_in_a_fraction_of_a_millisecond():
         one.step_time(FOLDED)
     # About 0.1 ms on a fast core; the bound leaves room for a slow one.
     assert (processor_s() - start_s) / 200 < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("gated_deltanet", 3 * 3 * 128), ("gla", 0), ("short_convolution", 3 * 512)]
+)
+def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_the_length(kind, tokens):
+    """Two segments a rank: a transition [32, 32] and an update [32, 32] of 4 heads, and three tokens."""
+    heads = {} if kind == "short_convolution" else {"linear_num_key_heads": 4}
+    model = ModelConfig(
+        hidden_size=512, attention_pattern="L", linear_attention=kind, linear_num_value_heads=4, **heads
+    )
+    states = 0 if kind == "short_convolution" else 4 * 2 * 32 * 32
+    device = load_device("h100")
+    for seq_len in (4096, 65536):
+        costs = LayerCostModel(model_spec_from_config(model), device, replace(WORK, seq_len=seq_len))
+        block = costs.mixer(0, tp=2, cp=4, mbs=3)
+        (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
+        (backward,) = (item.seconds for item in block.backward if item.part == "cp_comm")
+        group = RankGroup(4, 2)
+        sent = [12 * numbers * size for numbers, size in ((states, 4), (tokens, 2)) if numbers]
+        expected = sum(all_gather_s(device, group, num_bytes) for num_bytes in sent)
+        assert forward == pytest.approx(expected)
+        assert backward == pytest.approx(2 * expected)
+        (alone,) = (item.seconds for item in costs.mixer(0, tp=2, cp=1, mbs=3).forward if item.part == "cp_comm")
+        assert alone == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.cost.hardware import Device
-from moefold.cost.kv_cache import layer_state_bytes
+from moefold.cost.kv_cache import CacheKind, cached_width, layer_state_bytes
 from moefold.cost.layer_spec import attention_spec, embedding_weight, layer_weights
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_to_all_s, p2p_s
 
@@ -46,10 +46,14 @@ class DecodeCost:
         device: the device.
         dtype: compute type, as in run.dtype.
         itemsize: its bytes.
+        cache: what latent attention caches.
     """
 
-    def __init__(self, model: ModelConfig, device: Device, dtype: str, itemsize: int) -> None:
+    def __init__(
+        self, model: ModelConfig, device: Device, dtype: str, itemsize: int, cache: CacheKind = "latents"
+    ) -> None:
         self._model = model
+        self._cache = cache
         self._device = device
         self._itemsize = itemsize
         self._flops_per_s = device.peak("bf16") * device.gemm_fraction["bf16"] / device.dtype_slowdown(dtype)
@@ -80,7 +84,13 @@ class DecodeCost:
         shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer_weights(model, kind)]
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
-        num_bytes = dense * self._itemsize + rows * keys * spec.cache_width(model, degrees.tp) * self._itemsize
+        # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
+        sparse = model.index_topk > 0 and not kind.endswith("L")
+        selected = min(keys, model.index_topk) if sparse else keys
+        index_width = model.index_head_dim if selected < keys else 0
+        width = 0 if kind.endswith("L") else cached_width(model, degrees.tp, self._cache)
+        cached = selected * (width - index_width) + keys * index_width
+        num_bytes = dense * self._itemsize + rows * cached * self._itemsize
         if kind.endswith("L"):
             num_bytes += 2 * states * layer_state_bytes(model, degrees.tp, self._itemsize)
         flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp

@@ -27,11 +27,6 @@ KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_e
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
 Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
 
-RECURRENCE_BYTES = 128.0
-"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
-each
-a memory-bound kernel."""
-
 FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
@@ -41,6 +36,11 @@ MIN_ATTENTION_LENGTH = 256.0
 
 RING_KERNELS = 9.28
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
+
+SEGMENTS_PER_RANK = 2
+"""Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
+STATE_BYTES = 4
+"""Bytes of a number of the states of linear attention."""
 
 ROUTER_BYTES = 62.7
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
@@ -249,6 +249,10 @@ class _MixerCost:
             forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
             backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
             weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+        if mixer.index_params:
+            rows = mixer.index_params // hidden
+            forward_s += gemm.matmul_s(tokens / tp, rows, hidden)
+            weights += gemm.wgrad_s(tokens / tp, rows, hidden)
         forward_s += gemm.quantize_s(tokens * (depth + out))
         backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
         return forward_s, backward_s, weights
@@ -260,7 +264,7 @@ class _MixerCost:
         seq_len = self.layer_costs.workload.seq_len
         if not mixer.num_heads:
             seconds = self.layer_costs.gemm.memory_bound_s(
-                RECURRENCE_BYTES * mixer.output_width * self.tokens / self.tp
+                mixer.core_bytes * mixer.output_width * self.tokens / self.tp
             )
             return seconds, 2 * seconds
         if self.load is None:
@@ -271,6 +275,8 @@ class _MixerCost:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
             chunk = self.load.kernel_rows
+        if mixer.selected_keys:
+            return self._sparse_core_s(keys)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         head = (mixer.head_size + mixer.value_head_size) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
@@ -298,13 +304,30 @@ class _MixerCost:
         device = self.layer_costs.device
         return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
 
+    def _sparse_core_s(self, keys: float) -> tuple[float, float]:
+        """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
+        costs = self.layer_costs
+        mixer = self.mixer
+        selected = min(keys, mixer.selected_keys)
+        width = mixer.head_size + mixer.value_head_size
+        flops = 2.0 * selected * width * mixer.num_heads / self.tp * self.tokens
+        scores = mixer.index_flops * keys / self.tp * self.tokens
+        forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
+        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0]
+        heads = max(1.0, mixer.num_kv_heads / self.tp)
+        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
+        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * width)
+        return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
+
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
         mixer = self.mixer
         device = self.layer_costs.device
         cp = self.cp
-        if cp == 1 or not mixer.num_heads:
+        if cp == 1:
             return 0.0, 0.0
+        if not mixer.num_heads:
+            return self._state_exchange_s()
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
         kv_bytes = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
@@ -317,10 +340,27 @@ class _MixerCost:
         merge = cp * self.layer_costs.gemm.memory_bound_s(
             12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
         )
-        hidden = core_forward_s * (cp - 1) / cp, core_backward_s * (cp - 1) / cp
+        # The keys of sparse attention are gathered before any is selected.
+        overlap = 0.0 if mixer.selected_keys else (cp - 1) / cp
+        hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
+
+    def _state_exchange_s(self) -> tuple[float, float]:
+        """Return the seconds of the all-gathers of states and of the convolutions' tokens, forward and backward.
+
+        Each rank has two segments of each sample, as in ring attention. The backward pass recomputes the forward pass
+        with its all-gathers, and reduce-scatters their gradients.
+        """
+        mixer = self.mixer
+        device = self.layer_costs.device
+        group = RankGroup(self.cp, self.tp)
+        segments = SEGMENTS_PER_RANK * self.cp * self.mbs / self.tp
+        states = all_gather_s(device, group, segments * mixer.segment_states * STATE_BYTES)
+        tokens = all_gather_s(device, group, segments * mixer.segment_tokens * self.layer_costs.workload.value_bytes)
+        seconds = (states if mixer.segment_states else 0.0) + (tokens if mixer.segment_tokens else 0.0)
+        return seconds, 2 * seconds
 
 
 def attention_core_s(device: Device, dtype: str, flops: float, length: float, head_size: float) -> tuple[float, float]:
