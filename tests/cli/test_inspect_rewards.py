@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from moefold.cli.inspect import print_rewards
+from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
-from moefold.metrics.reward_curves import read_reward_curves
+from moefold.metrics.metric_curves import RL_CURVES, read_reward_curves
 from tests.cli.test_inspect import _run
 
 
@@ -77,4 +77,4 @@ def test_other_runs_have_no_curves(tmp_path, capsys):
     assert read_reward_curves(tmp_path) == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "rl" not in json.loads(capsys.readouterr().out)
-    print_rewards(None, [])
+    print_curves(None, "reinforcement learning", RL_CURVES, [])

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from moefold.validate.config import check_config
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_a_model_that_can_run(name):
     cfg = load_config(None, [f"model.preset={name}"])
-    check_config(cfg)
+    check_config(replace(cfg, train=replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.index_topk))))
     assert all(getattr(cfg.model, key) == value for key, value in load_preset(name).items())
 
 
@@ -29,6 +30,12 @@ def test_every_preset_is_a_model_that_can_run(name):
         ("deepseek-v2-lite", 15_706_484_224, 2.4e9 + 102400 * 2048),
         ("deepseek-v2", 235_741_434_880, 21.4e9),
         ("deepseek-v3", 671_026_404_352 + 11_610_067_968, 37.6e9),
+        # Likewise 671,877,929,216 and 743,911,199,232.
+        ("deepseek-v3.2", 671_877_929_216 + 11_624_027_392, 38.4e9),
+        ("glm-5", 743_911_199_232 + 9_952_920_320, 41.8e9),
+        # transformers counts the same for the text models.
+        ("llama-4-scout", 107_769_861_120, 17.2e9),
+        ("llama-4-maverick", 400_711_848_960, 17.2e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
         # Llama-3-70B has 70,553,706,496 parameters, of which 56,371,445,760 are what the eight experts copy.
         ("llama3-8x70b", 70_553_706_496 + 7 * 56_371_445_760 + 80 * 8192 * 8, 126.9e9),

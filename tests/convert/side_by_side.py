@@ -66,9 +66,12 @@ class RankRecord:
 
 def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
     """Ten plain steps of AdamW, without any loss but the language model's, and without what no gradient moves."""
+    model = read_model_config(model_folder)
+    if model.index_topk and parallel.get("cp", 1) > 1:
+        parallel["context"] = "allgather"
     return Config(
         run=RunConfig(device="cpu", dtype="float32", steps=STEPS, seed=1),
-        model=read_model_config(model_folder),
+        model=model,
         parallel=ParallelConfig(**parallel),
         moe=MoEConfig(aux_loss=0.0, bias_update_rate=0.0),
         train=TrainConfig(
@@ -79,6 +82,8 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
             lr_schedule="constant",
             weight_decay=0.1,
             clip_grad=1.0,
+            # The indexers of transformers have no loss.
+            indexer_loss=0.0 if model.index_topk else 1.0,
         ),
         data=DataConfig(kind="synthetic"),
         checkpoint=CheckpointConfig(init_from=str(start), every=0, at_end=False),
@@ -146,8 +151,14 @@ def train_ours(cfg: Config) -> RankRecord:
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchSharder(data.train, cfg, groups, model.positions)
-    training.begin_step(1)
-    model.forward_backward(loader.batch(0))
+    batch = loader.batch(0)
+    training.begin_step(1, batch)
+    model.forward_backward(batch)
+    for name, parameter in model.named_parameters.items():
+        if ".indexer." in name:
+            # Without a loss of their own indexers have no gradient, as in transformers.
+            assert parameter.grad is None
+            parameter.grad = torch.zeros_like(parameter)
     gradients = gather_full_tensors(model, gradients=True)
     training.optimizer.zero_grad(set_to_none=True)
     size = cfg.train.global_batch_size

@@ -14,6 +14,7 @@ from moefold.convert.config_fields import (
     GatedSharedExpert,
     HunyuanSharedExpert,
     MultiHeadKeyValue,
+    Positive,
     SharedExperts,
     WithAlias,
 )
@@ -32,6 +33,8 @@ from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 
 FAMILY_OF = {
+    "deepseek-v3.2": "deepseek_v32",
+    "glm-5": "glm_moe_dsa",
     "qwen3-next": "qwen3_next",
     # Its computation is that of Qwen3-Next, the first family that expresses it.
     "qwen3.5": "qwen3_next",
@@ -45,6 +48,7 @@ FAMILY_OF = {
 }
 FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
+FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
@@ -87,8 +91,11 @@ _SPECIAL |= {
     if any(isinstance(entry, MultiHeadKeyValue) for entry in family.config_fields)
 }
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+_SPECIAL["llama4_text"] = {"no_rope_layers": [1, 0, 1, 1, 0], "attention_chunk_size": 8192}
+_SPECIAL["longcat_flash"] |= {"num_layers": 3}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
+_SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,10 +155,14 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
+    if family == "longcat_flash":
+        sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
+        sizes |= {"zero_experts": 5, "q_lora_rank": 8}
     fields = [entry.entry if isinstance(entry, WithAlias) else entry for entry in FAMILIES[family].config_fields]
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
+    sizes |= {entry.key: 32 for entry in fields if isinstance(entry, Positive)}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["shared_expert_ffn_hidden_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
@@ -190,6 +201,46 @@ def test_no_qwen2_moe_folder_is_without_shared_expert(width):
         read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
     model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
     assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
+
+
+def test_deepseek_v4_is_refused_with_the_parts_that_are_missing():
+    with pytest.raises(ConfigError, match="model_type 'deepseek_v4', which needs .* hyper-connections .* token ids"):
+        read_keys({"model_type": "deepseek_v4"}, Path("hf"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"indexer_types": ["full", "shared", "full"]}, "shared"),
+        ({"indexer_types": "full"}, "indexer_types='full'"),
+        ({"index_topk_pattern": "FFS"}, "shared"),
+        ({"index_topk_pattern": "FXF"}, "X"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "shared"),
+        ({"index_topk_freq": "4"}, "index_topk_freq='4'"),
+        ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "layer_types"),
+        ({"index_topk_pattern": "FFF"}, ""),
+        ({"index_topk_freq": 1}, ""),
+        ({"layer_types": ["indexed_attention"] * 3}, ""),
+    ],
+    ids=str,
+)
+def test_layers_that_share_a_selection_are_refused(keys, refused):
+    written = FAMILIES["glm_moe_dsa"].write(_model_for("glm_moe_dsa"))
+    written = {key: value for key, value in written.items() if key != "indexer_types"} | keys
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            read_keys(written, Path("hf"))
+    else:
+        assert read_keys(written, Path("hf")).index_topk == 32
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(family):
+    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    assert [found.name for found in families_for(model)] == [family]
+    assert family_unsupported_reason(FAMILIES[family], model) == ""
+    assert "index_topk=0" in family_unsupported_reason(FAMILIES[family], replace(model, index_topk=0))
+    assert "q_lora_rank=0" in family_unsupported_reason(FAMILIES[family], replace(model, q_lora_rank=0))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -329,6 +380,23 @@ def test_older_spellings_mean_the_published_model(preset):
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval=0, which should be a whole number"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True, which moefold does not compute"),
         ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0.0, which should be above 0"),
+        (
+            "llama4_text",
+            {"no_rope_layers": [1, 2, 0]},
+            "no_rope_layers=.1, 2, 0., which should be 0 or 1 for each of 3",
+        ),
+        ("llama4_text", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0, which"),
+        ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step=0, which"),
+        ("llama4_text", {"moe_layers": 3}, "moe_layers=3, which should be a list of whole numbers"),
+        ("llama4_text", {"use_qk_norm": "yes"}, "use_qk_norm='yes', which should be true or false"),
+        (
+            "llama4_text",
+            {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None},
+            "attention_chunk_size",
+        ),
+        ("longcat_flash", {"num_layers": 0}, "num_layers=0, which should be 1 to 5000"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which moefold does not compute"),
+        ("longcat_flash", {"router_bias": True}, "router_bias=True, which moefold does not compute"),
         ("afmoe", {"mup_enabled": 3}, "mup_enabled=3 of hidden_size=48"),
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0, which"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "other", "sparse"]}, "mlp_layer_types=.*, which moefold does not"),

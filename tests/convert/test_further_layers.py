@@ -20,8 +20,9 @@ from moefold.convert.mtp import tensor_names
 from moefold.convert.weights import HfSource, load_hf_weights, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
-from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.hf_models import MODELS, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.test_round_trip import _convert, _split, add_tokenizer, assert_same_folder, loaded_in_silence
+from tests.slow import slow
 
 WEIGHTS = "model.safetensors"
 APART = "moefold-mtp.safetensors"
@@ -35,6 +36,8 @@ def published(
     """A folder whose further layers lie as in DeepSeek's; with the model of transformers and its drafting layers."""
     from transformers.modeling_layers import MtpModel
 
+    if "mlp_layer_types" in MODELS[name][1]:
+        sizes |= {"mtp_layer_types": ["indexed_attention"] * layers, "mtp_mlp_layer_types": ["sparse"] * layers}
     model = make_model(name, num_mtp_layers=layers, **sizes)
     count = model.config.num_hidden_layers
     torch.manual_seed(layers)
@@ -88,8 +91,9 @@ def assert_loads(folder: Path, expected: torch.nn.Module, monkeypatch, caplog) -
     torch.testing.assert_close(logits_of(loaded, tokens), logits_of(expected, tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_glm_folders_come_back(tmp_path):
-    folder = published(tmp_path / "hf", name="glm4-moe").folder
+@pytest.mark.parametrize("name", ["deepseek-v32", *slow([("glm4-moe",), ("glm-moe-dsa",)])])
+def test_folders_of_other_families_come_back(tmp_path, name):
+    folder = published(tmp_path / "hf", name=name).folder
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
     assert read_meta(tmp_path / "ckpt").model["mtp_layers"] == 2
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0

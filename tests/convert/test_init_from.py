@@ -9,11 +9,13 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.convert.preflight import resolve_weights_folder
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.side_by_side import recipe, train_ours
 from tests.convert.test_round_trip import add_tokenizer
 
 pytestmark = pytest.mark.parity
+STAGES = ("dense", "warm", "sparse")
 
 
 MTP = """
@@ -113,3 +115,34 @@ def test_weights_that_a_recipe_cannot_start_with(tmp_path, monkeypatch, capsys, 
     (tmp_path / "recipe.toml").write_text("")
     assert main(["train", "recipe.toml", "data.kind=synthetic", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tmp_path, monkeypatch, capsys):
+    """Dense run, warm-up of the indexers alone, sparse run, generation; each starts with the weights before it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.toml").write_text(MTP)
+    sparse = ["dense.toml", "model.index_topk=6", "model.index_heads=2", "model.index_head_dim=8", "data.kind=text"]
+    sparse += ["data.path=dense.toml", "checkpoint.init_from=runs/dense"]
+    assert main(["train", "dense.toml", "data.kind=text", "data.path=dense.toml", "run.dir=runs/dense"]) == 0
+    assert main(["train", *sparse, "train.indexer_stage=warmup", "run.dir=runs/warm", "train.weight_decay=0.1"]) == 0
+    assert "with random indexers, as the weights are of dense attention" in capsys.readouterr().out
+    assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/warm", "run.dir=runs/sparse"]) == 0
+    assert "random indexers" not in capsys.readouterr().out
+    dense, warm, trained = (CheckpointSource(resolve_weights_folder(Path("runs", name))) for name in STAGES)
+    for name, shape in trained.shapes.items():
+        whole = tuple(slice(0, size) for size in shape)
+        before = dense.read(name, whole) if name in dense.shapes else None
+        assert (before is None) == (".indexer." in name)
+        assert before is None or torch.equal(warm.read(name, whole), before)
+        if "indexer.w" in name:
+            assert not torch.equal(warm.read(name, whole), trained.read(name, whole))
+    steps = [json.loads(Path("runs", name, "metrics.jsonl").read_text())["indexer_loss"] for name in STAGES]
+    assert steps[0] == 0.0
+    assert min(steps[1:]) > 0.0
+    assert main(["generate", "runs/sparse", "The", "--max-tokens", "8", "--temperature", "0"]) == 0
+    # A warm-up run resumes; its checkpoints have no moments of the frozen weights.
+    resumed = ["train.indexer_stage=warmup", "run.dir=runs/warm", "train.weight_decay=0.1", "run.steps=2"]
+    assert main(["train", *sparse, *resumed]) == 0
+    assert "at step 1" in capsys.readouterr().out
+    assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/warm", "model.index_topk=5", "run.dir=b"]) == 2
+    assert "index_topk 6 there, 5 here" in capsys.readouterr().err

@@ -58,7 +58,8 @@ def fp8_folders(tmp_path: Path, name: str) -> tuple[Path, Path]:
     save_model(model, tmp_path / "plain")
     quantized: dict[str, Tensor] = {}
     for key, value in plain.items():
-        if value.dim() == 2 and "proj" in key or ".w" in key and "experts" in key:
+        is_projection = any(part in key for part in ("proj", "indexer.w")) and "weights_proj" not in key
+        if (value.dim() == 2 and is_projection) or (".w" in key and "experts" in key):
             quantized[key], quantized[f"{key}_scale_inv"], plain[key] = fp8_pair(value)
         else:
             quantized[key] = value.bfloat16() if "bias" not in key else value
@@ -87,7 +88,7 @@ def mxfp4_folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 FOLDERS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "deepseek-v3": lambda path: fp8_folders(path, "deepseek-v3"),
+    "deepseek-v32": lambda path: fp8_folders(path, "deepseek-v32"),
     "minimax-m2": lambda path: fp8_folders(path, "minimax-m2"),
     "gpt-oss": mxfp4_folders,
 }

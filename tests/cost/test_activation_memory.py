@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
+from moefold.cost.block_memory import LINEAR_CHUNK_SIZE, MAX_BLOCK_ELEMENTS
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
@@ -26,7 +26,7 @@ from moefold.model.loss import chunked_cross_entropy
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
-from moefold.ops import gemm
+from moefold.ops import gemm, sparse_attention
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
@@ -53,7 +53,12 @@ LINEAR = {
     "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
+LLAMA4 = {
+    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "qk_norm": True,
+    "qk_norm_weight": False, "nope_temperature_scale": 0.1, "router_probs_on_input": True,
+}  # fmt: skip
 HEAD_GATE = {"attention_gate": True, "attention_gate_width": "head"}
+SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
     ("layer",), ("norms", "moe"), ("norms", "dense_mlp", "expert_activation"),
@@ -165,6 +170,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
 
 
 def test_sizes_of_the_loss_and_of_chunks_are_those_of_the_runtime():
+    assert MAX_BLOCK_ELEMENTS == sparse_attention.MAX_BLOCK_ELEMENTS
     assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
     assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
@@ -210,9 +216,14 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
         {"model": LINEAR | {"linear_attention": "gla"}},
         {"model": LATENT | {"attention_pattern": "FL", "linear_attention": "short_convolution", **HEAD_GATE}},
+        {"model": SPARSE},
+        {"model": LATENT | SPARSE},
+        {"model": SPARSE, "train": {"recompute": ("layer",)}},
         {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
         {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
+        {"model": {"zero_experts": 4, "top_k": 3}},
+        {"model": LLAMA4},
     ],
     ids=[
         "mla",
@@ -231,9 +242,14 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "linear, recomputed",
         "gla",
         "convolution and gated latent",
+        "sparse",
+        "sparse latent",
+        "sparse, recomputed",
         "gate and latent experts",
         "norms of outputs",
         "dense",
+        "zero experts",
+        "llama 4",
     ],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):
@@ -542,3 +558,13 @@ def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
     cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
     check_config(cfg)
     _assert_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))
+
+
+@pytest.mark.parametrize("train", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
+def test_frozen_weights_have_neither_gradients_nor_moments(train):
+    cfg = _config(model=LATENT | SPARSE | {"mtp_layers": 1}, train={"indexer_stage": "warmup"} | train)
+    rank = _on_one_rank(cfg)
+    _assert_states(cfg, [rank])
+    assert 0 < rank.after["gradients"] < rank.after["weights"] / 10
+    # Weight gradients are not computed: the formulas of training are an upper bound.
+    assert rank.activations < _formulas(cfg)[0].activations.total

@@ -248,6 +248,20 @@ def test_latent_attention_by_hand() -> None:
     assert count.attention - straight.attention == 3 * (12 * 6 + 6 * 4 * 5 - 12 * 4 * 5)
 
 
+def test_sparse_attention_by_hand() -> None:
+    """Two heads of the indexer of 8 dims, and 6 selected keys; latent attention is in the space of 6 + 2 dims."""
+    sparse = {"index_topk": 6, "index_heads": 2, "index_head_dim": 8}
+    dense, latent = train_flops_per_token(MIXTRAL_8X7B, 64), replace(LATENT, **sparse)
+    flops = train_flops_per_token(replace(MIXTRAL_8X7B, **sparse), 64)
+    scores = 2 * 64 * 2 * (8 + 1)
+    assert flops.attention_core == 32 * (2 * 6 * 32 * (128 + 128) + scores)
+    assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
+    rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
+    assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
+    # With fewer keys than are selected, all are read.
+    assert train_flops_per_token(latent, 4).attention_core == 3 * (2 * 4 * 4 * (2 * rank + rope) + scores // 16)
+
+
 def test_multi_token_prediction_by_hand() -> None:
     """Each further token: a layer as the last one, a projection, three norms, and the head once more."""
     further = replace(SMALL, mtp_layers=2)

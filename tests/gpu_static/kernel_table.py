@@ -15,9 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moefold.ops import triton as triton_ops
+from moefold.ops.exact_topk import exact_topk
 from moefold.testing.cuda_layers import layer_config, trace_layer
-from moefold.testing.cuda_trace import B200, H200, Launch
+from moefold.testing.cuda_trace import B200, CUDA, H200, Launch, Trace, trace_cuda
 from moefold.testing.kernel_compile import MAX_SHARED_BYTES, KernelResources, compile_launches, kernel_name
 
 TABLE = Path(__file__).parent / "kernels.json"
@@ -55,7 +58,20 @@ def recorded_launches(capability: int) -> list[Launch]:
     for case in CASES:
         trace = trace_layer(layer_config(**case), "model", DEVICES[capability], runs_all_candidates=True)
         launches += trace.launches
-    return launches
+    return launches + topk_launches(capability)
+
+
+def topk_launches(capability: int) -> list[Launch]:
+    """Return launches of sparse attention's top-k: of a step of decoding, and of rows that end where they attend to."""
+    trace = Trace()
+    with trace_cuda(trace, DEVICES[capability]):
+        for dtype in (torch.float32, torch.bfloat16):
+            scores = torch.empty(64, 131_072, dtype=dtype, device=CUDA)
+            guess = torch.empty(64, 2048, dtype=torch.int32, device=CUDA)
+            stops = torch.empty(64, dtype=torch.int32, device=CUDA)
+            exact_topk(scores, 2048, guess=guess)
+            exact_topk(scores, 2048, starts=stops, stops=stops)
+    return trace.launches
 
 
 def representative(launches: Sequence[Launch]) -> list[Launch]:

@@ -16,6 +16,7 @@ KEYS = [
     "aux_loss",
     "z_loss",
     "mtp_loss",
+    "indexer_loss",
     "grad_norm",
     "lr",
     "tokens",

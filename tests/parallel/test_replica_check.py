@@ -239,9 +239,10 @@ def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.nda
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    training.begin_step(1)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loss = model.forward_backward(BatchSharder(data.train, cfg, groups, model.positions).batch(first_sample))
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(first_sample)
+    training.begin_step(1, batch)
+    loss = model.forward_backward(batch)
     dense, experts = [], []
     for name, parameter in model.named_parameters.items():
         assert parameter.grad is not None

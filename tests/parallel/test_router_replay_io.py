@@ -38,6 +38,7 @@ MODELS = {
     "further tokens": {"num_layers": 3, "mtp_layers": 2},
     "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
     "many experts": {"num_layers": 4, "num_experts": 264, "moe_ffn_hidden_size": 8},
+    "documents": {"vocab_size": 8},
 }
 
 
@@ -46,6 +47,7 @@ def _recipe(run_dir: Path, model: str = "plain", replay: str = "", **mapping: ob
         model=MODELS[model],
         moe={"trace_every": 1, "replay": replay},
         train={"micro_batch_size": 1, "global_batch_size": 8},
+        data={"document_end": 2} if model == "documents" else {},
         **mapping,
     )
     return replace(cfg, run=replace(cfg.run, dir=str(run_dir)))
@@ -143,6 +145,27 @@ def test_replay_under_every_mapping_equals_the_oracle(pool, scrambled, oracles, 
     replayed, chosen = (compare_records(oracle, ranks)[0] for oracle in oracles)
     assert replayed.error <= 1e-9, replayed
     assert chosen.error > 1e-3, "the scrambled trace changes nothing"
+
+
+PLACED = {"context": "planned", "placement": "balanced"}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        PLACED | {"world_size": 2, "ep": 2},
+        *slow((PLACED | {"world_size": 4, **axes},) for axes in ({"tp": 2, "ep": 2}, {"cp": 2, "ep": 4}, {"pp": 2})),
+    ],
+    ids=str,
+)
+def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, single, tmp_path, mapping):
+    pool.run(mapping["world_size"], _train, _recipe(tmp_path / "traced", "documents", **mapping), STEPS)
+    assert _files(tmp_path / "traced") == _files(single("documents"))
+    scrambled = _scrambled(single("documents"), tmp_path / "scrambled")
+    cfg = _recipe(tmp_path / "replayed", "documents", replay=str(scrambled), **mapping)
+    pool.run(mapping["world_size"], _train, cfg, STEPS)
+    assert _files(tmp_path / "replayed") == _files(scrambled)
 
 
 @pytest.mark.parity

@@ -50,6 +50,18 @@ def test_latent_experts_count_as_in_the_runtime():
     assert count_parameters(model).experts * 4 == wide.experts
 
 
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-30b-a3b"])
+def test_sparse_attention_counts_as_in_the_runtime(preset):
+    words = [f"model.preset={preset}", "model.index_topk=512", "model.index_head_dim=128"]
+    model = load_config(None, words).model
+    spec = model_spec_from_config(model)
+    assert all_parameters(spec) == pytest.approx(count_parameters(model).total, rel=2e-3)
+    counted = train_flops_per_token(model, 8192, causal=True).total
+    assert train_flops(spec, 8192, causal=True) == pytest.approx(counted, rel=1e-4)
+    dense = model_spec_from_config(load_config(None, words[:1]).model)
+    assert train_flops(spec, 65536, causal=True) < train_flops(dense, 65536, causal=True) / 2
+
+
 # published/README.md and the quotients of the two metrics that its rows print, GFLOP for a token, without the router.
 @pytest.mark.parametrize(
     ("name", "seq_len", "causal", "printed"),
@@ -145,7 +157,8 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
     for name in listed:
         cfg = read_model(name)[0]
         assert cfg.model == load_model_spec(name).config
-        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), parallel=ParallelConfig()))
+        train = replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.index_topk))
+        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), train=train, parallel=ParallelConfig()))
     for name in others:
         with pytest.raises(ConfigError, match="layers that moefold cannot train"):
             read_model(name)

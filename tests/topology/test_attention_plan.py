@@ -4,11 +4,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.topology.attention_plan import plan_attention
-from moefold.topology.token_placement import RoundShape, document_bounds, place
+from moefold.topology.token_placement import Integers, RoundShape, document_bounds, place
 from tests.topology.rounds import placements
 
 WINDOWS = st.sampled_from((0, 0, 1, 3, 5))
@@ -37,6 +37,7 @@ def _pairs_of_task(task, seq_len: int, window: int) -> list[tuple[int, int]]:
     ]
 
 
+@settings(deadline=None, max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES, st.integers(1, 4), st.data())
 def test_every_visible_pair_is_in_one_task(placement, window, tolerance, block, data):
     shape = placement.shape
@@ -55,6 +56,7 @@ def test_every_visible_pair_is_in_one_task(placement, window, tolerance, block, 
     ]
 
 
+@settings(deadline=None, max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES, st.integers(1, 4))
 def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, block):
     shape = placement.shape
@@ -82,6 +84,7 @@ def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, bl
         assert transfers.sent(len(ranks)).sum() == transfers.received(len(ranks)).sum() == transfers.num_rows
 
 
+@settings(deadline=None, max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES)
 def test_a_rank_computes_its_part_of_the_exchange_alone(placement, window, tolerance):
     plan = plan_attention(placement, window=window, tolerance=tolerance, block=2)
@@ -94,6 +97,7 @@ def test_a_rank_computes_its_part_of_the_exchange_alone(placement, window, toler
                 assert column.tolist() == of_all[is_own].tolist()
 
 
+@settings(deadline=None, max_examples=60)
 @given(placements(), WINDOWS, st.sampled_from((0.0, 0.02, 0.3)), st.integers(1, 5), st.data())
 def test_the_busiest_rank_has_one_block_more_than_its_share(placement, window, tolerance, block, data):
     num_ranks = placement.shape.num_ranks
@@ -159,3 +163,30 @@ def test_attention_of_documents_sends_less_than_an_all_gather():
     all_gathered = 3 * shape.seq_len
     for kind in ("samples", "documents"):
         assert plan_attention(place(kind, shape, bounds_N)).exchange().keys.num_rows < all_gathered
+
+
+@pytest.fixture(scope="module")
+def large_round() -> tuple[RoundShape, Integers]:
+    """10,000 documents in samples of 131,072 tokens over 1,024 ranks, with the lengths of FlexSP's Wikipedia."""
+    shape = RoundShape(dp=128, cp=8, seq_len=131072)
+    rng = np.random.default_rng(0)
+    starts = []
+    for _ in range(shape.num_samples):
+        ends = np.cumsum(np.ceil(rng.lognormal(6.63, 1.258, 500)).astype(np.int64))
+        starts.append([0, *ends[ends < shape.seq_len].tolist()])
+    return shape, document_bounds(shape, starts)
+
+
+@pytest.mark.parametrize("kind", ["samples", "documents", "balanced"])
+def test_a_plan_of_a_thousand_ranks_is_balanced_and_small(large_round, kind):
+    shape, bounds_N = large_round
+    assert len(bounds_N) > 10_000
+    placement = place(kind, shape, bounds_N, 128)
+    placement.check()
+    home = plan_attention(placement)
+    plan = plan_attention(placement, tolerance=0.02)
+    assert home.max_over_mean > 3
+    assert plan.max_over_mean < 1.1
+    # Every move empties a task, satisfies a source or fills a destination: time is linear in tasks and ranks.
+    assert len(plan.hosts_K) - len(home.hosts_K) < 2 * shape.num_ranks
+    assert len(home.hosts_K) <= len(placement.ranks_M) + len(bounds_N) - 1

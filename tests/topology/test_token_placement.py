@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.token_placement import Document, Placement, RoundShape, document_bounds, place
 from tests.topology.rounds import placements
 
 
+@settings(deadline=None, max_examples=60)
 @given(placements())
 def test_every_token_has_one_slot(placement):
     shape = placement.shape

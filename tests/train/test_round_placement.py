@@ -1,12 +1,15 @@
-"""Columns of slots: every token of the global batch is on one rank, with its own labels, weights and documents."""
-
-from types import SimpleNamespace
+"""Tokens are sent to the ranks of their slots: each is on one rank, with its own labels, weights and documents."""
 
 import numpy as np
 import pytest
+import torch
 
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.ops.documents import DocumentBounds
+from moefold.topology.layout import fold
 from moefold.train.round_placement import RoundPlacer
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 S, B = 16, 2
@@ -24,47 +27,58 @@ def _recipe(placement: str, dp: int, cp: int) -> Config:
     )
 
 
-def _placer(cfg: Config, rank: int) -> RoundPlacer:
-    cp = cfg.parallel.cp
-    attn = SimpleNamespace(dp=SimpleNamespace(rank=rank // cp), cp=SimpleNamespace(rank=rank % cp))
-    return RoundPlacer(cfg, SimpleNamespace(attn=attn))  # type: ignore[arg-type]
-
-
-def _starts(num_samples: int) -> np.ndarray:
+def _global_columns(num_samples: int) -> dict[str, np.ndarray]:
     is_first = np.random.default_rng(0).random((num_samples, S)) < 0.2
     is_first[:, 0] = True
-    return np.maximum.accumulate(np.where(is_first, np.arange(S), 0), 1)
+    numbers = np.arange(num_samples * S).reshape(num_samples, S)
+    return {
+        "numbers": numbers,
+        "further": np.stack((numbers, -numbers), 1),
+        "shares": numbers / 3,
+        "is_even": numbers % 2 == 0,
+        "document_starts": np.maximum.accumulate(np.where(is_first, np.arange(S), 0), 1),
+    }
 
 
-@pytest.mark.parametrize(("placement", "dp", "cp"), [("balanced", 3, 1), ("balanced", 2, 2), ("documents", 2, 4)])
-def test_every_token_has_one_slot_and_its_own_columns(placement, dp, cp):
+def _move(cfg: Config) -> tuple[dict[str, np.ndarray], int]:
+    groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size, cp=cfg.parallel.cp), torch.device("cpu"))
+    dp = groups.attn.dp
+    per_rank = cfg.train.global_batch_size // dp.size
+    mine = {
+        name: values[dp.rank * per_rank :][:per_rank]
+        for name, values in _global_columns(cfg.train.global_batch_size).items()
+    }
+    starts = mine["document_starts"]
+    bounds = [DocumentBounds.of_positions(starts[i : i + B]) for i in range(0, per_rank, B)]
+    columns, placed = RoundPlacer(cfg, groups).move_tokens(mine, bounds)
+    assert len(placed) == len(bounds)
+    return columns, dp.rank
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("placement", "dp", "cp"),
+    [("balanced", 2, 2), *slow([("balanced", 3, 1), ("documents", 2, 2), ("documents", 1, 4)])],
+)
+def test_every_token_has_one_slot_and_its_own_columns(pool, placement, dp, cp):
     cfg = _recipe(placement, dp, cp)
     num_samples = cfg.train.global_batch_size
-    starts = _starts(num_samples)
-    numbers = np.arange(num_samples * S).reshape(num_samples, S)
-    further = np.stack((numbers, -numbers), 1)
+    whole = _global_columns(num_samples)
     seen = []
-    for rank in range(dp * cp):
-        slots = _placer(cfg, rank).slots(starts)
-        columns = slots.select({"numbers": numbers, "further": further, "document_starts": starts})
+    for columns, dp_rank in pool.run(dp * cp, _move, cfg):
         shape = (num_samples // dp, S // cp)
-        assert {name: values.shape for name, values in columns.items()} == {
-            name: (shape[0], 2, shape[1]) if name == "further" else shape
-            for name in ("sample_ids", "positions", "numbers", "further", "document_starts")
-        }
-        sample, position = columns["sample_ids"], columns["positions"]
-        assert (columns["numbers"] == sample * S + position).all()
-        assert (columns["further"] == np.stack((columns["numbers"], -columns["numbers"]), 1)).all()
-        assert (columns["document_starts"] == starts[sample, position]).all()
+        sample, position = columns["token_samples"], columns["positions"]
+        assert sample.shape == position.shape == shape
+        for name, values in whole.items():
+            expected = np.moveaxis(np.moveaxis(values, -1, 1)[sample, position], 2, 1) if values.ndim == 3 else None
+            assert columns[name].dtype == values.dtype
+            assert (columns[name] == (values[sample, position] if expected is None else expected)).all()
         for number, rows in enumerate(np.split(sample, 2)):
             # Round j has the j-th micro-batch of each data-parallel rank.
             assert set((rows // B).flat) <= {number + 2 * rank for rank in range(dp)}
         if placement == "documents":
-            assert set((sample // (2 * B)).flat) == {rank // cp}
+            assert set((sample // (2 * B)).flat) == {dp_rank}
         seen.append(columns["numbers"].ravel())
-        assert len(slots.bounds) == 2
-    assert (np.sort(np.concatenate(seen)) == numbers.ravel()).all()
-
-
-def test_without_a_placement_samples_stay_where_they_are():
-    assert not _placer(_recipe("samples", 2, 2), 0).moves_tokens
+    assert (np.sort(np.concatenate(seen)) == np.arange(num_samples * S)).all()
+    if placement == "balanced":
+        assert len({tuple(sorted(numbers)) for numbers in seen}) == dp * cp

@@ -12,7 +12,7 @@ from tests.verify.recipes import tiny
 
 @pytest.fixture(scope="module")
 def oracle() -> OracleRecord:
-    return run_oracle(tiny(model={"mtp_layers": 1}), 2)
+    return run_oracle(tiny(model={"mtp_layers": 1, "index_topk": 5, "index_heads": 3, "index_head_dim": 6}), 2)
 
 
 def perfect(oracle: OracleRecord) -> DistributedRecord:
@@ -23,6 +23,7 @@ def perfect(oracle: OracleRecord) -> DistributedRecord:
             aux_loss=step.aux_loss,
             z_loss=step.z_loss,
             mtp_loss=step.mtp_loss,
+            indexer_loss=step.indexer_loss,
             grad_norm=step.grad_norm,
             lr=0.0,
             expert_load=(),
@@ -43,10 +44,10 @@ def test_equal_sides_have_no_difference(oracle):
     found = compare_records(oracle, [perfect(oracle)])
     assert {d.error for d in found} == {0.0}
     of_layers = sum(len(fields(layer)) for step in oracle.steps for layer in step.moe_layers)
-    assert len(found) == 3 * len(oracle.weights) + 2 * 5 + of_layers + 1
+    assert len(found) == 3 * len(oracle.weights) + 2 * 6 + of_layers + 1
 
 
-@pytest.mark.parametrize("term", ["loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"])
+@pytest.mark.parametrize("term", ["loss", "aux_loss", "z_loss", "mtp_loss", "indexer_loss", "grad_norm"])
 def test_a_number_of_any_step_counts(oracle, term):
     record = perfect(oracle)
     wrong = replace(record.steps[1], **{term: getattr(record.steps[1], term) * 1.5})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.config.schema import Config, DataConfig
+from moefold.config.schema import Config, DataConfig, ParallelConfig
 from moefold.data import open_dataset
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
@@ -46,9 +46,9 @@ def _mapping(cfg: Config, num_steps: int, cache: str) -> DistributedRecord:
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 2},
+        {"world_size": 2, "context": "planned", "placement": "balanced"},
         {"world_size": 2, "cp": 2, "ep": 2},
-        *slow([({"world_size": 2, "tp": 2},), ({"world_size": 4, "cp": 2},)]),
+        *slow([({"world_size": 2},), ({"world_size": 2, "tp": 2},), ({"world_size": 4, "cp": 2},)]),
     ],
     ids=str,
 )
@@ -59,7 +59,29 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
     targets = [int(sample.weights.sum()) for sample in (split.annotated_sample(i) for i in range(4))]
     assert sum(targets[:2]) != sum(targets[2:]), "the ranks of dp must not have as many targets"
     ranks = pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path))
-    worst = compare_records(run_oracle(replace(cfg, parallel=replace(cfg.parallel, **ONE)), 2), ranks)[0]
+    worst = compare_records(run_oracle(without_mapping(cfg), 2), ranks)[0]
+    assert worst.error <= 1e-9, worst
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("kind", "mapping"),
+    [
+        *slow(
+            (kind, {"world_size": 4, "context": "planned", "placement": placement} | axes)
+            for kind in ("micro_batch", "sequence", "global_batch", "last_global_batch")
+            for placement, axes in (("balanced", {"tp": 2, "ep": 2}), ("balanced", {"cp": 2}), ("documents", {"cp": 2}))
+        )
+    ],
+    ids=str,
+)
+def test_padding_counts_in_no_loss_wherever_it_is_placed(pool, kind, mapping, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg = fine_tuning(tmp_path, **mapping)
+    moe = replace(cfg.moe, aux_kind=kind, aux_loss=0.5, input_jitter=0.2)
+    cfg = replace(cfg, moe=moe, train=replace(cfg.train, micro_batch_size=2, global_batch_size=8))
+    alone = replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp if kind == "global_batch" else 1))
+    worst = compare_records(run_oracle(alone, 2), pool.run(4, _mapping, cfg, 2, str(tmp_path)))[0]
     assert worst.error <= 1e-9, worst
 
 
@@ -67,10 +89,10 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("scope", "mapping"),
     [
-        ("full_sequence", {"world_size": 2, "tp": 2}),
-        ("sub_sequence", {"world_size": 2, "cp": 2}),
         *slow(
             [
+                ("full_sequence", {"world_size": 2, "tp": 2}),
+                ("sub_sequence", {"world_size": 2, "cp": 2}),
                 ("full_sequence", {"world_size": 2, "pp": 2}),
                 ("full_sequence", {"world_size": 2, "cp": 2}),
                 ("full_sequence", {"world_size": 4, "pp": 4}),
@@ -81,7 +103,7 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
     ],
     ids=str,
 )
-def test_padding_is_dropped_alike_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
+def test_padded_samples_drop_alike_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
     """Equal tokens with nothing before them that differs have equal probabilities but for rounding."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path, **mapping)
@@ -94,9 +116,6 @@ def test_padding_is_dropped_alike_under_every_mapping(pool, scope, mapping, tmp_
     alone = cfg if scope == "sub_sequence" else without_mapping(cfg)
     worst = compare_records(run_oracle(alone, 2), pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path)))[0]
     assert worst.error <= 1e-9, worst
-
-
-ONE = {"world_size": 1, "tp": 1, "cp": 1, "ep": 1}
 
 
 def _model(cfg: Config) -> Transformer:

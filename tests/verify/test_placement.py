@@ -30,14 +30,12 @@ def _run_with_positions_of_rows(cfg: Config) -> DistributedRecord:
 
 def _run_with_labels_of_another_slot(cfg: Config) -> DistributedRecord:
     """As if the labels stayed in the order of the samples."""
-    from moefold.train import round_placement
+    from moefold.train.round_placement import RoundPlacer
 
-    select = round_placement.TokenSlots.select
-
-    def broken(self: round_placement.TokenSlots, columns: dict) -> dict:
-        return select(self, columns | {"labels": columns["labels"][::-1]})
-
-    round_placement.TokenSlots.select = broken
+    move_tokens = RoundPlacer.move_tokens
+    RoundPlacer.move_tokens = lambda self, columns, bounds: move_tokens(
+        self, columns | {"labels": columns["labels"][:, ::-1]}, bounds
+    )
     return run_distributed(cfg, 1)
 
 

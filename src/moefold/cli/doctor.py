@@ -19,7 +19,7 @@ from moefold.launch.exit import EXIT_FAILED
 from moefold.terminal import print_escaped, printable
 
 GIB = 2**30
-C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention")
+C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", "hf", 'data.kind="huggingface"'),
     ("transformers", "transformers", "hf", "comparisons in moefold bench"),

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.reward_curves import CURVES, RewardCurve
+from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, MetricCurve
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -40,10 +40,11 @@ def run(argv: list[str]) -> int:
         reject_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.reward_curves import read_reward_curves
+    from moefold.metrics.metric_curves import read_attention_curves, read_reward_curves
 
     balance = read_balance(arguments.run)
     curves = read_reward_curves(arguments.run)
+    attention = read_attention_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
@@ -67,13 +68,16 @@ def run(argv: list[str]) -> int:
         }
         if curves:
             record["rl"] = {curve.name: curve.summary() for curve in curves}
+        if attention:
+            record["attention"] = {curve.name: curve.summary() for curve in attention}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
 
         console = PrintableConsole(highlight=False)
         print_balance(console, balance, arguments.layer)
-        print_rewards(console, curves)
+        print_curves(console, "reinforcement learning", RL_CURVES, curves)
+        print_curves(console, "attention", ATTENTION_CURVES, attention)
     return 0
 
 
@@ -81,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold inspect",
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
-        "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time.",
+        "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time; of "
+        "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent.",
         epilog=EPILOG,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
@@ -185,8 +190,15 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
         console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
 
 
-def print_rewards(console: Console, curves: Sequence[RewardCurve]) -> None:
-    """Print the numbers of each curve of reinforcement learning, and its course; nothing if there is none."""
+def print_curves(console: Console, title: str, names: Mapping[str, str], curves: Sequence[MetricCurve]) -> None:
+    """Print the numbers of each curve, and its course; nothing if there is none.
+
+    Args:
+        console: output.
+        title: what the curves describe.
+        names: name for display of each metric.
+        curves: the curves.
+    """
     if not curves:
         return
     columns = max(8, min(MAX_COLUMNS, console.width - 20))
@@ -194,11 +206,11 @@ def print_rewards(console: Console, curves: Sequence[RewardCurve]) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     table.pad_edge = False
     table.padding = (0, 1, 0, 0)
-    table.add_column("reinforcement learning", no_wrap=True)
+    table.add_column(title, no_wrap=True)
     for name in ("start", "end", "min", "max"):
         table.add_column(name, justify="right", no_wrap=True)
     for curve in curves:
-        table.add_row(CURVES[curve.name], *(f"{value:.4g}" for value in curve.summary().values()))
+        table.add_row(names[curve.name], *(f"{value:.4g}" for value in curve.summary().values()))
     console.print()
     console.print(table)
     console.print()
@@ -210,7 +222,7 @@ def print_rewards(console: Console, curves: Sequence[RewardCurve]) -> None:
         levels = ((values - low) / span * len(blocks)).astype(int).clip(0, len(blocks) - 1)
         width = max(1, MIN_ROW_COLUMNS // len(values))
         row = "".join(blocks[level] * width for level in levels.tolist())
-        console.print(Text(f"{CURVES[curve.name]:>16}  {row}", no_wrap=True, overflow="crop"))
+        console.print(Text(f"{names[curve.name]:>16}  {row}", no_wrap=True, overflow="crop"))
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:

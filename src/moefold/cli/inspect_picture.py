@@ -8,8 +8,8 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
+from moefold.metrics.metric_curves import RL_CURVES, MetricCurve
 from moefold.metrics.plot import escape_plot_text
-from moefold.metrics.reward_curves import CURVES, RewardCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ MAX_LOG2_LOAD = 2.0
 """The colour scale ends at 2**-2 and 2**2 times the mean."""
 
 
-def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[RewardCurve] = ()) -> None:
+def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[MetricCurve] = ()) -> None:
     """Draw a run's load balance, and its curves of reinforcement learning, into a .png, .svg or .pdf file.
 
     Raises:
@@ -194,7 +194,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
     row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2, loc="upper right")
 
 
-def _draw_rewards(figure: Any, curves: Sequence[RewardCurve]) -> None:
+def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
     """Draw a panel for each curve of reinforcement learning; the held-out reward in that of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     row = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -207,7 +207,7 @@ def _draw_rewards(figure: Any, curves: Sequence[RewardCurve]) -> None:
             axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)
             axes.lines[-1].set_label("held out, greedy")
             axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-        axes.set_title(CURVES[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
+        axes.set_title(RL_CURVES[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
         axes.set_xlabel("step", color=INK, fontsize=9)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)

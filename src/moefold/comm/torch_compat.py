@@ -177,6 +177,14 @@ def cudnn_attention_backward() -> Any:
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
+# Assertions.
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail on the device with a message if a scalar bool tensor is False; the host does not wait for it."""
+    torch._assert_async(condition, message)
+
+
 # Process groups.
 
 

@@ -311,6 +311,12 @@ class TrainConfig:
     without recomputation if that is all tokens."""
     mtp_loss: float = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
+    indexer_stage: Literal["sparse", "warmup"] = "sparse"
+    """Stage of sparse attention (model.index_topk). warmup: attention is dense, and only the indexers learn, from the
+    attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
+    indexer_loss: float = 1.0
+    """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
+    mean over the tokens, sum over the layers. No other weight has a gradient from it; 0: the indexers do not learn."""
     eval_every: int = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_samples: int = 16
@@ -505,6 +511,11 @@ class Config:
     def is_rl(self) -> bool:
         """Return whether the recipe is reinforcement learning."""
         return self.rl.group_size > 0
+
+    @property
+    def trains_indexers_only(self) -> bool:
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        return self.model.index_topk > 0 and self.train.indexer_stage == "warmup"
 
     @property
     def num_job_ranks(self) -> int:

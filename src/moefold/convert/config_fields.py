@@ -57,6 +57,26 @@ class Renamed:
 
 
 @dataclass(frozen=True)
+class Positive:
+    """A size that is 1 or more, where 0 in [model] means a model without that part."""
+
+    hf_key: str
+    key: str
+    default: Any = REQUIRED
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the size; reject 0."""
+        found = Renamed(self.hf_key, self.key, self.default).read(hf_config)
+        if found[self.key] < 1:
+            raise ConfigError(f"config.json has {self.hf_key}={found[self.key]}, which should be 1 or more")
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Copy the value; a model without that part does not read back."""
+        return {self.hf_key: getattr(model, self.key)}
+
+
+@dataclass(frozen=True)
 class WithAlias:
     """A field whose key some folders spell in another way.
 

@@ -8,6 +8,7 @@ from moefold.convert.config_fields import (
     MTPLayers,
     MultiHeadKeyValue,
     NormTopKProb,
+    Positive,
     QueryLoraRank,
     Renamed,
     RouterGroups,
@@ -37,6 +38,8 @@ from moefold.convert.family import (
 from moefold.convert.kda_families import KDA_FAMILIES
 from moefold.convert.layer_fields import (
     FirstKDense,
+    IndexedAttention,
+    IndexerTypes,
     MlpLayerTypes,
     NoSlidingWindow,
     SlidingWindowLayers,
@@ -45,6 +48,8 @@ from moefold.convert.layer_fields import (
 )
 from moefold.convert.lfm2_families import LFM2_FAMILIES
 from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
+from moefold.convert.llama4_families import LLAMA4_FAMILIES
+from moefold.convert.longcat_families import LONGCAT_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -101,7 +106,6 @@ _DEEPSEEK: tuple[ConfigField, ...] = (
 )
 _DEEPSEEK_V3_ROUTER: tuple[ConfigField, ...] = (
     RouterGroups(),
-    Renamed("rope_interleave", "rope_interleaved", True),
     Renamed("norm_topk_prob", "router_normalize", True),
     Constant("router_score", "sigmoid"),
     Constant("expert_bias", True),
@@ -113,6 +117,35 @@ _DEEPSEEK_V3_LAYOUTS = tuple(
     merge_rules(BACKBONE, MLA, MTP, SHARED_EXPERTS, ROUTER_BIAS, DENSE_FFN, ROUTER, experts)
     for experts in (PER_EXPERT, STACKED_EXPERTS)
 )
+_INDEXER = layer_rules(
+    {
+        "attention.indexer.wq": "self_attn.indexer.wq_b.weight",
+        "attention.indexer.wk": "self_attn.indexer.wk.weight",
+        "attention.indexer.weights_proj": "self_attn.indexer.weights_proj.weight",
+        "attention.indexer.key_norm.weight": "self_attn.indexer.k_norm.weight",
+        "attention.indexer.key_norm.bias": "self_attn.indexer.k_norm.bias",
+    }
+)
+
+
+def _sparse_attention(index_heads: int) -> tuple[ConfigField, ...]:
+    """Return the fields of families with a lightning indexer, given the default of its heads."""
+    return (
+        *_LATENT,
+        Positive("q_lora_rank", "q_lora_rank"),
+        MlpLayerTypes(default=3),
+        AllowedValues("moe_layer_freq", (1,)),
+        Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
+        Constant("rope_interleaved", True),
+        AllowedValues("rope_interleave", (True, None)),
+        AllowedValues("mlp_bias", (False, None)),
+        *_DEEPSEEK_V3_ROUTER,
+        IndexedAttention(),
+        Positive("index_topk", "index_topk", 2048),
+        Positive("index_n_heads", "index_heads", index_heads),
+        Positive("index_head_dim", "index_head_dim", 128),
+    )
+
 
 FAMILIES = {
     family.name: family
@@ -274,6 +307,7 @@ FAMILIES = {
             (
                 *_DEEPSEEK,
                 Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
+                Renamed("rope_interleave", "rope_interleaved", True),
                 *_DEEPSEEK_V3_ROUTER,
             ),
             _DEEPSEEK_V3_LAYOUTS,
@@ -300,6 +334,7 @@ FAMILIES = {
                 *_LATENT,
                 MlpLayerTypes(default=1),
                 Renamed("routed_scaling_factor", "router_scaling_factor", 1.8),
+                Renamed("rope_interleave", "rope_interleaved", True),
                 *_DEEPSEEK_V3_ROUTER,
             ),
             _DEEPSEEK_V3_LAYOUTS,
@@ -307,10 +342,53 @@ FAMILIES = {
             has_mtp=True,
             mtp_unreported=(47,),
         ),
+        Family(
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM",
+            (
+                *backbone_sizes(1e-6, RopeParameters(1e4)),
+                *_sparse_attention(index_heads=64),
+                Constant("index_rope_interleaved", False),
+            ),
+            tuple(merge_rules(layout, _INDEXER) for layout in _DEEPSEEK_V3_LAYOUTS),
+            default_keys={
+                "num_key_value_heads": 128,
+                "q_lora_rank": 1536,
+                "n_shared_experts": 1,
+                "n_group": 8,
+                "topk_group": 4,
+            },
+            has_mtp=True,
+            mtp_unreported=(61,),
+        ),
+        Family(
+            "glm_moe_dsa",
+            "GlmMoeDsaForCausalLM",
+            (
+                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *_sparse_attention(index_heads=32),
+                Constant("index_rope_interleaved", True),
+                IndexerTypes(),
+            ),
+            tuple(merge_rules(layout, _INDEXER) for layout in _DEEPSEEK_V3_LAYOUTS),
+            default_keys={"num_key_value_heads": 64, "q_lora_rank": 2048, "n_shared_experts": 1},
+            has_mtp=True,
+            mtp_unreported=(78,),
+        ),
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
+        *LLAMA4_FAMILIES,
+        *LONGCAT_FAMILIES,
     )
 }
+
+UNSUPPORTED_FAMILIES = {
+    "deepseek_v4": "hyper-connections (several residual streams, mixed at each sublayer), attention over compressed "
+    "keys with one key-value head and a grouped output projection, and experts chosen by a table of token ids",
+    "granitemoehybrid": "Mamba layers",
+    "nemotron_h": "Mamba layers",
+}
+"""Families of mixture-of-experts models that are refused by name, with the parts that moefold does not have."""
 
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in (family.name, *family.aliases)} | {
     family.multimodal.model_type: family for family in FAMILIES.values() if family.multimodal is not None

@@ -10,7 +10,7 @@ from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.families import FAMILIES, MODEL_TYPES
+from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.errors import ConfigError
@@ -62,6 +62,11 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
         ConfigError: the family is unknown, or the weights are quantised in an unknown format.
     """
     name = hf_config.get("model_type")
+    if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
+        raise ConfigError(
+            f"{str(folder)!r} is of model_type {name!r}, which needs parts that moefold does not have: "
+            f"{UNSUPPORTED_FAMILIES[name]} (docs/conversion.md#families)"
+        )
     if not isinstance(name, str) or name not in MODEL_TYPES:
         guess = closest_match(name, MODEL_TYPES) if isinstance(name, str) else None
         hint = f"; did you mean {guess!r}?" if guess else ""

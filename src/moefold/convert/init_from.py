@@ -81,11 +81,15 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         # Counts of the last step of a run are no weights: without them the run starts from zeros.
         if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
     }
-    load_shards(source, {**model.named_parameters, **buffers}, str(path))
+    has_indexers = any(INDEXER in name for name in source.shapes)
+    stored = {name: w for name, w in model.named_parameters.items() if has_indexers or INDEXER not in name}
+    load_shards(source, {**stored, **buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
         save_sidecar_files(path, cfg)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
+    if cfg.model.index_topk and not has_indexers:
+        notes.append("with random indexers, as the weights are of dense attention")
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
     if (
@@ -98,6 +102,8 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     return "; note: ".join([summary, *filter(None, notes)])
 
 
+INDEXER = ".attention.indexer."
+"""Part of the name of the indexers' tensors, which weights of a dense model lack."""
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
 SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")

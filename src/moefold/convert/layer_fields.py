@@ -211,6 +211,60 @@ class NoSlidingWindow:
         return {}
 
 
+@dataclass(frozen=True)
+class IndexedAttention:
+    """`layer_types` of families whose layers all have an indexer, if the key is present."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Reject layers of another kind."""
+        if hf_config.get("layer_types") is not None:
+            letters_of(hf_config, "layer_types", {"indexed_attention": "F"})
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys: it is the default."""
+        return {}
+
+
+@dataclass(frozen=True)
+class IndexerTypes:
+    """`indexer_types` of GLM-MoE-DSA, or the older keys that describe the same list.
+
+    A "full" layer has an indexer; a "shared" layer attends to the keys that the last full layer selected
+    (arXiv:2603.12201), which moefold does not compute.
+    """
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Reject shared layers."""
+        types = hf_config.get("indexer_types") or self._types(hf_config, num_layers_of(hf_config))
+        if not isinstance(types, list) or any(kind != "full" for kind in types):
+            raise ConfigError(
+                f"config.json has indexer_types={types!r}; moefold computes layers with their own indexer ('full') only"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the type of every layer."""
+        return {"indexer_types": ["full"] * model.num_layers}
+
+    @staticmethod
+    def _types(hf_config: Json, count: int) -> list[str]:
+        """Return the types by `index_topk_pattern`, or by `index_topk_freq` and `index_skip_topk_offset`."""
+        pattern = hf_config.get("index_topk_pattern")
+        if isinstance(pattern, str):
+            return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+        if pattern is not None:
+            return list(pattern) if isinstance(pattern, list) else [pattern]
+        every = hf_config.get("index_topk_freq", 1)
+        offset = hf_config.get("index_skip_topk_offset", 2)
+        if not is_int(every) or not is_int(offset):
+            raise ConfigError(
+                f"config.json has index_topk_freq={every!r} and index_skip_topk_offset={offset!r}, which should be "
+                "whole numbers"
+            )
+        return ["full" if max(i - offset + 1, 0) % max(every, 1) == 0 else "shared" for i in range(count)]
+
+
 def shorten_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
     """Return the shortest layer pattern for the kinds of all layers: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
     for size in range(1, len(kinds)):

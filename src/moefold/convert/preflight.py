@@ -211,7 +211,9 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
-    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), cfg.model)
+    # Weights of a dense model: the indexers of sparse attention start at random.
+    model = cfg.model if weights_model.index_topk else replace(cfg.model, index_topk=0)
+    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 

@@ -131,8 +131,8 @@ def _recompute_flops(model: ModelConfig, kind: str, letter: str, seq_len: int) -
     return {
         "norms": 2 * NORM_FLOPS_PER_ELEMENT * model.hidden_size,
         # Linear attention recomputes its core always.
-        "core_attention": 0 if letter == "L" else flops.attention_core,
-        "mla_up": 2 * up_weights if model.attention == "mla" and letter != "L" else 0,
+        "core_attention": 0 if letter == "L" or model.index_topk else flops.attention_core,
+        "mla_up": 2 * up_weights if model.attention == "mla" and letter != "L" and not model.index_topk else 0,
         "dense_mlp": FC1_FLOP_FRACTION * flops.dense_mlp,
         "expert_activation": FC1_FLOP_FRACTION * flops.experts,
         "shared_experts": FC1_FLOP_FRACTION * flops.shared_experts,

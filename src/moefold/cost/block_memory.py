@@ -13,6 +13,12 @@ from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.dispatchers import dispatcher_of
 
+INDEX_BYTES = 4
+"""Bytes of the number of a selected key, int32."""
+MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+SELECTION_COPIES = 2.25
+"""Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
 
@@ -228,7 +234,7 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     if model.moe_hidden_size:
         # The input of the projection back.
         saved["shared experts"] += sizes.tokens * model.moe_hidden_size * sizes.item_bytes
-    routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
+    routing_bytes = 2 * model.num_router_choices * sizes.high_precision_bytes + model.top_k * (
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes
@@ -449,7 +455,71 @@ def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
     )
 
 
+def _saved_by_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of grouped-query attention over selected keys, and of its indexer."""
+    _, key_value = _gqa_widths(sizes)
+    return _saved_by_gqa(sizes) + _saved_by_selection(sizes, key_value)
+
+
+def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the latents, of the queries and outputs in their space, and of the indexer."""
+    model = sizes.cfg.model
+    rank = model.kv_lora_rank
+    key = rank + model.qk_rope_head_dim
+    query_rank = model.q_lora_rank
+    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+    saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + model.qk_rope_head_dim)
+    saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + key)
+    saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
+    # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
+    saved["attention"] += sizes.gathered_bytes(sizes.heads * (model.head_size + key + model.v_head_dim) + key)
+    return saved + saved_by_core_attention(sizes, rank) + _saved_by_selection(sizes, key)
+
+
+def _saved_by_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
+    """Return the bytes of the selected keys' numbers, of the gathered keys under cp, and of the indexer.
+
+    The indexer saves its queries, weights and keys as the gradients of its loss.
+    """
+    model = sizes.cfg.model
+    p = sizes.cfg.parallel
+    selected = min(model.index_topk, sizes.cfg.train.seq_len)
+    saved = BytesByPart({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
+    if p.cp > 1:
+        saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
+    own = model.index_heads * model.index_head_dim * sizes.item_bytes
+    own += model.index_heads * sizes.high_precision_bytes + model.index_head_dim * sizes.item_bytes
+    saved["attention"] += sizes.tokens * own + p.cp * sizes.gathered_bytes(model.index_head_dim)
+    return saved
+
+
+def _transient_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
+    key_value = _gqa_widths(sizes)[1]
+    return _transient_selection(sizes, key_value, key_value // 2, (SELECTION_COPIES, 2.65))
+
+
+def _transient_sparse_mla(sizes: BlockSizes) -> BytesByPart:
+    width = sizes.cfg.model.kv_lora_rank + sizes.cfg.model.qk_rope_head_dim
+    return _transient_selection(sizes, width, width, (SELECTION_COPIES, 3.0))
+
+
+def _transient_selection(
+    sizes: BlockSizes, copied_width: int, key_width: int, copies: tuple[float, float]
+) -> BytesByPart:
+    """Return the temporary bytes of a block of queries in the backward pass: copies of its keys and their gradients."""
+    model = sizes.cfg.model
+    train = sizes.cfg.train
+    selected = min(model.index_topk, train.seq_len)
+    rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, sizes.heads))
+    rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
+    is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+    numbers = copies[is_low_precision] * rows * selected * copied_width
+    return BytesByPart({"core attention": round(numbers * sizes.high_precision_bytes)})
+
+
 ATTENTION_MEMORY = {
+    "sparse_gqa": BlockMemory(saved=_saved_by_sparse_gqa, delayed_wgrad=_gqa_wgrad, transient=_transient_sparse_gqa),
+    "sparse_mla": BlockMemory(saved=_saved_by_sparse_mla, delayed_wgrad=_mla_wgrad, transient=_transient_sparse_mla),
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
     "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),

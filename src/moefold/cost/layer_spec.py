@@ -23,6 +23,36 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
     return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
+def sparse_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of grouped-query attention over the selected keys, and of the indexer's scores of all keys."""
+    return softmax_core_flops(model, min(keys, model.index_topk)) + _index_flops(model, keys)
+
+
+def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over the selected keys, in the space of the latents, and of the indexer.
+
+    The up projection of the keys and values is multiplied with each query instead of each key: as many FLOPs.
+    """
+    widths = 2 * model.kv_lora_rank + model.qk_rope_head_dim
+    selected = 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
+    return selected + _index_flops(model, keys)
+
+
+def _index_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of the indexer's scores: a product for each head, and their weighted sum."""
+    return 2 * keys * model.index_heads * (model.index_head_dim + 1)
+
+
+def sparse_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the keys and values of a token on one of `tp` ranks, with the indexer's key."""
+    return key_value_cache_width(model, tp) + model.index_head_dim
+
+
+def sparse_latent_cache_width(model: ModelConfig, tp: int) -> int:
+    """Return the width of the latent and the shared key of a token, with the indexer's key, which every rank has."""
+    return latent_cache_width(model, tp) + model.index_head_dim
+
+
 def delta_rule_flops(model: ModelConfig, keys: float) -> float:
     """Return the FLOPs of the recurrence of linear attention: a state is read twice, written once, and decays."""
     return 8 * recurrent_state_size(model)
@@ -139,7 +169,9 @@ def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
 
 def attention_name(model: ModelConfig, kind: str) -> str:
     """Return the name of the attention of a layer of one of `BLOCK_KINDS`: a key of `ATTENTIONS`."""
-    return model.linear_attention if kind.endswith("L") else model.attention
+    if kind.endswith("L"):
+        return model.linear_attention
+    return f"sparse_{model.attention}" if model.index_topk else model.attention
 
 
 def attention_spec(model: ModelConfig, kind: str = "D") -> BlockSpec:
@@ -185,7 +217,7 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
-    elif model.qk_norm:
+    elif model.qk_norm and model.qk_norm_weight:
         yield _norm("query_norm", head)
         yield _norm("key_norm", head)
 
@@ -220,6 +252,29 @@ def mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if query_rank:
         yield _norm("query_norm", query_rank)
     yield _norm("key_value_norm", rank)
+
+
+def indexer_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `LightningIndexer`, which every tp rank has."""
+    heads = model.index_heads
+    source = model.q_lora_rank if model.attention == "mla" else 0
+    yield ParamSpec("wq", (heads * model.index_head_dim, source or model.hidden_size), "attention")
+    yield ParamSpec("wk", (model.index_head_dim, model.hidden_size), "attention")
+    yield ParamSpec("weights_proj", (heads, model.hidden_size), "attention", always_adamw=True)
+    yield _norm("key_norm", model.index_head_dim)
+    yield ParamSpec("key_norm.bias", (model.index_head_dim,), "norms")
+
+
+def sparse_gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `SparseAttention`."""
+    yield from gqa_weights(model)
+    yield from _prefixed("indexer", indexer_weights(model))
+
+
+def sparse_mla_weights(model: ModelConfig) -> Iterator[ParamSpec]:
+    """Yield the parameters of `SparseLatentAttention`."""
+    yield from mla_weights(model)
+    yield from _prefixed("indexer", indexer_weights(model))
 
 
 def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -315,9 +370,9 @@ def moe_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     shared = model.shared_expert_ffn_hidden_size
     if shared and model.shared_expert_gate:
         yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
-    yield ParamSpec("router.weight", (experts, hidden), "router")
+    yield ParamSpec("router.weight", (model.num_router_choices, hidden), "router")
     if model.router_bias:
-        yield ParamSpec("router.bias", (experts,), "router")
+        yield ParamSpec("router.bias", (model.num_router_choices,), "router")
     yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
     yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
     yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
@@ -337,6 +392,18 @@ ATTENTIONS: dict[str, BlockSpec] = {
     for spec in (
         BlockSpec(name="gqa", weights=gqa_weights),
         BlockSpec(name="mla", weights=mla_weights, cache_width=latent_cache_width),
+        BlockSpec(
+            name="sparse_gqa",
+            weights=sparse_gqa_weights,
+            core_flops=sparse_core_flops,
+            cache_width=sparse_cache_width,
+        ),
+        BlockSpec(
+            name="sparse_mla",
+            weights=sparse_mla_weights,
+            core_flops=sparse_latent_core_flops,
+            cache_width=sparse_latent_cache_width,
+        ),
         BlockSpec(
             name="gated_deltanet",
             weights=gated_deltanet_weights,

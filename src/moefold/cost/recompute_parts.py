@@ -24,6 +24,8 @@ def missing_reason(part: str, model: ModelConfig) -> str:
     """Return why a model lacks a part; "" if it has it."""
     if part in ("core_attention", "mla_up") and not model.has_softmax_attention:
         return f"all layers of model.attention_pattern={model.attention_pattern!r} have linear attention"
+    if part in ("core_attention", "mla_up") and model.index_topk:
+        return f"the sparse attention of model.index_topk={model.index_topk} does not have it as a part"
     if part == "mla_up" and model.attention != "mla":
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):

@@ -81,6 +81,8 @@ class ShardSpec:
     """Number of moments of each parameter, and bytes of its step count."""
     matrix_groups: tuple[str, ...] = ()
     """Groups whose matrices the optimizer gathers; their number of moments differs, and they have no step count."""
+    trains_indexers_only: bool = False
+    """Whether all weights but those of indexers are frozen, without gradients and moments."""
 
     def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -88,6 +90,8 @@ class ShardSpec:
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
             weight_bytes += shards.padded_numel * self.master_bytes
+            if self.trains_indexers_only and ".indexer." not in weight.name:
+                continue
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
@@ -128,6 +132,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         gradient_bytes=master,
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
+        trains_indexers_only=cfg.trains_indexers_only,
     )
 
 
@@ -147,7 +152,7 @@ def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
 def expert_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
-    return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
+    return cfg.model.num_router_choices * (4 * cfg.model.expert_bias + counts)
 
 
 def rope_buffer_bytes(cfg: Config) -> int:

@@ -39,7 +39,7 @@ class DocumentBoundaries(Protocol):
 
     @property
     def identity(self) -> Sequence[str | int]:
-        """What distinguishes these boundaries from others of the same stream."""
+        """Return values that distinguish these boundaries from others of the same stream."""
         ...
 
     def starts(self, first: int, stop: int) -> NDArray[np.int64]:

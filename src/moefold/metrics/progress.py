@@ -257,6 +257,8 @@ def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_l
         time_left_s: seconds to the end of the run; not shown for the last step.
     """
     parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
+    if metrics.indexer_loss:
+        parts.append(f"indexer {metrics.indexer_loss:.4f}")
     if eval_loss is not None:
         parts.append(f"eval {eval_loss:.4f}")
     if metrics.rl is not None and metrics.rl["reward"] is not None:

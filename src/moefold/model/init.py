@@ -13,6 +13,8 @@ EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
 BIASES = ("bq", "bk", "bv", "bo", "ba", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
+WEIGHTED_NORMS = ("attention.norm.weight", "indexer.key_norm.weight")
+"""Norms that multiply by their weight in models whose other norms multiply by 1 + weight."""
 CONVOLUTIONS = ("conv", "conv_q", "conv_k", "conv_v")
 DECAY_RATES = (1.0, 16.0)
 """Range of exp(a_log), the decay rates of linear attention (arXiv:2405.21060, as in the code of arXiv:2412.06464)."""
@@ -66,11 +68,11 @@ def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
-    if "norm" in name:
-        is_centered = cfg.zero_centered_norms and not name.endswith("attention.norm.weight")
-        return torch.zeros(shape) if is_centered else torch.ones(shape)
     if leaf in BIASES:
         return torch.zeros(shape)
+    if "norm" in name:
+        is_centered = cfg.zero_centered_norms and not name.endswith(WEIGHTED_NORMS)
+        return torch.zeros(shape) if is_centered else torch.ones(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, name))
     if leaf in CONVOLUTIONS:
         bound = shape[1] ** -0.5

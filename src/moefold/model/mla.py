@@ -77,6 +77,10 @@ class LatentAttention(SelfAttention):
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
+        # Not applied to a hidden state, which queries without a latent are projected from.
+        has_query_latent = cfg.mla_scale_latents and cfg.q_lora_rank > 0
+        self._query_latent_scale = (hidden / cfg.q_lora_rank) ** 0.5 if has_query_latent else 1.0
+        self._latent_scale = (hidden / cfg.kv_lora_rank) ** 0.5 if cfg.mla_scale_latents else 1.0
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
@@ -84,25 +88,48 @@ class LatentAttention(SelfAttention):
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute latent attention, as `SelfAttention.forward`."""
-        source, latent, shared_key = self._all_gather_latents(x)
-        weight = self.wq if self.wq_up is None else self.wq_up
-        assert weight is not None
-        if self.latent_cache is None:
-            attended = self._expanded_attention(
-                (source, latent, shared_key), local_param(weight, x.dtype), rope, documents
-            )
-        else:
-            rotated_key = rope(shared_key.unsqueeze(-2)).squeeze(-2)
-            self.latent_cache.add(torch.cat((latent, rotated_key), -1))
-            query = self._project(source, weight).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-            nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-            attended = self._absorbed_attention(nope, rope(rotated))
+        own = self._latents(x)
+        gathered = self._all_gather_latents(own)
+        attended = self._attend(x, own, gathered, rope, documents)
         if self.wg is not None:
-            attended = gate_heads(attended, self._gate(x, source, self.wg))
+            attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(
             attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
         )
+
+    def _attend(
+        self,
+        x: Tensor,
+        own: tuple[Tensor, Tensor, Tensor],
+        gathered: tuple[Tensor, Tensor, Tensor],
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None,
+    ) -> Tensor:
+        """Compute attention from the latents.
+
+        Args:
+            x: input of the layer, [S/(cp*tp), B, H].
+            own: input of the query heads, KV latent and shared key of the same tokens.
+            gathered: the same of all tokens of the context shard, [S/cp, B, ...].
+            rope: of the positions of this rank's context shard.
+            documents: see `CoreAttention`.
+
+        Returns:
+            [S/cp, B, A, v].
+        """
+        source, latent, shared_key = gathered
+        if self.latent_cache is None:
+            return self._expanded_attention(gathered, local_param(self._query_weight, x.dtype), rope, documents)
+        self.latent_cache.add(self._latent_keys(latent, shared_key, rope))
+        attended = self.latent_cache.attend(self._absorbed_queries(source, rope), self.wkv_up.shape[1], self._scale)
+        return self._expand_values(attended)
+
+    @property
+    def _query_weight(self) -> Tensor:
+        weight = self.wq if self.wq_up is None else self.wq_up
+        assert weight is not None
+        return weight
 
     def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
         """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
@@ -169,37 +196,62 @@ class LatentAttention(SelfAttention):
             query = query * self._query_factor
         return self._pad_head_dim(query), self._pad_head_dim(key), self._pad_head_dim(value)
 
-    def _absorbed_attention(self, query_nope_SBAD: Tensor, query_rope_SBAD: Tensor) -> Tensor:
-        """Attend in the space of the latents, with the up projections absorbed into queries and outputs; local.
+    @staticmethod
+    def _latent_keys(latent: Tensor, shared_key: Tensor, rope: Rope | NoRope) -> Tensor:
+        """Return the keys of all heads in the space of the latents: latent and rotated key, [S, B, latent + rope]."""
+        return torch.cat((latent, rope(shared_key.unsqueeze(-2)).squeeze(-2)), -1)
+
+    def _absorbed_queries(self, source: Tensor, rope: Rope | NoRope) -> Tensor:
+        """Return the queries in the space of the latents, with the up projection of the keys absorbed; local.
 
         (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys.
 
         Args:
-            query_nope_SBAD: queries of the dims without RoPE, [S, B, A, nope].
-            query_rope_SBAD: queries of the dims with RoPE, [S, B, A, rope].
+            source: input of the query heads, [S, B, ...].
+            rope: of their positions.
 
         Returns:
-            [S, B, A, v].
+            [S, B, A, latent + rope].
         """
-        assert self.latent_cache is not None
-        rank = self.wkv_up.shape[1]
-        up_AOR = local_param(self.wkv_up, query_nope_SBAD.dtype).unflatten(0, (query_nope_SBAD.shape[2], -1))
+        query = self._project(source, self._query_weight).unflatten(
+            -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        )
+        nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        absorbed = torch.einsum("sbap,apr->sbar", nope, self._up_projections(source.dtype)[0])
+        return torch.cat((absorbed, rope(rotated)), -1)
+
+    def _expand_values(self, latent_SBAR: Tensor) -> Tensor:
+        """Return the values of the heads, [S, B, A, v], from averages of latents."""
+        return torch.einsum("sbar,avr->sbav", latent_SBAR, self._up_projections(latent_SBAR.dtype)[1])
+
+    def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the up projections of the keys [A, nope, latent] and of the values [A, v, latent]."""
+        up_AOR = local_param(self.wkv_up, dtype).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
-        query = torch.cat((torch.einsum("sbap,apr->sbar", query_nope_SBAD, key_up), query_rope_SBAD), -1)
-        latent = self.latent_cache.attend(query, rank, self._scale)
-        return torch.einsum("sbar,avr->sbav", latent, value_up)
+        return key_up, value_up
 
-    def _all_gather_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the input of the query heads, the KV latent, and the key shared by all heads, each [S/cp, B, ...].
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the input of the query heads, the KV latent, and the key shared by all heads, of this rank's tokens.
 
-        One all-gather over tp.
+        [S/(cp*tp), B, ...] each.
         """
         source = x
         if self.wq_down is not None and self.query_norm is not None:
             source = self.query_norm(self._project(x, self.wq_down))
         latent, shared_key = self._project(x, self.wkv_down).split((self.wkv_up.shape[1], self.qk_rope_head_dim), -1)
-        parts = source, self.key_value_norm(latent), shared_key
-        return self.sequence_parallel.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
+        latent = self.key_value_norm(latent)
+        if self._query_latent_scale != 1.0:
+            source = source * self._query_latent_scale
+        if self._latent_scale != 1.0:
+            latent = latent * self._latent_scale
+        return source, latent, shared_key
+
+    def _all_gather_latents(self, own: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Gather the latents of all tokens of the context shard, [S/cp, B, ...] each; one all-gather over tp."""
+        source, latent, shared_key = self.sequence_parallel.gather(torch.cat(own, -1)).split(
+            [part.shape[-1] for part in own], -1
+        )
+        return source, latent, shared_key
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(

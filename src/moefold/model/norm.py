@@ -1,4 +1,4 @@
-"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467)."""
+"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467); and LayerNorm (arXiv:1607.06450)."""
 
 from collections.abc import Callable
 
@@ -69,6 +69,45 @@ class FullWidthQKNorm(nn.Module):
         total = self.sum_of_squares(x_fp32.square().sum((-2, -1), keepdim=True))
         normed = (x_fp32 * torch.rsqrt(total / self.size + self.eps)).to(x.dtype)
         return normed * local_param(self.weight, x.dtype)[weight_slice].view(x.shape[-2:])
+
+
+class HeadL2Norm(nn.Module):
+    """QK norm without weights: divides each head by its root mean square (Llama 4); `parallelize` sets `kernels`.
+
+    Args:
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels: Kernels = TORCH_KERNELS
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise queries or keys [S, B, heads, D]; no communication."""
+        if x.device.type == "cpu":
+            return cpu_rms_norm(x, x.new_ones(x.shape[-1]), self.eps, self.kernels.norm)
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dim with a learned weight and bias, [size] each (arXiv:1607.06450).
+
+    Args:
+        size: size of the last dim.
+        eps: added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., size]; no communication."""
+        weight = local_param(self.weight, x.dtype)
+        return F.layer_norm(x, x.shape[-1:], weight, local_param(self.bias, x.dtype), self.eps)
 
 
 def _identity(squares: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.model.short_convolution import ShortConvolution
+from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 
 
 def _build_dense(cfg: Config, number: int) -> SwiGLU:
@@ -38,6 +39,8 @@ def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
 ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "gqa": Attention,
     "mla": LatentAttention,
+    "sparse_gqa": SparseAttention,
+    "sparse_mla": SparseLatentAttention,
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "gla": GatedLinearAttention,

@@ -28,6 +28,10 @@ class SequenceParallel(ABC):
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter partial sums [S/cp, B, ...] of every tp rank -> this rank's [S/(cp*tp), B, ...]."""
 
+    @abstractmethod
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...]; no communication."""
+
     def all_gather_linear(
         self,
         x: Tensor,
@@ -112,6 +116,10 @@ class NoSequenceParallel(SequenceParallel):
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
+        """Return x unchanged."""
+        return x
+
+    def own_rows(self, x: Tensor) -> Tensor:
         """Return x unchanged."""
         return x
 

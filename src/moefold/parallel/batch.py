@@ -31,9 +31,12 @@ class Batch:
     * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
       [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
 
-    Where `parallel.placement` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots in any order
-    and are no samples: the columns of samples are columns of tokens instead, [N, S/cp], and "positions" is the position
-    of each token in its sample.
+    Where `parallel.placement` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are no
+    samples. "document_starts" is a column per token then, and two more columns say which tokens they are:
+
+    * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp]. "sample_ids" are those that
+      the rows would have as samples.
+    * "positions": position of each token in its sample, int64 [N, S/cp].
     """
 
     tokens: Tensor
@@ -53,9 +56,9 @@ class Batch:
 
         None: whole samples or shards of them. The host waits for the device.
         """
-        if "positions" not in self.columns:
+        if "token_samples" not in self.columns:
             return None
-        return tuple(self.columns["sample_ids"].unique().tolist())
+        return tuple(self.columns["token_samples"].unique().tolist())
 
     def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""

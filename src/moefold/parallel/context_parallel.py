@@ -29,6 +29,7 @@ from moefold.comm.collectives import (
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import ParallelConfig
 from moefold.model.attention import AttentionMaskSpec, CausalAttention, CoreAttention, SelfAttention, scale_queries
+from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
 from moefold.ops.block_attention import (
@@ -41,8 +42,8 @@ from moefold.ops.block_attention import (
     merge_lse_,
     sink_gradient,
 )
-from moefold.ops.documents import PackedDocuments
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.ops.documents import AttentionChunks, PackedDocuments
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
 
 ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 
@@ -59,10 +60,12 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
             if planner is not None:
                 module.core_attention = PlannedAttention(planner, module.window)
             else:
-                module.core_attention = context_parallel_attention(kind, cp, module.window)
+                module.core_attention = context_parallel_attention(kind, cp, module.window, module.chunk_size)
             module.attends_in_blocks = planner is not None or (cp.size > 1 and kind != "ulysses")
         if isinstance(module, LinearAttention) and cp.size > 1:
             module.segments = ContextSegments(kind, cp)
+        if isinstance(module, LightningIndexer) and cp.size > 1:
+            module.keys = ContextKeys(kind, cp)
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> AttentionPlanner | None:
@@ -71,8 +74,15 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> Atte
     moves_work = is_balanced and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
     if parallel.context != "planned" or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
-    tolerance = parallel.attention_tolerance if is_balanced else None
-    return AttentionPlanner(groups, PlanOptions(tolerance, parallel.attention_block, parallel.attention_pool))
+    if not is_balanced:
+        return AttentionPlanner(groups, PlanOptions())
+    options = PlanOptions(
+        tolerance=parallel.attention_tolerance,
+        block=parallel.attention_block,
+        pool=parallel.attention_pool,
+        nodes=nodes_of_round(groups),
+    )
+    return AttentionPlanner(groups, options)
 
 
 class ContextParallelSum:
@@ -87,22 +97,23 @@ class ContextParallelSum:
         return differentiable_all_reduce(x, self._cp)
 
 
-def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
+def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0, chunk_size: int = 0) -> CoreAttention:
     """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
 
     Args:
         kind: ring, allgather or ulysses.
         cp: the ranks that share a sample.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
+        chunk_size: tokens of an attention chunk; 0: no chunks.
     """
     if cp.size == 1:
-        return CausalAttention(window)
+        return CausalAttention(window, chunk_size)
     if kind == "ring":
-        return RingAttention(cp, window)
+        return RingAttention(cp, window, chunk_size)
     if kind == "allgather":
-        return AllGatherAttention(cp, window)
+        return AllGatherAttention(cp, window, chunk_size)
     if kind == "ulysses":
-        return UlyssesAttention(cp, window)
+        return UlyssesAttention(cp, window, chunk_size)
     raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses'")
 
 
@@ -138,9 +149,10 @@ class RingAttention:
     follow them one step later and reach their owner with the last step.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self._chunks = AttentionChunks(chunk_size)
         self.block_kernel: CausalKernel | None = None
 
     def __call__(
@@ -153,6 +165,7 @@ class RingAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
+        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
         return _RingFunction.apply(
             scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
@@ -166,9 +179,10 @@ class AllGatherAttention:
     saved for backward, which gathers the keys and values again.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self._chunks = AttentionChunks(chunk_size)
         self.block_kernel: CausalKernel | None = None
 
     def __call__(
@@ -181,6 +195,7 @@ class AllGatherAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
+        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
         return _AllGatherFunction.apply(
             scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
@@ -193,9 +208,9 @@ class UlyssesAttention:
     arXiv:2309.14509. If cp does not divide the key/value heads, they are repeated as often as needed; cp divides A/tp.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
-        self._core_attention = CausalAttention(window)
+        self._core_attention = CausalAttention(window, chunk_size)
 
     def __call__(
         self,
@@ -550,6 +565,33 @@ class ContextSegments(SequenceSegments):
             state = through @ state + new
             states.append(state)
         return torch.cat([states[number] for number in self._own])
+
+
+class ContextKeys:
+    """Keys of sparse attention on a context-parallel rank; see `KeyGather`.
+
+    Args:
+        kind: ring, allgather or ulysses; see `sequence_positions`.
+        cp: the ranks that share a sample.
+    """
+
+    def __init__(self, kind: ContextKind, cp: Group) -> None:
+        self._kind = kind
+        self._cp = cp
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """See `KeyGather`."""
+        size = self._cp.size
+        return sequence_positions(self._kind, num_tokens * size, size, self._cp.rank).to(device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `KeyGather`; an all-gather over cp."""
+        gathered = all_gather(x.contiguous(), self._cp)
+        if self._kind == "ulysses":
+            return gathered
+        parts = gathered.chunk(2 * self._cp.size)
+        numbers = [i for rank in range(self._cp.size) for i in _zigzag(self._cp.size, rank)]
+        return torch.cat([parts[numbers.index(i)] for i in range(len(parts))])
 
 
 def _connected_zeros(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
+from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
@@ -21,6 +22,7 @@ from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
+from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, Transformer
@@ -110,6 +112,7 @@ class PagedDecoder:
     | attribute | becomes |
     | --- | --- |
     | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
+    | `cache` of an indexer of sparse attention | the keys, values and index keys of each row's sample |
     | `state_cache` of linear attention | the states of each row's sample |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
@@ -130,7 +133,7 @@ class PagedDecoder:
         self._pass = CurrentPass()
         self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
         self._picked_rows: PickedRows | None = None
-        self._caches: list[PagedAttention | PagedLatents] = []
+        self._caches: list[PagedAttention | PagedLatents | PagedSelection] = []
         self._state_caches: list[RecurrentStates] = []
         self._records_routing = records_routing
         self._routing: list[RoutingCache] = []
@@ -172,6 +175,9 @@ class PagedDecoder:
             states = RecurrentStates(self._pass)
             self._state_caches.append(states)
             self._replace(module, "state_cache", states)
+        if isinstance(module, LightningIndexer) and not module.is_dense:
+            cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
+            self._add_cache(module, "cache", cache)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
@@ -179,7 +185,8 @@ class PagedDecoder:
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
                 kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
-                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
+                chunk_size = module.chunk_size if isinstance(module, SelfAttention) else 0
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel, chunk_size))
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):
@@ -206,7 +213,9 @@ class PagedDecoder:
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
                 self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
 
-    def _add_cache(self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents) -> None:
+    def _add_cache(
+        self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents | PagedSelection
+    ) -> None:
         self._caches.append(cache)
         self._replace(module, attribute, cache)
 
@@ -222,7 +231,7 @@ class PagedDecoder:
             if number >= model.num_layers:
                 continue
             cache = RoutingCache(
-                self._pass, num_slots, expert_index_dtype(model.num_experts), self._chain.groups.attn.tp
+                self._pass, num_slots, expert_index_dtype(model.num_router_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
             self._replace(layer.router, "override", cache)
@@ -237,7 +246,7 @@ class PagedDecoder:
         """
         if not self._routing:
             model = self._chain.cfg.model
-            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_experts))
+            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_router_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
         found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
         return found

@@ -77,7 +77,8 @@ class ParallelModel:
         with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
-        if self.stages[0].cfg.model.last_stage_needs_embedding:
+        cfg = self.stages[0].cfg
+        if cfg.model.last_stage_needs_embedding and not cfg.trains_indexers_only:
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
         return loss
 

@@ -83,6 +83,13 @@ def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopie
     return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
+def freeze_all_but_indexers(stage: Transformer) -> None:
+    """Leave gradients to the parameters of the indexers alone: the warm-up stage of sparse attention."""
+    stage.requires_grad_(False)
+    for indexer in stage.indexers():
+        indexer.requires_grad_(True)
+
+
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
@@ -134,8 +141,11 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
-            if for_training:
-                shard_data_parallel(stage, groups, cfg)
+        if for_training and cfg.trains_indexers_only:
+            # FSDP reads which parameters are frozen.
+            freeze_all_but_indexers(stage)
+        if layout.world_size > 1 and for_training:
+            shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))

@@ -7,15 +7,17 @@ and the placement of the tokens changes nothing but rounding. The backward pass 
 back, which are added in the order of the ranks.
 """
 
+import socket
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.comm.collectives import all_to_all
+from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.model.attention import scale_queries
@@ -28,7 +30,7 @@ from moefold.topology.token_placement import Integers, Placement, RoundShape, do
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How the attention of a round is planned; see `plan_attention`."""
+    """Options of `plan_attention`, which describes them."""
 
     tolerance: float | None = None
     block: int = 128
@@ -56,12 +58,20 @@ class AttentionStatistics:
     moved_rows: int = 0
     """Rows of queries that this rank computed for others."""
     sent_bytes: int = 0
+    plans_crc: int = 0
+    """Checksum of the plans, which must be equal on all ranks of a round."""
 
     def reset(self) -> None:
         """Begin again."""
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
+        self.plans_crc = 0
+
+    def add_plan(self, plan: AttentionPlan) -> None:
+        """Add the tasks of a plan to the checksum."""
+        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.hosts_K):
+            self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
     def begin_round(self) -> int:
         """Return the index of a new round."""
@@ -196,6 +206,26 @@ class RankTasks:
             self._statistics.add_pass(self._round_index, self._pairs, self.queries.num_received)
 
 
+def members_of_round(groups: ParallelGroups) -> Integers:
+    """Return which member of dp_cp each rank of a round is, int64 [dp * cp]; see `token_placement`."""
+    view = groups.layout.attention
+    ranks = groups.attn.dp_cp.ranks
+    # Members of a group are sorted by rank, whatever the order of the axes.
+    return np.argsort(
+        [view.coordinate(rank, "dp") * groups.attn.cp.size + view.coordinate(rank, "cp") for rank in ranks]
+    )
+
+
+def nodes_of_round(groups: ParallelGroups) -> tuple[int, ...] | None:
+    """Return the node of each rank of a round; None if all are on one. Collective over dp_cp."""
+    group = groups.attn.dp_cp
+    # A rank of a dry run has no peers.
+    names = [""] if groups.device.type == "meta" else all_gather_objects(socket.gethostname(), group)
+    if len(set(names)) == 1:
+        return None
+    return tuple(names.index(names[member]) for member in members_of_round(groups).tolist())
+
+
 class AttentionPlanner:
     """Plans the attention of the micro-batches of a stage; its layers share the plans.
 
@@ -207,10 +237,7 @@ class AttentionPlanner:
     def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
         self._cp = groups.attn.cp
         self._dp_cp = groups.attn.dp_cp
-        view = groups.layout.attention
-        coordinates = [(view.coordinate(rank, "dp"), view.coordinate(rank, "cp")) for rank in self._dp_cp.ranks]
-        # Members of a group are sorted by rank, whatever the order of the axes.
-        self._members = np.argsort([dp_rank * self._cp.size + cp_rank for dp_rank, cp_rank in coordinates])
+        self._members = members_of_round(groups)
         self._options = options
         self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
@@ -247,6 +274,7 @@ class AttentionPlanner:
         else:
             plan = self._options.plan(placement, window)
             rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
+        self.statistics.add_plan(plan)
         return RankTasks(plan, rank, num_samples, round_index)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, gather_to_first
 from moefold.config.schema import Config
-from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
+from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, TracedStep, trace_shape
 from moefold.model.moe.router import ReplayedRouting
+from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
 
@@ -44,6 +45,7 @@ class RouterReplayBuffer:
         self._all_positions = all_gather(positions.unsqueeze(0), model.groups.attn.sequence).cpu()
         self._owner_ranks = model.stage_plan.rank_of_layers(cfg.model.num_layers)
         first = model.groups.attn.dp.rank * self._num_samples
+        self._slots: Tensor | None = None
         self._layer_routing = {number: ReplayedRouting(first) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():
             layer.router.override = self._layer_routing[number]
@@ -52,8 +54,12 @@ class RouterReplayBuffer:
         """Return whether a step is recorded."""
         return self._record_every > 0 and step % self._record_every == 0
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, batch: Batch) -> None:
         """Prepare the routers for a step: load the choices to replay, allocate buffers for those to record.
+
+        Args:
+            step: number of the step.
+            batch: of the step; it says which tokens this rank has.
 
         Raises:
             ConfigError: the trace lacks the step, or has expert ids out of range.
@@ -62,15 +68,31 @@ class RouterReplayBuffer:
         shape = self._shape
         replayed = None if self._trace is None else self._trace.step(step)
         size = (self._num_samples, len(self._positions), shape.top_k)
+        self._slots = self._slots_of(batch)
         for number, choices in self._layer_routing.items():
             choices.recorded_NSK = None
             if self.is_due(step):
                 choices.recorded_NSK = torch.zeros(size, dtype=torch_dtype(shape.dtype), device=device)
             if replayed is not None:
-                choices_NSK = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
-                choices.replayed_NSK = torch.from_numpy(
-                    shape.check_expert_indices(choices_NSK[:, self._positions], step)
-                ).to(device)
+                own = self._own_choices(replayed, shape.layers.index(number), choices.first_sample)
+                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(own, step)).to(device)
+
+    def _own_choices(self, step: TracedStep, layer: int, first_sample: int) -> Array:
+        """Return the choices of this rank's tokens in a traced layer, [N, S/(cp*tp), K]."""
+        if self._slots is None:
+            own: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
+            return own
+        samples, positions = np.divmod(self._slots.cpu().numpy(), self._shape.seq_len)
+        chosen: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
+        return chosen
+
+    def _slots_of(self, batch: Batch) -> Tensor | None:
+        """Return sample * S + position of each token of this rank, [N, S/(cp*tp)]; None: samples in their places."""
+        if "token_samples" not in batch.columns:
+            return None
+        numbers = batch.columns["token_samples"] * self._shape.seq_len + batch.columns["positions"]
+        tp = self._groups.attn.tp
+        return numbers.chunk(tp.size, 1)[tp.rank].contiguous()
 
     def save(self, step: int, writer: RoutingTraceWriter | None) -> None:
         """Gather the choices of a recorded step and write them; every rank calls it, rank 0 with a writer."""
@@ -107,6 +129,8 @@ class RouterReplayBuffer:
         """Gather one layer as bytes, [G, S, K * bytes], on the first rank of this stage; None elsewhere."""
         recorded = self._layer_routing[number].recorded_NSK
         assert recorded is not None, "begin_step() of a recorded step precedes save()"
+        if self._slots is not None:
+            return self._gather_slots(recorded, self._slots)
         # As bytes, because gloo and NCCL do not support int16.
         parts = gather_to_first(recorded.view(torch.uint8), self._groups.attn.sequence)
         if parts is None:
@@ -116,6 +140,18 @@ class RouterReplayBuffer:
             samples_NSB[:, positions.to(samples_NSB.device)] = part
         samples = gather_to_first(samples_NSB, self._groups.attn.dp)
         return None if samples is None else samples.flatten(0, 1)
+
+    def _gather_slots(self, recorded: Tensor, slots: Tensor) -> Tensor | None:
+        """Gather the choices of one layer where tokens are in slots; see `_gather_stage_layer`."""
+        stage = self._groups.attn.stage
+        numbers = gather_to_first(slots, stage)
+        parts = gather_to_first(recorded.view(torch.uint8), stage)
+        if numbers is None or parts is None:
+            return None
+        shape = self._shape
+        found = recorded.new_empty((shape.global_batch_size * shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
+        found[numbers.flatten()] = parts.flatten(0, 2)
+        return found.unflatten(0, (-1, shape.seq_len))
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

@@ -75,6 +75,10 @@ class SequenceParallelTokens(SequenceParallel):
         """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
         return reduce_scatter(x, self._tp)
 
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return one of tp equal parts."""
+        return x.chunk(self._tp.size)[self._tp.rank]
+
 
 class UnevenSequenceParallel(SequenceParallel):
     """Sequence parallelism where tp need not divide the tokens: the first ranks hold one more, some may hold none.
@@ -99,6 +103,10 @@ class UnevenSequenceParallel(SequenceParallel):
     def scatter(self, x: Tensor) -> Tensor:
         """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
         return reduce_scatter_uneven(x, self._tp, self._split_sizes)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's part."""
+        return x.split(self._split_sizes)[self._tp.rank]
 
 
 class TPVocabParallel:

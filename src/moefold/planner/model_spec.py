@@ -61,6 +61,14 @@ class TokenMixer:
     """Width of a value head."""
     window: int = 0
     """Width of the sliding window in tokens; 0: full attention."""
+    chunk_size: int = 0
+    """Tokens of an attention chunk; 0: no chunks."""
+    selected_keys: int = 0
+    """Keys of a query that an indexer selects (sparse attention); 0: all."""
+    index_params: int = 0
+    """Of `num_params`, the weights of the indexer, which tp replicates; each rank projects its own tokens."""
+    index_flops: int = 0
+    """FLOPs of the indexer's score of one key for one token, forward."""
     state_flops: int = 0
     """FLOPs of the recurrence for one token, forward."""
     core_bytes: float = RECURRENCE_BYTES
@@ -80,7 +88,10 @@ class FeedForward:
     width: int = 0
     """FFN width of the dense MLP or of one expert."""
     num_experts: int = 0
-    top_k: int = 0
+    top_k: float = 0
+    """Experts of a token that compute, on average."""
+    zero_experts: int = 0
+    """Zero-computation experts, which only the router has."""
     shared_width: int = 0
     """FFN width of the shared expert; 0: none."""
     num_matrices: int = 3
@@ -148,10 +159,9 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
-    for kind, window in zip(model.block_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(
-            mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind)
-        )
+    for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True):
+        mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk)
+        layer = LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
         layers.append(kinds.setdefault(layer, len(kinds)))
     return ModelSpec(
         name=model.preset or "model",
@@ -179,21 +189,29 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
             segment_states=spec.transition_size(model) + spec.state_size(model),
             segment_tokens=(model.linear_conv_kernel - 1) * spec.conv_width(model),
         )
+    indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
+    num_params = sum(weight.numel for weight in matrices)
+    matrices = [weight for weight in matrices if weight not in indexer]
     into_heads = [weight for weight in matrices if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
+    # Sparse latent attention is computed in the space of the latents, which all heads share as one key head.
+    is_sparse_latent = bool(model.index_topk) and model.attention == "mla"
     latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
     return TokenMixer(
         kind=model.attention,
-        num_params=sum(weight.numel for weight in matrices),
+        num_params=num_params,
         sharded_width=sharded_width,
         output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
         latent_width=latent_width,
         latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
         num_heads=model.num_attention_heads,
-        num_kv_heads=model.num_key_value_heads,
-        head_size=model.head_size,
-        value_head_size=model.value_head_size,
+        num_kv_heads=1 if is_sparse_latent else model.num_key_value_heads,
+        head_size=model.kv_lora_rank + model.qk_rope_head_dim if is_sparse_latent else model.head_size,
+        value_head_size=model.kv_lora_rank if is_sparse_latent else model.value_head_size,
         window=window,
+        selected_keys=model.index_topk,
+        index_params=sum(weight.numel for weight in indexer),
+        index_flops=2 * model.index_heads * (model.index_head_dim + 1) if model.index_topk else 0,
     )
 
 
@@ -209,7 +227,8 @@ def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
         kind="moe",
         width=model.moe_ffn_hidden_size,
         num_experts=model.num_experts,
-        top_k=model.top_k,
+        top_k=model.mean_active_experts if model.zero_experts else model.top_k,
+        zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
         activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
@@ -222,8 +241,10 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
-        keys = keys_per_token(mixer.window, seq_len, causal=causal)
-        flops += 2.0 * keys * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
+        keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
+        selected = min(keys, mixer.selected_keys) if mixer.selected_keys else keys
+        flops += 2.0 * selected * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
+        flops += mixer.index_flops * keys
     return flops
 
 
@@ -243,7 +264,7 @@ def shared_parameters(layer: FeedForward, hidden_size: int) -> int:
 def feed_forward_flops(layer: FeedForward, hidden_size: int, *, router: bool = True) -> float:
     """Return the forward FLOPs of a feed-forward block for one token of one layer."""
     flops = 2.0 * (shared_parameters(layer, hidden_size) + layer.top_k * expert_parameters(layer, hidden_size))
-    return flops + (2.0 * hidden_size * layer.num_experts if router else 0.0)
+    return flops + (2.0 * hidden_size * (layer.num_experts + layer.zero_experts) if router else 0.0)
 
 
 def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bool = True, mtp: bool = True) -> float:
@@ -271,7 +292,9 @@ def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
     if layer.mixer:
         dense += layer.mixer.num_params
     if layer.feed_forward:
-        dense += shared_parameters(layer.feed_forward, hidden) + hidden * layer.feed_forward.num_experts
+        dense += shared_parameters(layer.feed_forward, hidden) + hidden * (
+            layer.feed_forward.num_experts + layer.feed_forward.zero_experts
+        )
         experts = layer.feed_forward.num_experts * expert_parameters(layer.feed_forward, hidden)
     return dense, experts
 

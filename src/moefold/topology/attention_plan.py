@@ -366,6 +366,8 @@ class _Balancer:
         total = sum(self._pairs.values()) * (TOLERANCE_UNIT + round(tolerance * TOLERANCE_UNIT))
         self._limit = -(-total // (len(ranks) * TOLERANCE_UNIT))
         self._hosts_of_document: dict[int, list[int]] = {}
+        self._stops: dict[int, int] = {}
+        """Where the rows end that are left of tasks which have given some."""
         self._heaps: dict[int, list[tuple[int, int]]] = {}
         """Ranks below the limit with their pairs, for each node and, under -1, for all; old entries are skipped."""
 
@@ -377,10 +379,12 @@ class _Balancer:
         for rank in self._ranks:
             self._push(rank)
         for source in sorted(sources, key=lambda rank: (-self._pairs[rank], rank)):
-            for task in self._tasks_to_give(source):
-                yield from self._give(source, task)
-                if self._pairs[source] <= self._limit:
-                    break
+            tasks = self._tasks_to_give(source)
+            # What is too coarse for the room that is left waits for tasks of shorter documents, whose blocks are finer.
+            for may_overfill in (False, True):
+                for task in tasks:
+                    if self._pairs[source] > self._limit:
+                        yield from self._give(source, task, may_overfill=may_overfill)
 
     def _tasks_to_give(self, source: int) -> list[int]:
         """Return the tasks of a rank, those with the most pairs for each row that would be sent first."""
@@ -390,21 +394,30 @@ class _Balancer:
         rows = 2 * plan.stops_K[chosen] - plan.firsts_K[chosen] - plan.first_keys[chosen]
         return [int(first + i) for i in np.argsort(-(plan.pairs[chosen] // rows), kind="stable")]
 
-    def _give(self, source: int, task: int) -> Iterable[_Move]:
-        """Give rows from the end of a task until it is empty or less than half a block of its rows is too much."""
+    def _give(self, source: int, task: int, *, may_overfill: bool) -> Iterable[_Move]:
+        """Give rows from the end of a task until it is empty or less than half a block of its rows is too much.
+
+        Args:
+            source: rank of the task.
+            task: index of the task.
+            may_overfill: whether a destination may have up to a block more than the limit.
+        """
         plan = self._plan
         document = int(plan.documents_K[task])
         start = int(plan.document_starts[task])
         first = int(plan.firsts_K[task]) - start
-        stop = int(plan.stops_K[task]) - start
+        stop = self._stops.get(task, int(plan.stops_K[task])) - start
         while stop > first:
             surplus = self._pairs[source] - self._limit
             last_cut = max(first, (stop - 1) // self._block * self._block)
-            half_block = (self._pairs_before(stop) - self._pairs_before(last_cut) + 1) // 2
-            if surplus < half_block:
+            block_pairs = self._pairs_before(stop) - self._pairs_before(last_cut)
+            if 2 * surplus < block_pairs:
                 return
-            host = self._destination(source, document, half_block)
-            cut = self._cut(first, stop, min(surplus, self._limit - self._pairs[host]))
+            host = self._destination(source, document, block_pairs)
+            room = self._limit - self._pairs[host]
+            if room < block_pairs and not may_overfill:
+                return
+            cut = self._cut(first, stop, min(surplus, room), rounds_down=room < surplus)
             pairs = self._pairs_before(stop) - self._pairs_before(cut)
             self._pairs[source] -= pairs
             self._pairs[host] += pairs
@@ -414,9 +427,17 @@ class _Balancer:
                 hosts.append(host)
             yield _Move(task, start + cut, start + stop, host)
             stop = cut
+            self._stops[task] = start + stop
 
-    def _cut(self, first: int, stop: int, needed: int) -> int:
-        """Return the place for a cut after which the rows of a task have about this many pairs; at least one block."""
+    def _cut(self, first: int, stop: int, needed: int, *, rounds_down: bool) -> int:
+        """Return the place for a cut after which the rows of a task have about this many pairs, at least one block.
+
+        Args:
+            first: first row of the task, from the start of its document.
+            stop: row after its last.
+            needed: pairs of the rows after the cut.
+            rounds_down: whether they have no more, unless they are one block; else the nearest number.
+        """
         before = self._pairs_before(stop) - needed
         if before <= self._pairs_before(first):
             return first
@@ -427,8 +448,9 @@ class _Balancer:
             rows = (isqrt(8 * before + 1) - 1) // 2
         low = max(first, rows // self._block * self._block)
         high = (rows // self._block + 1) * self._block
+        is_exact = self._pairs_before(low) == before
         is_high_nearer = self._pairs_before(high) - before < before - self._pairs_before(low)
-        return high if high < stop and is_high_nearer else low
+        return high if high < stop and not is_exact and (rounds_down or is_high_nearer) else low
 
     def _pairs_before(self, rows: int) -> int:
         window = self._plan.window or rows

@@ -9,6 +9,7 @@ from moefold.config.schema import Config
 from moefold.model.attention import SelfAttention
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention
+from moefold.parallel.replica_check import HostFact
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class AttentionMeter:
                     planners[id(module.core_attention.planner)] = module.core_attention.planner
         self._planners = list(planners.values())
         self._groups = model.groups
+        self._cfg = cfg
         p = cfg.parallel
         # Equal on all ranks, also on those without softmax attention.
         self._num_rounds = cfg.num_micro_batches if p.context == "planned" and p.dp * p.cp > 1 else 0
@@ -47,6 +49,14 @@ class AttentionMeter:
         """Forget earlier passes."""
         for planner in self._planners:
             planner.statistics.reset()
+
+    def host_facts(self) -> list[HostFact]:
+        """Return the checksums of the plans of this step, for the replica check."""
+        p = self._cfg.parallel
+        is_shared = p.attention_hosts == "balanced" or p.placement != "samples"
+        axes = ("stage",) if is_shared else ("tp", "cp")
+        checksums = [planner.statistics.plans_crc for planner in self._planners]
+        return [HostFact("the attention plan", str(checksums), axes)] if self._num_rounds else []
 
     def local_statistics(self, device: torch.device) -> Tensor:
         """Return this rank's summands, [ranks + 1, micro-batches]: its pairs in its row; rows and bytes in the last.

@@ -40,9 +40,6 @@ class BatchSharder:
         self._dp_group = groups.attn.dp
         self._placer = RoundPlacer(cfg, groups)
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
-        if self._placer.moves_tokens:
-            self._first_in_batch = 0
-            self._samples_per_rank = self._global_batch_size
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -163,9 +160,7 @@ class BatchSharder:
         return self._token_weight(int(num_tokens[0]), is_token.size * self._dp_group.size)
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over the data-parallel ranks, unless each has read the global batch; collective over dp."""
-        if self._placer.moves_tokens:
-            return values
+        """Sum over the data-parallel ranks; collective over dp."""
         sums: NDArray[np.float64] = (
             all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
         )
@@ -184,7 +179,9 @@ class BatchSharder:
     def build_batch(
         self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, token_weight: float | None
     ) -> Batch:
-        """Build a batch of this rank's samples, whose weights are final; no communication.
+        """Build a batch of this rank's samples, whose weights are final.
+
+        Collective over dp if `parallel.placement` moves tokens.
 
         Args:
             samples: the samples of this rank, a multiple of the micro-batch size.
@@ -200,18 +197,20 @@ class BatchSharder:
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
         starts = samples.document_starts()
+        bounds: tuple[DocumentBounds, ...] = ()
+        if starts is not None:
+            firsts = range(0, len(starts), self._micro_batch_size)
+            bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
         if self._placer.moves_tokens:
             assert starts is not None, "a placement is refused for data without documents"
             assert not samples.sample_columns, "a placement is refused for data with columns of samples"
-            slots = self._placer.slots(starts)
-            return self._as_batch(slots.select(per_token | {"document_starts": starts}), slots.bounds)
-        columns = {name: values[..., self._positions] for name, values in per_token.items()}
-        columns |= {"sample_ids": first_in_batch + np.arange(len(samples.tokens)), **samples.sample_columns}
-        bounds: tuple[DocumentBounds, ...] = ()
-        if starts is not None:
-            columns["document_starts"] = starts
-            firsts = range(0, len(starts), self._micro_batch_size)
-            bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
+            columns, bounds = self._placer.move_tokens(per_token | {"document_starts": starts}, bounds)
+        else:
+            columns = {name: values[..., self._positions] for name, values in per_token.items()}
+            columns |= samples.sample_columns
+            if starts is not None:
+                columns["document_starts"] = starts
+        columns["sample_ids"] = first_in_batch + np.arange(len(samples.tokens))
         return self._as_batch(columns, bounds)
 
     def _as_batch(self, columns: dict[str, NDArray[Any]], bounds: tuple[DocumentBounds, ...]) -> Batch:

@@ -94,7 +94,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the forward and backward passes of step 1 under a memory tracker; collective."""
     with track_memory(training.model, training.optimizer, batch.tensors()) as tracker:
-        training.begin_step(1)
+        training.begin_step(1, batch)
         training.model.forward_backward(batch)
     return tracker
 

@@ -418,6 +418,9 @@ class RolloutLoader(DataLoader):
         assert count is not None
         for layer in self._model.moe_layers().values():
             layer.set_micro_batches(count * self._groups.attn.dp.size, count)
+        for stage in self._model.stages:
+            for indexer in stage.indexers():
+                indexer.set_micro_batches(count * self._groups.attn.dp.size)
         if self._reference is not None:
             reference = self._reference.log_probs(batch)
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})

@@ -1,25 +1,26 @@
-"""Placement of the tokens of each round: which tokens this rank holds, and what attention knows of the other ranks."""
+"""Placement of the tokens of each round: the ranks that hold them, and what attention knows of the other ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from moefold.comm.collectives import all_gather_objects
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.collectives import all_gather_objects, all_to_all
+from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
-from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
+from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, expand, place
 
-DocumentStarts = NDArray[np.int64]
-"""Position at which the document of each token begins, [samples, S]."""
+Columns = Mapping[str, NDArray[Any]]
+"""Columns of tokens by name, [samples, ..., S] each."""
 
 
 class RoundPlacer:
-    """Places the tokens of the rounds of a batch on the dp x cp ranks; the same on every rank.
+    """Places the tokens of the rounds of a batch on the dp x cp ranks; every rank computes the same placement.
 
     Args:
         cfg: the recipe.
@@ -29,94 +30,131 @@ class RoundPlacer:
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         p = cfg.parallel
         is_planned = p.context == "planned" and p.dp * p.cp > 1
-        self._shares_bounds = is_planned and p.attention_hosts == "balanced"
+        self._shares_work = is_planned and p.attention_hosts == "balanced"
         self._kind = p.placement
         self._block = p.attention_block
-        self._dp_group = groups.attn.dp
-        self._rank = groups.attn.dp.rank * p.cp + groups.attn.cp.rank
+        self._groups = groups
         self._shape = RoundShape(
             dp=p.dp, cp=p.cp, micro_batch_size=cfg.train.micro_batch_size, seq_len=cfg.train.seq_len
         )
         self.moves_tokens = is_planned and p.placement != "samples"
-        """Whether ranks hold other tokens than parts of their own samples. Every rank then reads the global batch."""
+        """Whether ranks hold other tokens than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
-        """Return the batch with placements, or unchanged if none is needed or it has no documents; collective over dp.
+        """Return the batch with placements where ranks share attention work; collective over dp."""
+        if self.moves_tokens or not self._shares_work or not batch.document_bounds:
+            return batch
+        return replace(batch, document_bounds=self._place_rounds(batch.document_bounds))
+
+    def move_tokens(
+        self, columns: Columns, bounds: Sequence[DocumentBounds]
+    ) -> tuple[dict[str, NDArray[Any]], tuple[DocumentBounds, ...]]:
+        """Send the tokens of this data-parallel rank's samples to the ranks of their slots; collective over dp.
+
+        Args:
+            columns: of this rank's samples, equal on its cp ranks.
+            bounds: of the documents of its micro-batches.
+
+        Returns:
+            The columns of this rank's slots, [samples, ..., S/cp]: a row holds any tokens of its round, and is no
+            sample. Those of `columns`, and "token_samples" and "positions", which say which tokens they are. And the
+            bounds with the placement of each round.
+        """
+        placed = self._place_rounds(bounds)
+        placements = [one.placement for one in placed if one.placement is not None]
+        exchange = SlotExchange(placements, self._groups.attn.dp, self._groups.attn.cp.rank)
+        names = list(columns)
+        rows = [np.moveaxis(columns[name], -1, 1) for name in names]
+        shapes = [values.shape[2:] for values in rows]
+        tokens = np.concatenate([values.reshape(values.shape[0] * values.shape[1], -1) for values in rows], 1)
+        slots = exchange.send(tokens.astype(np.float64), self._groups.device)
+        widths = [int(np.prod(shape)) for shape in shapes]
+        parts = np.split(slots, np.cumsum(widths)[:-1], axis=1)
+        found = {
+            name: part.astype(columns[name].dtype).reshape(len(slots), *shape)
+            for name, part, shape in zip(names, parts, shapes, strict=True)
+        }
+        found |= {"token_samples": exchange.samples, "positions": exchange.positions}
+        num_samples = len(columns[names[0]])
+        return {name: _as_rows(values, num_samples) for name, values in found.items()}, placed
+
+    def _place_rounds(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
+        """Return the bounds with the placement of each round; collective over dp.
 
         The ranks tell each other the bounds of their documents: a few integers for each sample.
         """
-        if self.moves_tokens or not self._shares_bounds or not batch.document_bounds:
-            return batch
-        of_rank = [bounds.of_samples for bounds in batch.document_bounds]
-        rounds = zip(*all_gather_objects(of_rank, self._dp_group), strict=True)
-        placed = tuple(
-            replace(bounds, placement=self._place([sample for samples in round_ for sample in samples]))
-            for bounds, round_ in zip(batch.document_bounds, rounds, strict=True)
+        of_rank = [one.of_samples for one in bounds]
+        rounds = zip(*all_gather_objects(of_rank, self._groups.attn.dp), strict=True)
+        return tuple(
+            replace(one, placement=self._place([sample for samples in round_ for sample in samples]))
+            for one, round_ in zip(bounds, rounds, strict=True)
         )
-        return replace(batch, document_bounds=placed)
-
-    def slots(self, starts: DocumentStarts) -> "TokenSlots":
-        """Return the tokens of this rank; no communication.
-
-        Args:
-            starts: of all samples of the global batch.
-        """
-        bounds = [DocumentBounds.of_positions(starts[samples]) for samples in self._samples_of_rounds(len(starts))]
-        placed = [replace(one, placement=self._place(one.of_samples)) for one in bounds]
-        return TokenSlots(self._rank, self._shape, self._samples_of_rounds(len(starts)), placed)
 
     def _place(self, of_samples: Sequence[tuple[int, ...]]) -> Placement:
         """Place the tokens of a round, given the bounds of the documents of all its samples."""
         return place(self._kind, self._shape, document_bounds(self._shape, of_samples), self._block)
 
-    def _samples_of_rounds(self, num_samples: int) -> NDArray[np.int64]:
-        """Return the samples of each round, [rounds, dp*B]: the j-th micro-batches of all data-parallel ranks."""
-        shape = self._shape
-        samples = np.arange(num_samples).reshape(shape.dp, -1, shape.micro_batch_size)
-        return samples.transpose(1, 0, 2).reshape(-1, shape.num_samples)
 
+class SlotExchange:
+    """All-to-all over dp that brings the tokens of a batch from the ranks that read them to the ranks of their slots.
 
-class TokenSlots:
-    """Tokens of one rank in the rounds of a batch: the way from columns of samples to columns of slots.
-
-    The C = B * S/cp slots of a round have the shape of a micro-batch, [B, S/cp]: a row holds any tokens, and is no
-    sample. Columns that say which they are come along: "sample_ids" and "positions".
+    The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from those of its own cp rank.
 
     Args:
-        rank: member of dp x cp, see `token_placement`.
-        shape: ranks and tokens of a round.
-        samples_RN: samples of the global batch in each round, [rounds, dp*B].
-        bounds: of the documents of each round, with their placement.
+        placements: of the rounds.
+        dp: the data-parallel ranks.
+        cp_rank: context-parallel rank.
     """
 
-    def __init__(
-        self, rank: int, shape: RoundShape, samples_RN: NDArray[np.int64], bounds: Sequence[DocumentBounds]
-    ) -> None:
-        self.bounds = tuple(bounds)
-        self._rows_per_round = shape.micro_batch_size
-        samples: list[NDArray[np.int64]] = []
-        positions: list[NDArray[np.int64]] = []
-        for samples_N, of_round in zip(samples_RN, bounds, strict=True):
-            assert of_round.placement is not None
-            sample, position = np.divmod(of_round.placement.slots(rank), shape.seq_len)
-            samples.append(samples_N[sample])
-            positions.append(position)
-        self._samples = np.stack(samples)
-        self._positions = np.stack(positions)
+    def __init__(self, placements: Sequence[Placement], dp: Group, cp_rank: int) -> None:
+        self._dp = dp
+        shape = placements[0].shape
+        round_tokens = shape.micro_batch_size * shape.seq_len
+        numbers = np.concatenate([one.slots(dp.rank * shape.cp + cp_rank) for one in placements])
+        round_ = np.repeat(np.arange(len(placements)), shape.tokens_per_rank)
+        sample = numbers // shape.seq_len
+        source = sample // shape.micro_batch_size
+        self._order = np.argsort(source, kind="stable")
+        self._output_splits = np.bincount(source, minlength=dp.size).tolist()
+        sent = [
+            [
+                number * round_tokens + _tokens_between(one, rank, dp.rank * round_tokens, round_tokens)
+                for number, one in enumerate(placements)
+            ]
+            for rank in range(cp_rank, shape.num_ranks, shape.cp)
+        ]
+        self._sent = np.concatenate([tokens for of_rank in sent for tokens in of_rank])
+        self._input_splits = [sum(map(len, of_rank)) for of_rank in sent]
+        per_rank = len(placements) * shape.micro_batch_size
+        self.samples: Integers = source * per_rank + round_ * shape.micro_batch_size + sample % shape.micro_batch_size
+        """Index in the global batch of the sample of each slot, round by round, int64 [rounds * C]."""
+        self.positions: Integers = numbers % shape.seq_len
+        """Position of the token of each slot in its sample, int64 [rounds * C]."""
 
-    def select(self, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the columns of this rank's slots, [rounds*B, ..., S/cp].
+    def send(self, tokens: NDArray[np.float64], device: torch.device) -> NDArray[np.float64]:
+        """Send the tokens of this rank's samples; return those of its slots, round by round, [rounds * C, W].
 
         Args:
-            columns: of the global batch, [samples, ..., S].
+            tokens: values of each token, sample by sample, [samples * S, W].
+            device: device of the all-to-all.
         """
-        places = {"sample_ids": self._samples, "positions": self._positions}
-        return {name: self._as_rows(values) for name, values in places.items()} | {
-            name: self._as_rows(np.moveaxis(values, -1, 1)[self._samples, self._positions])
-            for name, values in columns.items()
-        }
+        rows = torch.from_numpy(np.ascontiguousarray(tokens[self._sent])).to(device)
+        received = all_to_all(rows, self._dp, self._input_splits, self._output_splits).cpu().numpy()
+        slots: NDArray[np.float64] = np.empty_like(received)
+        slots[self._order] = received
+        return slots
 
-    def _as_rows(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return [rounds, C, ...] as [rounds*B, ..., S/cp]."""
-        shape = (len(values) * self._rows_per_round, -1, *values.shape[2:])
-        return np.moveaxis(values.reshape(shape), 1, -1)
+
+def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> Integers:
+    """Return a rank's tokens among `count` from the token `first` on, less `first`, in the order of its slots."""
+    runs = slice(*np.searchsorted(placement.ranks_M, (rank, rank + 1)))
+    begins = np.maximum(placement.firsts_M[runs], first)
+    ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)
+    run, offset = expand(np.maximum(ends - begins, 0))
+    tokens: Integers = begins[run] + offset - first
+    return tokens
+
+
+def _as_rows(values: NDArray[Any], num_samples: int) -> NDArray[Any]:
+    """Return the values of slots, [rounds * C, ...], in the shape of a batch, [samples, ..., S/cp]."""
+    return np.moveaxis(values.reshape(num_samples, -1, *values.shape[1:]), 1, -1)

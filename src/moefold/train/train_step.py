@@ -48,6 +48,8 @@ class StepResult:
     z_loss: float
     mtp_loss: float
     """Mean over the MTP depths, multiplied by its coefficient; 0 without multi-token prediction."""
+    indexer_loss: float
+    """KL divergence of the indexers of sparse attention, summed over layers, multiplied by its coefficient; else 0."""
     grad_norm: float
     lr: float
     expert_load: tuple[float, ...]
@@ -91,6 +93,8 @@ class ReducedMetrics:
     """The metrics of the loss function by name."""
     mtp_loss: float | None
     """None without multi-token prediction (MTP)."""
+    indexer_loss: float
+    """0 without sparse attention."""
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     grad_norm: float
@@ -123,6 +127,8 @@ class ReducedMetrics:
         losses = {"loss": self.loss, "balance loss": aux, "z loss": z}
         if self.mtp_loss is not None:
             losses["MTP loss"] = self.mtp_loss
+        if self.indexer_loss:
+            losses["indexer loss"] = self.indexer_loss
         return {**losses, "gradient norm": self.grad_norm}
 
 
@@ -155,10 +161,11 @@ class TrainingStep:
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers()]
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
-        self._attention_meter = AttentionMeter(model, cfg)
+        self.attention_meter = AttentionMeter(model, cfg)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -187,7 +194,7 @@ class TrainingStep:
             host_facts: returns further host values for the replica check to compare.
         """
         self.start_clock()
-        self.begin_step(step)
+        self.begin_step(step, batch)
         replica_check = (
             None
             if self._replica_checker is None or step % self._cfg.faults.replica_check_every
@@ -213,7 +220,8 @@ class TrainingStep:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.moment_updates += 1
-            self._update_routers(totals.expert_counts, totals.thresholds)
+            if not self._cfg.trains_indexers_only:
+                self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
@@ -277,7 +285,7 @@ class TrainingStep:
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        self.begin_step(step)
+        self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
         rerun_loss = self.model.forward_backward(batch)
@@ -285,18 +293,20 @@ class TrainingStep:
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
-    def begin_step(self, step: int) -> None:
-        """Prepare the routers for step `step`; forward passes up to the next call belong to that step.
+    def begin_step(self, step: int, batch: Batch) -> None:
+        """Prepare the routers for step `step` with a batch; forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.
         """
         self._loss_metrics.reset()
-        self._attention_meter.begin_step()
+        self.attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
+        for indexer in self._indexers:
+            indexer.begin_step()
         if self.router_replay is not None:
-            self.router_replay.begin_step(step)
+            self.router_replay.begin_step(step, batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the sum of the loss terms over the validation batches; collective."""
@@ -359,6 +369,8 @@ class TrainingStep:
         device = loss.device
         packer = MetricPacker()
         packer.add("losses", self._tp_dedup(loss.detach()))
+        indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
+        packer.add("indexer loss", sum(indexer_losses, torch.zeros((), dtype=torch.float64, device=device)).view(1))
         packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
         own_maxima = self._loss_metrics.maxima(device)
         maxima = own_maxima.new_zeros(world.size, len(own_maxima))
@@ -370,7 +382,7 @@ class TrainingStep:
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
         packer.add("memory", memory)
-        num_experts = self._cfg.model.num_experts
+        num_experts = self._cfg.model.num_router_choices
         router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
@@ -388,7 +400,7 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
-        packer.add("attention", self._attention_meter.local_statistics(device))
+        packer.add("attention", self.attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
@@ -397,6 +409,7 @@ class TrainingStep:
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
             loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
             mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
+            indexer_loss=float(totals["indexer loss"]),
             device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
             grad_norm=float(totals["squared grad norm"].sqrt()),
             flags=tuple(int(count) for count in totals["flags"].tolist()),
@@ -409,7 +422,7 @@ class TrainingStep:
             offload=tuple(totals["offload"].tolist()),
             receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
-            attention=self._attention_meter.metrics(totals["attention"]),
+            attention=self.attention_meter.metrics(totals["attention"]),
         )
 
     def _result(
@@ -426,6 +439,7 @@ class TrainingStep:
             aux_loss=aux,
             z_loss=z,
             mtp_loss=totals.mtp_loss or 0.0,
+            indexer_loss=totals.indexer_loss,
             grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
@@ -452,7 +466,7 @@ class TrainingStep:
 
         The columns are five scalars, then counts, thresholds and biases.
         """
-        num_experts = self._cfg.model.num_experts
+        num_experts = self._cfg.model.num_router_choices
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
             stats = layer.stats
@@ -482,12 +496,13 @@ class TrainingStep:
         return tuple(
             MoELayerMetrics.from_totals(
                 number,
-                counts=counts[i],
+                counts=counts[i][: model.num_experts],
+                zero_counts=counts[i][model.num_experts :],
                 dropped=scalars[i][3],
                 entropy=scalars[i][4],
                 top_k=model.top_k,
                 losses=(scalars[i][0], scalars[i][1]),
-                bias=biases[i] if model.expert_bias else (),
+                bias=biases[i][: model.num_experts] if model.expert_bias else (),
             )
             for i, number in enumerate(self._moe_numbers)
         )
@@ -495,7 +510,8 @@ class TrainingStep:
 
 def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
     state_store = open_state_store(cfg.train, model.groups.device)
-    return make_optimizer(model.named_parameters, cfg, model.groups.attn.stage, state_store)
+    trained = {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
+    return make_optimizer(trained, cfg, model.groups.attn.stage, state_store)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_co
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
+from moefold.validate.shortcut import SHORTCUT_RULES
+from moefold.validate.sparse import SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -58,11 +60,18 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
     RangeRule(
-        "must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size moe_hidden_size"
+        "must be at least 0 (0: none)",
+        lambda size: size >= 0,
+        "model",
+        "shared_expert_ffn_hidden_size moe_hidden_size zero_experts",
     ),
+    RangeRule("must be at least 0 (0: as all choices)", lambda mean: mean >= 0, "model", "active_experts"),
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule("must be at least 0 (0: no layer of kind C)", lambda size: size >= 0, "model", "attention_chunk_size"),
+    RangeRule("must be at least 0 (0: none)", lambda scale: scale >= 0, "model", "nope_temperature_scale"),
+    RangeRule(*_at_least(1), "model", "nope_temperature_tokens"),
     RangeRule(
         *_at_least(1),
         "model",
@@ -105,6 +114,9 @@ RANGES = (
     RangeRule(*_at_least(1), "moe", "llep_threshold llep_capacity llep_min_tokens"),
     RangeRule(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
     RangeRule("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
+    RangeRule("must be at least 0 (0: all keys)", lambda keys: keys >= 0, "model", "index_topk"),
+    RangeRule(*_at_least(1), "model", "index_heads index_head_dim"),
+    RangeRule("must be at least 0 (0: the indexers do not learn)", lambda c: c >= 0, "train", "indexer_loss"),
     RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
     RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
@@ -184,6 +196,7 @@ def validate_ranges(cfg: Config) -> Iterator[str]:
 RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
+    *SHORTCUT_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,
@@ -218,7 +231,8 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_rules = (*TRAINING_ONLY_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES) if is_training else ()
+    training_only = (*TRAINING_ONLY_RULES, *SPARSE_TRAINING_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES)
+    training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

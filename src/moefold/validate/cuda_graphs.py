@@ -38,6 +38,8 @@ def _obstacles(cfg: Config) -> Iterator[Obstacle]:
     low = cfg.train.precision
     yield f"train.precision={low!r}", low != "dtype", "a replay would not quantise new weights"
     yield "documents", has_documents(cfg), "their attention masks change with each micro-batch"
+    top_k = cfg.model.index_topk
+    yield f"model.index_topk={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
     every = cfg.metrics.memory_every
     yield f"metrics.memory_every={every}", every > 0, "memory of a graph is allocated once and belongs to no step"
     offload = list(cfg.train.offload)

@@ -198,6 +198,12 @@ def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
+    if cp > 1 and cfg.model.index_topk and cfg.parallel.context in ("ring", "ulysses"):
+        yield (
+            f"parallel.context={cfg.parallel.context!r} with parallel.cp={cp} does not go with "
+            f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
+            "'allgather'"
+        )
     if cfg.parallel.context != "ulysses" or cp == 1 or not cfg.model.has_softmax_attention:
         return
     tp = cfg.parallel.tp

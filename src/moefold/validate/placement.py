@@ -16,7 +16,7 @@ def validate_placed_tokens(cfg: Config) -> Iterator[str]:
     name = f"parallel.placement={p.placement!r}"
     way_out = "choose parallel.placement='samples'"
     if cfg.is_rl:
-        yield f"{name} needs every sample of the step on every rank, and rollouts are packed for one rank; {way_out}"
+        yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
     elif cfg.data.kind in ("preference", "program"):
         yield (
             f"{name} splits samples between ranks, and data.kind={cfg.data.kind!r} has losses and columns of whole "
@@ -49,12 +49,6 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
             f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
         )
-    for key, is_set in (("trace_every", moe.trace_every > 0), ("replay", bool(moe.replay))):
-        if is_set:
-            yield (
-                f"{name} with moe.{key}={getattr(moe, key)!r}: traces are read and written by rank and sample, and "
-                f"ranks hold parts of any samples; leave {key} out, or {way_out}"
-            )
 
 
 PLACEMENT_RULES = (validate_placed_tokens,)

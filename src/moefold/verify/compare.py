@@ -83,7 +83,7 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
     errors = []
     for rank, record in enumerate(ranks):
         for i, (actual, expected) in enumerate(zip(record.steps, oracle.steps, strict=True)):
-            for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"):
+            for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "indexer_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
                 errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
             errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)

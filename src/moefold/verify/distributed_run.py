@@ -77,8 +77,9 @@ def run_on_groups(
     training = TrainingStep(model, cfg)
     initial = gather_full_tensors(model)
     on_progress(f"{ranks}, gradients of the first batch")
-    training.begin_step(1)
-    model.forward_backward(loader.batch(0))
+    batch = loader.batch(0)
+    training.begin_step(1, batch)
+    model.forward_backward(batch)
     on_progress(f"{ranks}, gathering {len(initial)} tensors of gradients")
     gradients = gather_full_tensors(model, gradients=True)
     training.optimizer.zero_grad(set_to_none=True)
@@ -110,6 +111,8 @@ def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dic
     is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
+        if gradients and not parameter.requires_grad:
+            continue
         tensor = parameter.grad if gradients else parameter.data
         if tensor is None:
             raise ValueError(f"{name} has no gradient")

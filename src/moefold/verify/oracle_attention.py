@@ -23,19 +23,12 @@ def mla_heads(
     def rotate(x: Tensor) -> Tensor:
         return apply_rope(model, x, rope_dim) if has_rope else x
 
-    def norm(latent: Tensor, which: str) -> Tensor:
-        # DeepSeek's released code uses epsilon 1e-6 for these norms.
-        size = latent.square().mean(-1, keepdim=True)
-        return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(1e-6 + size)
-
-    if model.q_lora_rank:
-        compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
-        to_query = weights[f"{name}.wq_up"]
-    else:
-        compressed = x
-        to_query = weights[f"{name}.wq"]
+    compressed = latent_queries(model, weights, name, x)
+    to_query = weights[f"{name}.wq_up" if model.q_lora_rank else f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
-    latent = norm(joint[..., :rank], "key_value_norm")
+    latent = _latent_norm(weights[f"{name}.key_value_norm.weight"], joint[..., :rank])
+    if model.mla_scale_latents:
+        latent = latent * math.sqrt(model.hidden_size / rank)
     shared = rotate(joint[..., None, rank:])[:, :, 0]
     queries = []
     keys = []
@@ -51,6 +44,37 @@ def mla_heads(
     return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
 
 
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document, int64 [B, S], given the number of its document [B, S]."""
+    rows = []
+    for sample in documents.tolist():
+        positions: list[int] = []
+        for i, document in enumerate(sample):
+            positions.append(positions[-1] + 1 if i and sample[i - 1] == document else 0)
+        rows.append(positions)
+    return torch.tensor(rows)
+
+
+def nope_temperature(model: ModelConfig, documents: Tensor) -> Tensor:
+    """Return the factor of the queries of layers without RoPE, float64 [B, S]."""
+    steps = (document_positions(documents) + 1).double() / model.nope_temperature_tokens
+    return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
+
+
+def latent_queries(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Return what MLA's query heads are projected from: the normalised query latent, or without one x [B, S, H]."""
+    if not model.q_lora_rank:
+        return x
+    compressed = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"])
+    compressed = _latent_norm(weights[f"{name}.query_norm.weight"], compressed)
+    return compressed * math.sqrt(model.hidden_size / model.q_lora_rank) if model.mla_scale_latents else compressed
+
+
+def _latent_norm(weight: Tensor, latent: Tensor) -> Tensor:
+    # DeepSeek's released code uses epsilon 1e-6 for these norms.
+    return weight * latent / torch.sqrt(1e-6 + latent.square().mean(-1, keepdim=True))
+
+
 def softmax_scale(model: ModelConfig) -> float:
     """Return the softmax scale of the attention scores."""
     scale = model.attention_scale or 1 / math.sqrt(model.head_size)
@@ -59,16 +83,16 @@ def softmax_scale(model: ModelConfig) -> float:
     return scale
 
 
-def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int) -> Tensor:
+def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int, *, is_interleaved: bool | None = None) -> Tensor:
     """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
-    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2).
+    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope_interleaved.
     """
     half = rotary_dim // 2
     frequency = torch.tensor([_inv_freq(model, i, rotary_dim) for i in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
     rotation = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
-    if model.rope_interleaved:
+    if model.rope_interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
         return torch.cat((rotated, x[..., rotary_dim:]), -1)
@@ -107,7 +131,7 @@ def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
     wavelength = 2 * math.pi / frequency
     longest = model.rope_original_seq_len / model.rope_low_freq_factor
     shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-    if wavelength < shortest:
+    if wavelength < shortest or wavelength == longest == shortest:
         return frequency
     if wavelength > longest:
         return stretched

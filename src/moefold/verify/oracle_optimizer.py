@@ -15,6 +15,7 @@ from moefold.optim.lr_schedule import learning_rate
 
 MUON_GROUP_PATTERNS = {
     r"\.attention\.w(q|k|v|g|o|a|b|c|a_down|a_up|g_down|g_up|q_down|q_up|kv_down|kv_up)$": "attention",
+    r"\.attention\.indexer\.w(q|k)$": "attention",
     r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
     r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
     r"\.ffn\.shared\.w_(gate|up|down)$": "shared_experts",
@@ -41,6 +42,8 @@ class OracleOptimizer:
         rate = learning_rate(train, self.cfg.run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
         for name, weight in weights.items():
+            if name not in gradients:
+                continue
             is_matrix = weight.dim() > 1 and ".experts.b_" not in name
             weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
             update = self._muon if self._uses_muon(name) else self._adamw

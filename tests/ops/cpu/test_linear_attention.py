@@ -165,8 +165,9 @@ def test_nan_is_passed_on(kernel, kind):
 
 def test_the_number_of_threads_changes_no_bit(kernel):
     for kind in ("gated_deltanet", "kda"):
-        inputs = _inputs(kind, (160, 1, 2, 4, 16, 16, 64))
-        state = torch.zeros(1, 4, 16, 16)
+        # Enough work for several threads, see MIN_PARALLEL_WORK in the sources.
+        inputs = _inputs(kind, (320, 1, 2, 4, 32, 32, 64))
+        state = torch.zeros(1, 4, 32, 32)
         found = []
         for threads in (1, 3):
             before = torch.get_num_threads()

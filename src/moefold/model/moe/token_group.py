@@ -80,12 +80,13 @@ class TokenColumns:
     """Columns of a micro-batch that MoE layers read; see `Batch`."""
 
     sample_ids: Tensor | None = None
-    """Index of each sample in the global batch, int64 [B]; with `positions` of each token, [B, S/cp]; None: 0 .. B-1.
-    """
+    """Index of each sample in the global batch, int64 [B]; None: 0 .. B-1."""
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
     positions: Tensor | None = None
     """Position of each token in its sample, int64 [B, S/cp], where `parallel.placement` moves tokens; else None."""
+    token_samples: Tensor | None = None
+    """Index of each token's sample in the global batch, int64 [B, S/cp], together with `positions`."""
 
 
 NO_COLUMNS = TokenColumns()
@@ -127,7 +128,8 @@ class TokenPositions:
     weights_T: Tensor | None = None
     """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
     placed: PlacedTokens | None = None
-    """The tokens, where `parallel.placement` moves them. `sample_ids_B` are then samples of no row."""
+    """The tokens, where `parallel.placement` moves them; `sample_ids_B` are then those that rows would have as samples.
+    """
 
     @staticmethod
     def of_columns(group: MicroBatchGroup, x: Tensor, columns: TokenColumns) -> "TokenPositions":
@@ -139,14 +141,12 @@ class TokenPositions:
             columns: of the micro-batch.
         """
         sample_ids = columns.sample_ids
-        placed = None
-        if columns.positions is not None:
-            assert sample_ids is not None
-            placed = PlacedTokens(group.own_rows(sample_ids), group.own_rows(columns.positions), x.shape[1])
-        if sample_ids is None or placed is not None:
-            sample_ids = torch.arange(x.shape[1], device=x.device)
+        samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
         weights_T = None if columns.token_weights is None else group.own_rows(columns.token_weights)
-        return TokenPositions(group, len(x), sample_ids, weights_T, placed)
+        placed = None
+        if columns.token_samples is not None and columns.positions is not None:
+            placed = PlacedTokens(group.own_rows(columns.token_samples), group.own_rows(columns.positions), x.shape[1])
+        return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
         """Return which rows of this rank are tokens and not padding, bool [T]; None: all."""
@@ -160,9 +160,7 @@ class TokenPositions:
 
     def micro_batch(self, micro_batches_per_rank: int) -> Tensor:
         """Return the number of this micro-batch among those that a data-parallel rank computes in a step, int64 []."""
-        batch_size = len(self.sample_ids_B)
-        first = self.sample_ids_B[0] if self.placed is None else self.placed.sample_ids_T[0]
-        return first // batch_size % micro_batches_per_rank
+        return self.sample_ids_B[0] // len(self.sample_ids_B) % micro_batches_per_rank
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's rows in their sample, int64 [S/(cp*tp)]."""

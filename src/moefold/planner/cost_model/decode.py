@@ -84,8 +84,13 @@ class DecodeCost:
         shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer_weights(model, kind)]
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
+        # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
+        sparse = model.index_topk > 0 and not kind.endswith("L")
+        selected = min(keys, model.index_topk) if sparse else keys
+        index_width = model.index_head_dim if selected < keys else 0
         width = 0 if kind.endswith("L") else cached_width(model, degrees.tp, self._cache)
-        num_bytes = dense * self._itemsize + rows * keys * width * self._itemsize
+        cached = selected * (width - index_width) + keys * index_width
+        num_bytes = dense * self._itemsize + rows * cached * self._itemsize
         if kind.endswith("L"):
             num_bytes += 2 * states * layer_state_bytes(model, degrees.tp, self._itemsize)
         flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp
@@ -96,13 +101,13 @@ class DecodeCost:
         if experts:
             tokens = rows * degrees.dp / degrees.edp
             local = model.num_experts // degrees.ep
-            touched = local * (1.0 - (1.0 - model.top_k / model.num_experts) ** tokens)
-            copies = tokens * model.top_k / degrees.ep
+            touched = local * (1.0 - (1.0 - model.mean_active_experts / model.num_experts) ** tokens)
+            copies = tokens * model.mean_active_experts / degrees.ep
             num_bytes += touched / local * experts * self._itemsize
             flops += 2.0 * experts / local * copies
             ep_group = RankGroup(degrees.ep, degrees.etp)
             copy_bytes = model.expert_hidden_size * self._itemsize
-            sent = tokens * model.top_k / (degrees.ep * degrees.etp) * copy_bytes
+            sent = tokens * model.mean_active_experts / (degrees.ep * degrees.etp) * copy_bytes
             comm_s += 2 * all_to_all_s(self._device, ep_group, sent)
             comm_s += 2 * all_gather_s(self._device, RankGroup(degrees.etp, 1), copies * copy_bytes)
         return self._local_s(num_bytes, flops, LAUNCHES_PER_BLOCK) + comm_s

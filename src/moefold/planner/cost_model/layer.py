@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
@@ -49,9 +50,6 @@ EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
-
-LSE_BYTES = 4
-"""Bytes of the log-sum-exp of a query and head, which is sent to the host of a task for the backward pass."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -249,6 +247,10 @@ class _MixerCost:
             forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
             backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
             weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+        if mixer.index_params:
+            rows = mixer.index_params // hidden
+            forward_s += gemm.matmul_s(tokens / tp, rows, hidden)
+            weights += gemm.wgrad_s(tokens / tp, rows, hidden)
         forward_s += gemm.quantize_s(tokens * (depth + out))
         backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
         return forward_s, backward_s, weights
@@ -264,32 +266,31 @@ class _MixerCost:
             )
             return seconds, 2 * seconds
         if self.load is None:
-            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True)
+            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
             chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         else:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
             chunk = self.load.kernel_rows
+        if mixer.selected_keys:
+            return self._sparse_core_s(keys)
         flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
         head = (mixer.head_size + mixer.value_head_size) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
-        """Return the seconds of the rows that planned attention sends, forward and backward.
-
-        Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
-        log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.
-        """
+        """Return the seconds of the rows that planned attention sends, forward and backward."""
         mixer = self.mixer
-        value_bytes = self.layer_costs.workload.value_bytes
         heads = mixer.num_heads / self.tp
         kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        both = mixer.head_size + mixer.value_head_size
-        query_bytes = self.tokens * load.sent_queries * heads
-        key_bytes = self.tokens * load.sent_keys * kv_heads * both * value_bytes
-        forward = query_bytes * both * value_bytes + key_bytes
-        backward = query_bytes * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
+        widths = TokenWidths(
+            query=heads * mixer.head_size,
+            output=heads * mixer.value_head_size,
+            keys_and_values=kv_heads * (mixer.head_size + mixer.value_head_size),
+        )
+        rows = self.tokens * load.sent_queries, self.tokens * load.sent_keys
+        forward, backward = exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
         if load.exchange_ranks == 1:
             return 0.0, 0.0
         group = RankGroup(load.exchange_ranks, self.tp)
@@ -297,6 +298,21 @@ class _MixerCost:
         whole = group.size / (group.size - 1)
         device = self.layer_costs.device
         return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
+
+    def _sparse_core_s(self, keys: float) -> tuple[float, float]:
+        """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
+        costs = self.layer_costs
+        mixer = self.mixer
+        selected = min(keys, mixer.selected_keys)
+        width = mixer.head_size + mixer.value_head_size
+        flops = 2.0 * selected * width * mixer.num_heads / self.tp * self.tokens
+        scores = mixer.index_flops * keys / self.tp * self.tokens
+        forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
+        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0]
+        heads = max(1.0, mixer.num_kv_heads / self.tp)
+        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
+        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * width)
+        return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
@@ -319,7 +335,9 @@ class _MixerCost:
         merge = cp * self.layer_costs.gemm.memory_bound_s(
             12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
         )
-        hidden = core_forward_s * (cp - 1) / cp, core_backward_s * (cp - 1) / cp
+        # The keys of sparse attention are gathered before any is selected.
+        overlap = 0.0 if mixer.selected_keys else (cp - 1) / cp
+        hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
@@ -504,7 +522,7 @@ class _MoECost:
         They read [T, H] once and [T, E] several times.
         """
         hidden = self.layer_costs.model_spec.hidden_size
-        experts = self.layer.num_experts
+        experts = self.layer.num_experts + self.layer.zero_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(

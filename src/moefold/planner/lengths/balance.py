@@ -24,6 +24,9 @@ MIN_ROUNDS = 4
 RANKS_OF_ALL_ROUNDS = 1024
 """Ranks of all planned rounds together, between the limits of their number: larger rounds vary less."""
 
+SAMPLES_OF_EFFECTIVE_LENGTH = 2048
+"""Samples from which the effective length is computed: few long documents have much of it."""
+
 Floats = NDArray[np.float64]
 
 
@@ -110,7 +113,7 @@ class DocumentLoads:
     @property
     def effective_length(self) -> float:
         """Effective length of the documents in tokens, see `effective_length`."""
-        return effective_length(self._first_samples(MAX_ROUNDS * MIN_ROUNDS))
+        return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
     def rounds(self, cp: int, dp: int, mbs: int, window: int = 0) -> RoundLoads:
         """Plan the rounds of a mapping; cached."""

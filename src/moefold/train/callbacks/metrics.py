@@ -39,6 +39,7 @@ class MetricsLogging(Callback):
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
             mtp_loss=result.mtp_loss,
+            indexer_loss=result.indexer_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=run.position.tokens,

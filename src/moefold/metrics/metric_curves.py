@@ -1,5 +1,6 @@
-"""Curves of reinforcement learning from metrics.jsonl: reward, length, entropy, mismatch. numpy only."""
+"""Curves of single metrics over the steps of metrics.jsonl: reinforcement learning and attention. numpy only."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from moefold.metrics.expert_balance import Array, finite_number, split_into_bins
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
-CURVES = {
+RL_CURVES = {
     "reward": "reward",
     "eval_reward": "held-out reward",
     "length_mean": "length, tokens",
@@ -17,16 +18,22 @@ CURVES = {
     "mismatch_mean": "mismatch, nats",
 }
 """Metrics of the key "rl", with their names in a table or picture."""
+ATTENTION_CURVES = {
+    "attention_max_over_mean": "busiest rank",
+    "attention_moved_rows": "moved rows",
+    "attention_bytes": "bytes sent",
+}
+"""Metrics of planned attention, likewise."""
 ENDS = 10
 """The start and the end of a curve are means over a tenth of its values."""
 
 
 @dataclass(frozen=True)
-class RewardCurve:
+class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of `CURVES`."""
+    """Key of `RL_CURVES` or `ATTENTION_CURVES`."""
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -49,17 +56,29 @@ class RewardCurve:
         return steps, values
 
 
-def read_reward_curves(run_dir: Path) -> list[RewardCurve]:
+def read_reward_curves(run_dir: Path) -> list[MetricCurve]:
     """Read the curves of a run of reinforcement learning; none of another run.
-
-    Values of other types count as not recorded.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    found: dict[str, dict[float, float]] = {name: {} for name in CURVES}
+    return _read_curves(run_dir, RL_CURVES, "rl")
+
+
+def read_attention_curves(run_dir: Path) -> list[MetricCurve]:
+    """Read the curves of a run with documents and planned attention; none of another run.
+
+    Raises:
+        ConfigError: metrics.jsonl cannot be read.
+    """
+    return _read_curves(run_dir, ATTENTION_CURVES, None)
+
+
+def _read_curves(run_dir: Path, names: Iterable[str], section: str | None) -> list[MetricCurve]:
+    """Read metrics of a step, or of one of its sections; values of other types count as not recorded."""
+    found: dict[str, dict[float, float]] = {name: {} for name in names}
     for _, record in read_records(run_dir / METRICS_FILE):
-        metrics: Any = None if record is None else record.get("rl")
+        metrics: Any = record if record is None or section is None else record.get(section)
         if record is None or not isinstance(metrics, dict):
             continue
         step = finite_number(record.get("step"))
@@ -68,7 +87,7 @@ def read_reward_curves(run_dir: Path) -> list[RewardCurve]:
             if not np.isnan(step) and not np.isnan(value):
                 values[step] = value
     return [
-        RewardCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
+        MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
         for name, values in found.items()
         if values
     ]

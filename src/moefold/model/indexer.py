@@ -1,0 +1,280 @@
+"""Lightning indexer of sparse attention: scores and selects the keys of each query (arXiv:2512.02556 sec. 2.1).
+
+The indexer learns from the KL divergence of its softmax from the attention probabilities alone: its inputs and its
+target are detached, and a selection has no gradient.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.config.model import ModelConfig
+from moefold.model.local_param import local_param
+from moefold.model.moe.losses import attach_aux_loss
+from moefold.model.norm import LayerNorm
+from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.ops.block_attention import accumulation_dtype
+from moefold.ops.documents import PackedDocuments
+from moefold.ops.rope import NoRope, Rope
+from moefold.ops.sparse_attention import (
+    IndexTensors,
+    VisibleKeys,
+    attention_sums,
+    block_rows,
+    select_keys,
+    selected_index_loss,
+    visible_index_loss,
+)
+
+INDEX_NORM_EPS = 1e-6
+"""Epsilon of the norm of the indexer's keys, as in DeepSeek's code and transformers."""
+IndexerStage = Literal["sparse", "warmup"]
+
+
+class KeyGather(Protocol):
+    """Keys of whole samples, of which this rank has a part of the tokens."""
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return a tensor of all tokens in the order of the sample, [S, ...], from that of this rank's, [S/cp, ...].
+
+        The gradients of all ranks are summed.
+        """
+        ...
+
+
+class WholeKeys:
+    """This rank has all tokens of its samples."""
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return all positions."""
+        return torch.arange(num_tokens, device=device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x unchanged."""
+        return x
+
+
+class SelectedKeyCache(Protocol):
+    """Cache of keys, values and index keys in decoding; see `paged_selection.PagedSelection`."""
+
+    def extend(
+        self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Cache the tokens of this pass, then select keys for them.
+
+        Args:
+            index: projections of the pass, with its own keys only.
+            key: [R, 1, G, D].
+            value: [R, 1, G, Dv]; None: parts of the keys.
+            top_k: most keys of a query.
+            window: most keys that a query sees, its own included; 0: no limit.
+
+        Returns:
+            All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
+        """
+        ...
+
+
+class LightningIndexer(nn.Module):
+    """Projections of the indexer, selection of keys, and the indexer's loss.
+
+    Tensor parallelism splits its queries, not its heads: a rank scores its own tokens, [S/(cp*tp), B, ...], against all
+    keys. `parallelize` replaces `sequence_parallel` and `keys` (context parallelism), a decoder sets `cache`.
+
+    Args:
+        cfg: sizes.
+        query_width: width of the input of the queries: the query latent, or the hidden state.
+        window: sliding window of the layer; 0: none.
+    """
+
+    def __init__(self, cfg: ModelConfig, query_width: int, window: int) -> None:
+        super().__init__()
+        heads = cfg.index_heads
+        head_dim = cfg.index_head_dim
+        self.wq = nn.Parameter(torch.empty(heads * head_dim, query_width))
+        self.wk = nn.Parameter(torch.empty(head_dim, cfg.hidden_size))
+        self.weights_proj = nn.Parameter(torch.empty(heads, cfg.hidden_size))
+        self.key_norm = LayerNorm(head_dim, INDEX_NORM_EPS)
+        self.top_k = cfg.index_topk
+        self.sliding_window = window
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.keys: KeyGather = WholeKeys()
+        self.cache: SelectedKeyCache | None = None
+        self.stage: IndexerStage = "sparse"
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
+        """This rank's part of the loss of the step, with its coefficient; a micro-batch counts when its gradient
+        passes: once, also if its forward pass is recomputed."""
+        self._coefficient = 0.0
+        self._loss_scale = 1.0
+        self._head_dim = head_dim
+        self._weight_scale = (heads * head_dim) ** -0.5
+        self._is_interleaved = cfg.index_rope_interleaved
+
+    def set_training(self, stage: IndexerStage, coefficient: float, num_micro_batches: int) -> None:
+        """Set the stage, the coefficient of the loss, and the number of micro-batches of a global batch."""
+        self.stage = stage
+        self._coefficient = coefficient
+        self.set_micro_batches(num_micro_batches)
+
+    def set_micro_batches(self, global_count: int) -> None:
+        """Set the number of micro-batches of the next step in the global batch."""
+        self._loss_scale = 1.0 / global_count
+
+    def begin_step(self) -> None:
+        """Reset the sum of the losses."""
+        self.loss_sum.zero_()
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether attention is dense: in the warm-up stage, in which only the indexer learns."""
+        return self.stage == "warmup"
+
+    def project(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
+        """Compute the projections: queries of this rank's own tokens, keys of whole samples.
+
+        Communicates over tp and cp.
+
+        Args:
+            x: input of the layer, [S/(cp*tp), B, H].
+            source: input of the queries, [S/(cp*tp), B, query_width].
+            rope: of the positions of this rank's context shard, S/cp tokens.
+        """
+        query, weight, key = self._project_own(x, source)
+        if isinstance(rope, Rope):
+            rope = replace(rope, is_interleaved=self._is_interleaved)
+            own_rows = self.sequence_parallel.own_rows
+            query = replace(rope, cos=own_rows(rope.cos), sin=own_rows(rope.sin))(query)
+        key = rope(self.sequence_parallel.gather(key).unsqueeze(2)).squeeze(2)
+        return IndexTensors(query, weight, self.keys.gather(key))
+
+    def project_rows(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
+        """Compute the projections of the rows of a decoder's pass, on every rank of tp those of all rows."""
+        query, weight, key = self._project_own(x, source)
+        gather = self.sequence_parallel.gather
+        query, key = gather(torch.cat((query.flatten(2), key), -1)).split((query.shape[2:].numel(), key.shape[-1]), -1)
+        if isinstance(rope, Rope):
+            rope = replace(rope, is_interleaved=self._is_interleaved)
+        query = rope(query.unflatten(-1, (-1, self._head_dim)))
+        return IndexTensors(query, gather(weight), rope(key.unsqueeze(2)).squeeze(2))
+
+    def _project_own(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [S, B, J, D], weights [S, B, J] and keys [S, B, D] of this rank's own tokens, without RoPE."""
+        x = x.detach()
+        query = F.linear(source.detach(), local_param(self.wq, x.dtype)).unflatten(-1, (-1, self._head_dim))
+        weight = F.linear(x, local_param(self.weights_proj, x.dtype)).to(accumulation_dtype(x.dtype))
+        key = self.key_norm(F.linear(x, local_param(self.wk, x.dtype)))
+        return query, weight * self._weight_scale, key
+
+    def visible_keys(self, num_tokens: int, documents: PackedDocuments | None, num_samples: int) -> VisibleKeys:
+        """Return the keys that the queries of this rank's context shard see, S/cp tokens."""
+        device = self.wq.device if documents is None else documents.starts_SB.device
+        positions = self.keys.positions(num_tokens, device)
+        starts_SB = positions.new_zeros(num_tokens, num_samples)
+        if documents is not None:
+            starts_SB = documents.starts_SB[positions]
+        if self.sliding_window:
+            starts_SB = torch.maximum(starts_SB, (positions - self.sliding_window + 1).unsqueeze(1))
+        stops_SB = (positions + 1).unsqueeze(1).expand_as(starts_SB)
+        return VisibleKeys(starts_SB.int(), stops_SB.int())
+
+    def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
+        """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
+        own = self.sequence_parallel.own_rows
+        of_own_rows = VisibleKeys(own(visible.starts_SB), own(visible.stops_SB))
+        return self.sequence_parallel.gather(select_keys(index, of_own_rows, self.top_k))
+
+    def attach_selected_loss(
+        self, attended: Tensor, index: IndexTensors, selected_SBK: Tensor, sums_SBK: Tensor
+    ) -> Tensor:
+        """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
+
+        Args:
+            attended: output of attention; its gradient is unchanged.
+            index: projections of this rank's own queries.
+            selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
+            sums_SBK: attention probabilities summed over this rank's heads.
+        """
+        if not self._learns:
+            return attended
+        own_selected = self.sequence_parallel.own_rows(selected_SBK)
+        target = _normalized(self.sequence_parallel.scatter(sums_SBK))
+        return self._attach(attended, selected_index_loss(index, own_selected, target), index)
+
+    def attach_dense_loss(
+        self,
+        attended: Tensor,
+        index: IndexTensors,
+        visible: VisibleKeys,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the attended values with the loss over all visible keys.
+
+        A reduce-scatter over tp for each block of queries.
+
+        Args:
+            attended: output of dense attention.
+            index: projections of this rank's own queries.
+            visible: keys that the queries of the context shard see.
+            query: queries of attention, [S/cp, B, A, D].
+            key: keys of whole samples, [S, B, G, D].
+            scale: factor of the scores of attention.
+            sinks: of attention.
+        """
+        if not self._learns:
+            return attended
+        num_own = len(index.query)
+        num_keys = len(key)
+        parts = len(query) // num_own
+        heads = max(query.shape[2] * parts, index.query.shape[2])
+        size = block_rows(index.query, heads * num_keys * query.shape[1])
+        losses = []
+        for start in range(0, num_own, size):
+            stop = min(start + size, num_own)
+            # The same rows of each rank of tp, so that each rank gets the sums of its own queries.
+            rows = torch.cat([torch.arange(part * num_own + start, part * num_own + stop) for part in range(parts)])
+            rows = rows.to(query.device)
+            keys = torch.arange(num_keys, device=query.device)
+            starts_SB1 = visible.starts_SB[rows].unsqueeze(-1)
+            is_visible_BSN = ((keys >= starts_SB1) & (keys < visible.stops_SB[rows].unsqueeze(-1))).transpose(0, 1)
+            with torch.no_grad():
+                sums = attention_sums(query[rows], key, is_visible_BSN, scale, sinks)
+                target = _normalized(self.sequence_parallel.scatter(sums))
+                is_visible_own = self.sequence_parallel.own_rows(is_visible_BSN.transpose(0, 1)).transpose(0, 1)
+            block = IndexTensors(index.query[start:stop], index.weight[start:stop], index.key)
+            losses.append(visible_index_loss(block, is_visible_own, target))
+        return self._attach(attended, torch.stack(losses).sum(), index)
+
+    @property
+    def _learns(self) -> bool:
+        return self.training and self._coefficient > 0
+
+    def _attach(self, attended: Tensor, loss: Tensor, index: IndexTensors) -> Tensor:
+        """Attach this rank's part of the loss: the mean over the tokens of the micro-batch, then over micro-batches."""
+        scale = self._coefficient * self._loss_scale / index.key.shape[:2].numel()
+        attached = attach_aux_loss(attended, loss, scale)
+        if attached.requires_grad:
+            part = loss.detach().double() * scale
+
+            def count(grad: Any) -> None:
+                if self.loss_sum.device != part.device:
+                    self.loss_sum = self.loss_sum.to(part.device)
+                self.loss_sum += part
+
+            attached.register_hook(count)
+        return attached
+
+
+def _normalized(sums: Tensor) -> Tensor:
+    """Return sums divided by their total along the last dim."""
+    return sums / sums.sum(-1, keepdim=True)

@@ -1,0 +1,86 @@
+"""Exact top-k of scores on a CPU in C; its definition is `ops.exact_topk.sorted_topk`."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from moefold.ops.cpu.build import CompilerError, load_library
+
+SCORE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+"""Number of each dtype in `exact_topk.c`."""
+KEY_BYTES = {torch.float32: 4, torch.bfloat16: 4, torch.float64: 8}
+BLOCK = 64
+"""Scores that are compared with the threshold at a time, as in `exact_topk.c`."""
+ROOM_FACTOR = 4
+"""Survivors of a row in multiples of k before they are reduced to k: 2, 4 and 8 differ by less than 10 %."""
+ALIGNMENT_BYTES = 64
+
+
+class CExactTopk:
+    """Top-k of float32, bfloat16 or float64 rows, with torch's number of threads, a row on one thread.
+
+    Raises:
+        CompilerError: the library cannot be built, or its results are wrong.
+    """
+
+    def __init__(self) -> None:
+        self._exact_topk = load_library("exact_topk").exact_topk
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        number = ctypes.c_int
+        self._exact_topk.argtypes = [
+            pointer, size, pointer, pointer, pointer, size, pointer, size, size, size, number, pointer, size, size,
+            number,
+        ]  # fmt: skip
+        self._exact_topk.restype = ctypes.c_int64
+        self._self_test()
+
+    def __call__(
+        self, scores: Tensor, k: int, starts: Tensor | None, stops: Tensor | None, guess: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Return the positions, int32 [R, k], and the number of rows with a NaN; arguments as of `exact_topk`."""
+        rows, width = scores.shape
+        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        starts, stops, guess = (None if t is None else t.contiguous() for t in (starts, stops, guess))
+        out = torch.empty(rows, k, dtype=torch.int32)
+        room = min(width, ROOM_FACTOR * k) + BLOCK
+        # Keys, their scratch copy, and positions; whole vectors are written, also at the last survivor.
+        workspace_bytes = _aligned((2 * KEY_BYTES[scores.dtype] + 4) * (room + BLOCK))
+        threads = min(torch.get_num_threads(), max(rows, 1))
+        workspace = torch.empty(threads * workspace_bytes, dtype=torch.uint8)
+        rows_with_nan = self._exact_topk(
+            scores.data_ptr(),
+            scores.stride(0),
+            None if starts is None else starts.data_ptr(),
+            None if stops is None else stops.data_ptr(),
+            None if guess is None else guess.data_ptr(),
+            0 if guess is None else guess.shape[1],
+            out.data_ptr(),
+            rows,
+            k,
+            width,
+            SCORE_TYPES[scores.dtype],
+            workspace.data_ptr(),
+            workspace_bytes,
+            room,
+            threads,
+        )
+        return out, int(rows_with_nan)
+
+    def _self_test(self) -> None:
+        """Select from a row with ties, with a wrong guess, to catch a miscompiled kernel at start-up.
+
+        Raises:
+            CompilerError: results differ.
+        """
+        scores = (torch.arange(2000) * 7 % 101).view(1, -1)
+        expected = scores.argsort(dim=1, descending=True, stable=True)[:, :300].sort(dim=1).values
+        for dtype in SCORE_TYPES:
+            found, _ = self(scores.to(dtype), 300, None, None, torch.arange(300, dtype=torch.int32).view(1, -1))
+            if not torch.equal(found.long(), expected):
+                raise CompilerError(f"the compiled top-k kernel is wrong in {dtype}")
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

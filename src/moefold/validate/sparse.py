@@ -1,0 +1,72 @@
+"""Rules on sparse attention, and its keys without effect."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.validate.unused_rule import UnusedKeyRule
+
+
+def validate_sparse_attention(cfg: Config) -> Iterator[str]:
+    """Check the sizes of the indexer, and refuse what selects nothing."""
+    model = cfg.model
+    if not model.index_topk:
+        return
+    top_k = model.index_topk
+    if cfg.parallel.context == "planned":
+        yield (
+            f"parallel.context='planned' does not go with model.index_topk={top_k}, which selects among the keys of "
+            "the whole sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
+        )
+    rotated = model.rotary_dim
+    if "R" in model.rope_pattern and model.index_head_dim < rotated:
+        yield (
+            f"model.index_head_dim={model.index_head_dim} must be at least {rotated}, the dims of a head that have "
+            f"RoPE; choose {rotated} or more"
+        )
+    if "W" in model.attention_pattern and 0 < model.sliding_window <= top_k:
+        yield (
+            f"model.index_topk={top_k} selects all keys of model.sliding_window={model.sliding_window}; choose less "
+            f"than {model.sliding_window}, or a model.attention_pattern without W"
+        )
+
+
+def validate_selection_length(cfg: Config) -> Iterator[str]:
+    """Check that a sample of training has as many tokens as a query selects."""
+    top_k = cfg.model.index_topk
+    if top_k > cfg.train.seq_len:
+        yield (
+            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
+            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
+        )
+
+
+def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
+    """Check that the warm-up stage has a loss from which the indexers learn, and no other one."""
+    if not cfg.trains_indexers_only:
+        return
+    name = "train.indexer_stage='warmup'"
+    if not cfg.train.indexer_loss:
+        yield f"{name} trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+    if cfg.is_rl or cfg.align.method != "none":
+        what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method={cfg.align.method!r}"
+        yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
+
+
+SPARSE_ATTENTION_RULES = (validate_sparse_attention,)
+SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
+"""Rules for recipes that train: a model is also used with longer and shorter texts than those of its training."""
+
+UNUSED_SPARSE_KEYS = (
+    UnusedKeyRule(
+        "model.index_topk",
+        lambda cfg: not cfg.model.has_softmax_attention,
+        "all layers of model.attention_pattern are L, without keys to select",
+        "choose a pattern with F",
+    ),
+    UnusedKeyRule(
+        "model.index_heads model.index_head_dim model.index_rope_interleaved train.indexer_stage train.indexer_loss",
+        lambda cfg: not cfg.model.index_topk,
+        "model.index_topk=0 attends to all keys",
+        "set model.index_topk",
+    ),
+)

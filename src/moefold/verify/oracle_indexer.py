@@ -1,0 +1,81 @@
+"""Indexer of the oracle (arXiv:2512.02556 eq. 1 to 4): scores by a loop over heads, selection by sorting."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config
+from moefold.verify.oracle_attention import apply_rope
+
+
+class OracleIndexer:
+    """Selection of the keys of one layer for one micro-batch, and the KL divergence that trains it.
+
+    Args:
+        cfg: sizes and stage.
+        weights: by name.
+        name: of the indexer.
+        has_rope: whether the layer has RoPE.
+    """
+
+    def __init__(self, cfg: Config, weights: Mapping[str, Tensor], name: str, *, has_rope: bool) -> None:
+        self._cfg = cfg
+        self._weights = weights
+        self._name = name
+        self._has_rope = has_rope
+
+    def score(self, x: Tensor, source: Tensor, masked: Tensor) -> None:
+        """Compute the scores, and the mask that selection adds to causality and documents.
+
+        Args:
+            x: input of the layer, [B, S, H].
+            source: input of the queries of the indexer, [B, S, ...].
+            masked: keys that a query does not see, [B, S, S] or [S, S].
+        """
+        model = self._cfg.model
+        key = x @ self._weights[f"{self._name}.wk"].T
+        centered = key - key.mean(-1, keepdim=True)
+        key = centered / (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        key = key * self._weights[f"{self._name}.key_norm.weight"] + self._weights[f"{self._name}.key_norm.bias"]
+        key = self._rotate(key)
+        shares = x @ self._weights[f"{self._name}.weights_proj"].T / math.sqrt(model.index_heads)
+        self.scores = torch.zeros(*x.shape[:2], x.shape[1], dtype=x.dtype)
+        for head in range(model.index_heads):
+            rows = slice(head * model.index_head_dim, (head + 1) * model.index_head_dim)
+            query = self._rotate(source @ self._weights[f"{self._name}.wq"][rows].T)
+            dots = query @ key.mT / math.sqrt(model.index_head_dim)
+            self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
+        self.masked = masked.expand(self.scores.shape).clone()
+        if not self._cfg.trains_indexers_only:
+            self._select()
+
+    def _select(self) -> None:
+        """Mask all keys but the best of each query; of equal scores, the lowest position comes first."""
+        for sample, queries in enumerate(self.scores.tolist()):
+            for t, scores in enumerate(queries):
+                visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]
+                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._cfg.model.index_topk]
+                self.masked[sample, t] = True
+                self.masked[sample, t, best] = False
+
+    def divergence(self, sums: Tensor) -> Tensor:
+        """Return the mean KL divergence over the tokens.
+
+        Args:
+            sums: attention probabilities summed over the heads, [B, S, S].
+        """
+        target = sums / sums.sum(-1, keepdim=True)
+        weights = torch.where(self.masked, 0.0, self.scores.exp())
+        log_probs = torch.where(self.masked, 0.0, self.scores) - weights.sum(-1, keepdim=True).log()
+        log_target = torch.where(target > 0, target, 1.0).log()
+        return (target * (log_target - log_probs)).sum(-1).mean()
+
+    def _rotate(self, z: Tensor) -> Tensor:
+        """Apply RoPE to the first dims of [B, S, D]."""
+        model = self._cfg.model
+        if not self._has_rope:
+            return z
+        interleaved = model.index_rope_interleaved
+        return apply_rope(model, z[:, :, None], model.rotary_dim, is_interleaved=interleaved)[:, :, 0]

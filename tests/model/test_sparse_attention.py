@@ -1,0 +1,80 @@
+"""Layers of sparse attention: over all keys they are dense, and nothing but the loss reaches an indexer."""
+
+import pytest
+import torch
+
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config
+from moefold.model.init import init_weights
+from moefold.model.transformer import Transformer, build_model
+
+S = 12
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 32,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "init_std": 0.3,
+}
+LATENT = {
+    "attention": "mla",
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "rope_interleaved": True,
+}
+INDEXER = {"index_heads": 3, "index_head_dim": 6}
+OPTIONS = {"qkv_bias": True, "attention_sinks": True, "attention_gate": True, "qk_norm": True, "attention_scale": 0.4}
+
+
+def _model(settings: dict[str, object], train: dict[str, object] | None = None) -> Transformer:
+    cfg: Config = config_from_dict(
+        {
+            "run": {"dtype": "float64"},
+            "model": SIZES | settings,
+            "train": {"seq_len": S, "micro_batch_size": 2, "global_batch_size": 4} | (train or {}),
+            "data": {"kind": "synthetic"},
+        }
+    )
+    model = build_model(cfg).double()
+    init_weights(model, cfg.model, 3)
+    model.set_positions(torch.arange(S))
+    return model
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(0, 32, (2, S), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("settings", [{}, OPTIONS, LATENT], ids=["gqa", "options", "mla"])
+def test_selecting_all_keys_is_dense_attention(settings):
+    dense = _model(settings)(_tokens())
+    sparse = _model(settings | INDEXER | {"index_topk": S})(_tokens())
+    torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)
+    fewer = _model(settings | INDEXER | {"index_topk": 3})(_tokens())
+    # The first tokens see no more than they select.
+    torch.testing.assert_close(fewer[:3], dense[:3], rtol=1e-12, atol=1e-12)
+    assert (fewer[3:] - dense[3:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{}, LATENT], ids=["gqa", "mla"])
+def test_an_indexer_without_a_loss_has_no_gradient(settings):
+    model = _model(settings | INDEXER | {"index_topk": 3}, {"indexer_loss": 0.0})
+    model(_tokens()).square().sum().backward()
+    assert all((p.grad is None) == (".indexer." in name) for name, p in model.named_parameters() if "ffn" not in name)
+
+
+def test_the_loss_is_counted_once_and_never_in_evaluation():
+    model = _model(INDEXER | {"index_topk": 3})
+    out = model(_tokens())
+    assert [float(indexer.loss_sum) for indexer in model.indexers()] == [0.0, 0.0]
+    out.sum().backward()
+    counted = [float(indexer.loss_sum) for indexer in model.indexers()]
+    assert min(counted) > 0
+    model.eval()(_tokens()).sum().backward()
+    assert [float(indexer.loss_sum) for indexer in model.indexers()] == counted

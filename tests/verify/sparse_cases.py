@@ -1,0 +1,66 @@
+"""Sparse attention that must equal the oracle: both forms and both stages under every axis."""
+
+from tests.verify.cases import Case, Settings, cases, few
+from tests.verify.recipes import LATENT
+
+SPARSE = {"index_topk": 5, "index_heads": 3, "index_head_dim": 6}
+"""Sizes that are all different; most queries of a sample of 16 tokens see more keys than they select."""
+SPARSE_LATENT = LATENT | SPARSE | {"index_rope_interleaved": True}
+DOCUMENTS = {"document_end": 2}
+TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
+ALLGATHER = {"context": "allgather"}
+AXES = (
+    {"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER},
+    {"world_size": 1},
+    {"world_size": 2, "tp": 2},
+    {"world_size": 2, "cp": 2, **ALLGATHER},
+    {"world_size": 4, "cp": 4, "zero": 3, **ALLGATHER},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 4, "ep": 4},
+    {"world_size": 2, "etp": 2, "zero": 2},
+    {"world_size": 2, "zero": 3},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, **ALLGATHER},
+    {"world_size": 2, "pp": 2, "schedule": "zero-bubble"},
+    {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
+    {"world_size": 2, "tp": 2, "overlap_tp": True},
+)
+
+
+def _sparse(mapping: Settings, model: Settings, train: Settings | None = None, **more: object) -> Settings:
+    return few({"model": model, "train": train or {}, **more, **mapping})
+
+
+OPTIONS = [
+    _sparse(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
+    for mapping, model, train in (
+        ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | {"mtp_layers": 1}, {}),
+        ({"world_size": 1}, SPARSE | {"attention_sinks": True, "attention_gate": True, "qk_norm": True}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE | {"attention_pattern": "WF", "sliding_window": 7}, {}),
+        ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE, {"recompute": ("layer",)}),
+        ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"q_lora_rank": 0}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {"recompute": ("norms", "moe")}),
+        ({"world_size": 2, "tp": 2}, SPARSE | {"rope_pattern": "RN"}, {"optimizer": "muon"}),
+        ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
+    )
+]
+WARMUP = [
+    _sparse(mapping, model, {"indexer_stage": "warmup"} | train, data=DOCUMENTS)
+    for mapping, model, train in (
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {}),
+        ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE, {}),
+        ({"world_size": 1}, SPARSE | {"attention_sinks": True}, {}),
+        ({"world_size": 2, "tp": 2, "zero": 3}, SPARSE_LATENT, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE, TWO_SAMPLES),
+        ({"world_size": 2, "ep": 2, "zero": 2}, SPARSE_LATENT, {"optimizer": "muon"}),
+        ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE | {"tie_embeddings": True, "mtp_layers": 1}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE, {"recompute": ("layer",)}),
+        ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}, SPARSE, {}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
+    )
+]
+MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]
+CASES: list[Case] = [
+    *cases("sparse attention", MAPPED[:1], [*MAPPED[1:], *OPTIONS]),
+    *cases("warm-up of sparse attention", WARMUP[:1], WARMUP[1:]),
+]
