@@ -69,7 +69,7 @@ def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
     return [run_on_groups(groups, cfg, STEPS, data=DATA) for cfg in cfgs]
 
 
-FAST_KINDS = ("deepseek-v3", "global batch", "sinkhorn", "quantile", "drop positions", "drop on each rank")
+FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ class MoELayerMetrics:
         """
         counts_E = np.asarray(counts, dtype=np.float64)
         num_zero = float(sum(zero_counts))
-        num_routed = float(counts_E.sum()) + num_zero
-        # No token may have chosen an expert with computation.
+        # A step of padding alone routes nothing, and no token may have chosen an expert with computation.
+        num_routed = float(counts_E.sum()) + num_zero or 1.0
         mean = float(counts_E.mean()) or 1.0
         return cls(
             layer=layer,
