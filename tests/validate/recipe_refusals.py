@@ -25,8 +25,8 @@ SIZES = {
         "model.rope_scaling='linear' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or "
         "choose 'none'"
     ),
-    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_low_freq_factor=4": (
-        "model.rope_low_freq_factor=4.0 must be below model.rope_high_freq_factor=4.0; the published pair is 1.0 and "
+    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_low_freq_factor=5": (
+        "model.rope_low_freq_factor=5.0 must be at most model.rope_high_freq_factor=4.0; the published pair is 1.0 and "
         "4.0"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
@@ -66,7 +66,7 @@ SIZES = {
     ),
     "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
     "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W and L, with counts: W, FW, F3W58"
+        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W, C and L, with counts: W, FW, F3W58"
     ),
     "model.zero_centered_norms=true model.attention=mla": (
         "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
@@ -86,8 +86,8 @@ SIZES = {
         "without L"
     ),
     "model.attention_gate=true model.attention_gate_width=head train.precision=fp8-blockwise run.dtype=bfloat16": (
-        "train.precision='fp8-blockwise' does not go with model.attention_gate_width='head', a projection of one row for"
-        " each head, narrower than a block of scales; set precision='dtype', or attention_gate_width='dim'"
+        "train.precision='fp8-blockwise' does not go with model.attention_gate_width='head', a projection of one row "
+        "for each head, narrower than a block of scales; set precision='dtype', or attention_gate_width='dim'"
     ),
     "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
@@ -147,6 +147,64 @@ SIZES = {
     "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
         "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
         "dims; choose rope_interleaved=false"
+    ),
+    "model.zero_experts=4 model.num_groups=2 model.top_groups=1": (
+        "model.zero_experts=4 does not go with model.num_groups=2, as zero-computation experts are in no group; leave "
+        "num_groups and top_groups out, or zero_experts"
+    ),
+    "model.zero_experts=4 model.upcycle_from=dense": (
+        "model.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of the dense "
+        "layer that it routes to them; leave one of them out"
+    ),
+    "model.zero_experts=4 model.expert_bias=true model.active_experts=3": (
+        "model.active_experts=3.0 must be at most model.top_k=2, the choices of a token; choose a number up to 2"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD": (
+        "model.moe_shortcut=true adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means "
+        "none; set shared_expert_ffn_hidden_size"
+    ),
+    "model.moe_shortcut=true model.shared_expert_ffn_hidden_size=64": (
+        "model.moe_shortcut=true adds the routed output of a layer after the next one, which is dense, and "
+        "model.layer_pattern='M' has layers M without a D after them in model.num_layers=4; choose 'MD' with an even "
+        "number of layers"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 model.norm_placement=post": (
+        "model.moe_shortcut=true does not go with model.norm_placement='post': the routed output would be added "
+        "without a norm; set norm_placement='pre'"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=4 "
+    "parallel.pp=4": (
+        "model.moe_shortcut=true adds the routed output of a layer after the next one on the same pipeline stage, and "
+        "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
+        "MD, or parallel.pipeline_layout"
+    ),
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=2 "
+    "parallel.pp=2 parallel.pipeline_layout=auto": (
+        "parallel.pipeline_layout='auto' does not go with model.moe_shortcut=true, as it may part a layer M from the D "
+        "after it; write the layout out, or leave it out"
+    ),
+    "model.attention_pattern=C2": (
+        "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
+        "set model.attention_chunk_size, or choose 'F'"
+    ),
+    "model.attention=mla model.attention_pattern=CF model.attention_chunk_size=4": (
+        "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+    ),
+    "model.attention_pattern=C model.attention_chunk_size=4 model.index_topk=2": (
+        "model.attention_pattern='C' has layers of kind C, and model.index_topk=2 selects keys of the whole document; "
+        "choose 'F' or 'W', or index_topk=0"
+    ),
+    "model.qk_norm=true model.qk_norm_weight=false model.qk_norm_width=all_heads": (
+        "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "
+        "qk_norm_width='head'"
+    ),
+    "model.qk_norm=true model.qk_norm_nope=false model.rope_pattern=RN": (
+        "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
+        "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
+    ),
+    "model.attention=mla model.attention_gate=true": (
+        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
+        " or attention='gqa'"
     ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
