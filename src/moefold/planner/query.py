@@ -104,6 +104,9 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         parallel=replace(p, world_size=num_gpus, mapping="given"),
         train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
+    if options.lengths is not None and not is_recipe:
+        # The samples of a bare model hold documents because the user says so.
+        cfg = replace(cfg, data=replace(cfg.data, document_end=0))
     return PlanRequest(
         base_config=cfg,
         model_spec=shape,
@@ -115,28 +118,26 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             cuda_graphs=options.cuda_graphs,
             counts_causal_attention=options.flops == "causal",
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
-            attention=document_loads(options.lengths, cfg, is_recipe=is_recipe),
+            attention=document_loads(options.lengths, cfg),
         ),
         restriction=Restriction(dict(query.fix), options.method),
         reserve_gib=reserve,
     )
 
 
-def document_loads(lengths: str | None, cfg: Config, *, is_recipe: bool = True) -> DocumentLoads | None:
+def document_loads(lengths: str | None, cfg: Config) -> DocumentLoads | None:
     """Return the attention work of documents of given lengths under a recipe's context parallelism.
 
     Args:
         lengths: a histogram, a file or a run folder; None: a sample is one document, and None is returned.
         cfg: the recipe.
-        is_recipe: whether its data are the user's; a bare model's samples may hold documents.
 
     Raises:
         ConfigError: there are no such lengths, or the recipe has no documents.
     """
     if lengths is None:
         return None
-    if is_recipe:
-        check_documents(cfg, lengths)
+    check_documents(cfg, lengths)
     samples = open_document_samples(lengths, cfg.train.seq_len)
     return DocumentLoads(samples, cfg.train.seq_len, AttentionStrategy.from_config(cfg.parallel))
 

@@ -20,6 +20,8 @@ HEAD_SIZE = 8
 SHARD_WIDTH = 8
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
+MAX_ATTENTION_BLOCK = 2
+"""Documents of small recipes have about as many tokens as the vocabulary."""
 MAX_WINDOW = 5
 MAX_INDEX_TOPK = 4
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
@@ -142,7 +144,7 @@ def _is_legal(cfg: Config) -> bool:
 def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     small = replace(
         cfg,
-        parallel=parallel,
+        parallel=_shrink_attention_plan(parallel),
         model=_shrink_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
@@ -162,6 +164,16 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
+    """Make documents of few tokens divisible, and pools legal for lowered degrees, so that work still moves."""
+    is_legal_pool = p.attention_pool % p.cp == 0 and p.attention_pool and p.dp * p.cp % p.attention_pool == 0
+    return replace(
+        p,
+        attention_block=min(p.attention_block, MAX_ATTENTION_BLOCK),
+        attention_pool=p.attention_pool if is_legal_pool else 0,
+    )
 
 
 def _has_documents(cfg: Config) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
@@ -49,9 +50,6 @@ EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
-
-LSE_BYTES = 4
-"""Bytes of the log-sum-exp of a query and head, which is sent to the host of a task for the backward pass."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -282,20 +280,17 @@ class _MixerCost:
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
-        """Return the seconds of the rows that planned attention sends, forward and backward.
-
-        Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
-        log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.
-        """
+        """Return the seconds of the rows that planned attention sends, forward and backward."""
         mixer = self.mixer
-        value_bytes = self.layer_costs.workload.value_bytes
         heads = mixer.num_heads / self.tp
         kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        both = mixer.head_size + mixer.value_head_size
-        query_bytes = self.tokens * load.sent_queries * heads
-        key_bytes = self.tokens * load.sent_keys * kv_heads * both * value_bytes
-        forward = query_bytes * both * value_bytes + key_bytes
-        backward = query_bytes * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
+        widths = TokenWidths(
+            query=heads * mixer.head_size,
+            output=heads * mixer.value_head_size,
+            keys_and_values=kv_heads * (mixer.head_size + mixer.value_head_size),
+        )
+        rows = self.tokens * load.sent_queries, self.tokens * load.sent_keys
+        forward, backward = exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
         if load.exchange_ranks == 1:
             return 0.0, 0.0
         group = RankGroup(load.exchange_ranks, self.tp)
