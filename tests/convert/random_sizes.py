@@ -291,6 +291,55 @@ def _afmoe(rng: random.Random, is_cut: bool) -> Sizes:
     }
 
 
+def _llama4(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3, 4])
+    numbers = [i for i in range(layers) if rng.random() < 0.6] or [0]
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_local_experts": count,
+        "num_experts_per_tok": rng.choice([1, top_k]),
+        "intermediate_size": width,
+        "intermediate_size_mlp": _width(rng, is_cut),
+        "moe_layers": numbers,
+        "no_rope_layers": [rng.choice([0, 1]) for _ in range(layers - 1)] + [1],
+        "attention_chunk_size": rng.choice([3, 5, 50]),
+        "use_qk_norm": rng.random() < 0.6,
+        "attn_temperature_tuning": rng.random() < 0.6,
+        "floor_scale": rng.choice([1, 3, 7]),
+        "attn_scale": rng.choice([0.1, 0.8]),
+        "attention_bias": rng.random() < 0.5,
+    }
+    kinds = ["chunked_attention", "full_attention"]
+    return sizes | rng.choice([{}, {"layer_types": [rng.choice(kinds) for _ in range(layers)]}])
+
+
+def _longcat(rng: random.Random, is_cut: bool) -> Sizes:
+    heads, rotated = 2 * rng.choice([1, 2, 3]) - (not is_cut), rng.choice([2, 6])
+    layers = 2 if is_cut else rng.choice([1, 2])
+    scaling = {"rope_parameters": YARN | {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}}
+    sizes = {
+        "hidden_size": _hidden(rng, heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": 2 * layers,
+        "num_layers": layers,
+        "ffn_hidden_size": _width(rng, is_cut),
+        "expert_ffn_hidden_size": _width(rng, is_cut),
+        "n_routed_experts": rng.choice([4, 6]),
+        "zero_expert_num": rng.choice([0, 3]),
+        "moe_topk": rng.choice([2, 3]),
+        "q_lora_rank": rng.choice([5, 7]),
+        "kv_lora_rank": rng.choice([5, 11]),
+        "qk_nope_head_dim": rng.choice([3, 7]),
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,
+        "v_head_dim": rng.choice([4, 5, 16]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+    return sizes | (scaling if rng.random() < 0.5 else {})
+
+
 def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
     own = {
         "index_topk": rng.choice([3, 5, 9]),
@@ -379,6 +428,8 @@ NEWER_FAMILIES = {
     "qwen3-5-moe": _qwen3_5_moe,
     "lfm2-moe": _lfm2_moe,
     "bailing-hybrid": _bailing_hybrid,
+    "longcat-flash": _longcat,
+    "llama4": _llama4,
     "glm4-moe": _glm4_moe,
     "dots1": _dots1,
     "glm4-moe-lite": _glm4_moe_lite,

@@ -27,6 +27,10 @@ PLACEMENTS = {
         "parallel.placement='balanced' splits samples between ranks, and data.kind='preference' has losses and columns "
         "of whole samples; choose parallel.placement='samples'"
     ),
+    "world_size=2 cp=2 context=planned model.attention_pattern=C model.attention_chunk_size=4": (
+        "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
+        "kind C, which divide them into chunks; choose parallel.context='ring'"
+    ),
     f"{PLACED} data.kind=task rl.group_size=4": (
         "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
         "choose parallel.placement='samples'"

@@ -155,7 +155,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
     )
     moe = small.moe
-    max_factor = small.model.num_experts / small.model.top_k
+    max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
@@ -186,6 +186,9 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
+    if model.moe_shortcut:
+        # Each stage keeps a pair of layers.
+        num_layers = 2 * stages
     if p.pipeline_layout not in ("", "auto"):
         num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
     key_value_heads = model.num_key_value_heads
@@ -198,11 +201,13 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         model,
         preset="",
         num_layers=num_layers,
-        layer_pattern=_shrink_layer_pattern(model.layer_kinds, num_layers),
+        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
-        attention_pattern=_attention_pattern(model, num_layers),
+        attention_pattern=_keep_kinds(model.attention_letters, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),
-        rope_pattern="".join("R" if has_rope else "N" for has_rope in model.rope_layers[:num_layers]),
+        attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
+        rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
+        nope_temperature_tokens=min(model.nope_temperature_tokens, MAX_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -224,6 +229,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         vocab_size=VOCAB_SHARD_SIZE * p.tp,
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
+        zero_experts=min(model.zero_experts, num_experts),
         moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
         moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
@@ -248,12 +254,11 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     return "".join(picked)
 
 
-def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
-    """Return the attention kinds of the first layers, at least one of each kind if there are enough layers.
+def _keep_kinds(letters: str, num_layers: int) -> str:
+    """Return the letters of the first layers, at least one of each kind if there are enough layers.
 
-    Patterns of F and W alternate quickly; those with L may begin with several of them.
+    Patterns of F and W alternate quickly; those with L or N may begin with several layers of one kind.
     """
-    letters = model.attention_letters
     kept = letters[:num_layers]
     missing = "".join(letter for letter in dict.fromkeys(letters) if letter not in kept)
     return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept

@@ -266,7 +266,7 @@ class _MixerCost:
             )
             return seconds, 2 * seconds
         if self.load is None:
-            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True)
+            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
             chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         else:
@@ -522,7 +522,7 @@ class _MoECost:
         They read [T, H] once and [T, E] several times.
         """
         hidden = self.layer_costs.model_spec.hidden_size
-        experts = self.layer.num_experts
+        experts = self.layer.num_experts + self.layer.zero_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(
