@@ -18,7 +18,7 @@ PLANNED_ATTENTION_RULES = (
     ),
     UnusedKeyRule(
         "parallel.placement parallel.attention_hosts",
-        lambda cfg: cfg.parallel.cp == cfg.parallel.dp == 1,
+        lambda cfg: cfg.parallel.cp == 1 and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp,
         "dp*cp=1 rank has all tokens of a round",
         "give the run more ranks in dp or cp",
     ),
