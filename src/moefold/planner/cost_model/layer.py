@@ -16,6 +16,7 @@ from moefold.planner.cost_model.collective import (
     RankGroup,
     all_gather_s,
     all_to_all_s,
+    exchange_s,
     ranks_per_unit,
 )
 from moefold.planner.cost_model.gemm import GemmCost
@@ -175,13 +176,7 @@ class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(
-        self,
-        layer_costs: LayerCostModel,
-        mixer: TokenMixer,
-        tp: int,
-        cp: int,
-        mbs: int,
-        load: AttentionLoad | None = None,
+        self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int, load: AttentionLoad | None
     ) -> None:
         self.layer_costs = layer_costs
         self.mixer = mixer
@@ -287,22 +282,24 @@ class _MixerCost:
         Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
         log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.
         """
-        mixer = self.mixer
-        value_bytes = self.layer_costs.workload.value_bytes
-        heads = mixer.num_heads / self.tp
-        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        both = mixer.head_size + mixer.value_head_size
-        query_bytes = self.tokens * load.sent_queries * heads
-        key_bytes = self.tokens * load.sent_keys * kv_heads * both * value_bytes
-        forward = query_bytes * both * value_bytes + key_bytes
-        backward = query_bytes * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
         if load.exchange_ranks == 1:
             return 0.0, 0.0
         group = RankGroup(load.exchange_ranks, self.tp)
-        # An all-to-all is priced with its local part, and no row of an exchange is local.
-        whole = group.size / (group.size - 1)
+        sent = self._exchanged_bytes(load.sent_queries, load.sent_keys)
+        remote = self._exchanged_bytes(load.remote_queries, load.remote_keys)
         device = self.layer_costs.device
-        return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
+        return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
+
+    def _exchanged_bytes(self, queries: float, keys: float) -> tuple[float, float]:
+        """Return the bytes of so many rows for each token of a rank, forward and backward."""
+        mixer = self.mixer
+        value_bytes = self.layer_costs.workload.value_bytes
+        both = mixer.head_size + mixer.value_head_size
+        query_heads = self.tokens * queries * mixer.num_heads / self.tp
+        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        key_bytes = self.tokens * keys * kv_heads * both * value_bytes
+        forward = query_heads * both * value_bytes + key_bytes
+        return forward, query_heads * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
 
     def _sparse_core_s(self, keys: float) -> tuple[float, float]:
         """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
