@@ -33,6 +33,9 @@ def test_every_preset_is_a_model_that_can_run(name):
         # Likewise 671,877,929,216 and 743,911,199,232.
         ("deepseek-v3.2", 671_877_929_216 + 11_624_027_392, 38.4e9),
         ("glm-5", 743_911_199_232 + 9_952_920_320, 41.8e9),
+        # transformers counts the same for the text models.
+        ("llama-4-scout", 107_769_861_120, 17.2e9),
+        ("llama-4-maverick", 400_711_848_960, 17.2e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
         # Llama-3-70B has 70,553,706,496 parameters, of which 56,371,445,760 are what the eight experts copy.
         ("llama3-8x70b", 70_553_706_496 + 7 * 56_371_445_760 + 80 * 8192 * 8, 126.9e9),

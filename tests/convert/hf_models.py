@@ -108,6 +108,25 @@ GRANITE = {
     "attention_multiplier": 0.3,
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+LONGCAT = {
+    # The scaled latents sharpen attention, which amplifies rounding.
+    "initializer_range": 0.2,
+    # Each of two layers has two attentions.
+    "num_hidden_layers": 4,
+    "num_layers": 2,
+    "num_key_value_heads": 6,
+    "ffn_hidden_size": 20,
+    "expert_ffn_hidden_size": 12,
+    "n_routed_experts": 5,
+    "moe_topk": 3,
+    "kv_lora_rank": 11,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 5,
+    "routed_scaling_factor": 1.7,
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 NO_TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 BAILING = {
@@ -256,6 +275,48 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "llama4": (
+        "Llama4Text Llama4",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 12,
+            "intermediate_size_mlp": 20,
+            "num_local_experts": 5,
+            "head_dim": 8,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": 5,
+            "attention_bias": True,
+            "floor_scale": 3,
+            "attn_scale": 0.7,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "longcat-flash": (
+        "LongcatFlash",
+        {
+            **LONGCAT,
+            "zero_expert_num": 0,
+            "rope_parameters": YARN | MSCALE,
+        },
+    ),
+    "llama4-plain": (
+        "Llama4Text Llama4",
+        {
+            "intermediate_size": 12,
+            "intermediate_size_mlp": 20,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "attention_chunk_size": 3,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3-next": (
         "Qwen3Next",
         {
@@ -383,6 +444,8 @@ NEWER_MODELS |= {
 }
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS
+MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
+"""Not among those whose export transformers loads: it expects tensors of the experts without computation."""
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
 ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
 """For tests of code that does not depend on the family."""

@@ -291,6 +291,55 @@ def _afmoe(rng: random.Random, is_cut: bool) -> Sizes:
     }
 
 
+def _llama4(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3, 4])
+    numbers = [i for i in range(layers) if rng.random() < 0.6] or [0]
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_local_experts": count,
+        "num_experts_per_tok": rng.choice([1, top_k]),
+        "intermediate_size": width,
+        "intermediate_size_mlp": _width(rng, is_cut),
+        "moe_layers": numbers,
+        "no_rope_layers": [rng.choice([0, 1]) for _ in range(layers - 1)] + [1],
+        "attention_chunk_size": rng.choice([3, 5, 50]),
+        "use_qk_norm": rng.random() < 0.6,
+        "attn_temperature_tuning": rng.random() < 0.6,
+        "floor_scale": rng.choice([1, 3, 7]),
+        "attn_scale": rng.choice([0.1, 0.8]),
+        "attention_bias": rng.random() < 0.5,
+    }
+    kinds = ["chunked_attention", "full_attention"]
+    return sizes | rng.choice([{}, {"layer_types": [rng.choice(kinds) for _ in range(layers)]}])
+
+
+def _longcat(rng: random.Random, is_cut: bool) -> Sizes:
+    heads, rotated = 2 * rng.choice([1, 2, 3]) - (not is_cut), rng.choice([2, 6])
+    layers = 2 if is_cut else rng.choice([1, 2])
+    scaling = {"rope_parameters": YARN | {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}}
+    sizes = {
+        "hidden_size": _hidden(rng, heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": 2 * layers,
+        "num_layers": layers,
+        "ffn_hidden_size": _width(rng, is_cut),
+        "expert_ffn_hidden_size": _width(rng, is_cut),
+        "n_routed_experts": rng.choice([4, 6]),
+        "zero_expert_num": rng.choice([0, 3]),
+        "moe_topk": rng.choice([2, 3]),
+        "q_lora_rank": rng.choice([5, 7]),
+        "kv_lora_rank": rng.choice([5, 11]),
+        "qk_nope_head_dim": rng.choice([3, 7]),
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,
+        "v_head_dim": rng.choice([4, 5, 16]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+    return sizes | (scaling if rng.random() < 0.5 else {})
+
+
 def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
     own = {
         "index_topk": rng.choice([3, 5, 9]),
@@ -300,7 +349,87 @@ def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
     return _glm4_moe_lite(rng, is_cut) | own | {"q_lora_rank": rng.choice([5, 7]), "rope_interleave": True}
 
 
+def _kinds(rng: random.Random, layers: int, linear: str) -> list[str]:
+    """Types of the layers, of which the first or the last is linear."""
+    kinds = [linear, "full_attention"][:: rng.choice([1, -1])]
+    return [kinds[i % 2] for i in range(layers)]
+
+
+def _linear_heads(rng: random.Random, is_cut: bool) -> Sizes:
+    keys = 2 if is_cut else rng.choice([1, 2, 3])
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.choice([1, 2]),
+        "linear_key_head_dim": rng.choice([3, 5, 8]),
+        "linear_value_head_dim": rng.choice([4, 7]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        # The recurrence of transformers is in float32 in every model.
+        "initializer_range": 0.1,
+    }
+
+
+def _qwen3_5_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3])
+    head_dim = rng.choice([4, 6, 10])
+    return {
+        **_linear_heads(rng, is_cut),
+        "num_hidden_layers": layers,
+        "layer_types": _kinds(rng, layers, "linear_attention"),
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": _width(rng, is_cut),
+        "head_dim": head_dim,
+        **_partial(rng, head_dim),
+    }
+
+
+def _lfm2_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    layers = 2 if is_cut else rng.choice([2, 3])
+    heads = 2 * rng.choice([1, 2, 3])
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": _kinds(rng, layers, "conv"),
+        "hidden_size": heads * rng.choice([4, 6, 10]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([2, heads]),
+        "num_dense_layers": rng.randint(0, layers - 1),
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width,
+        "intermediate_size": _width(rng, is_cut),
+        "conv_L_cache": rng.choice([2, 3, 5]),
+        "norm_topk_prob": rng.random() < 0.5,
+        "use_expert_bias": rng.random() < 0.5,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+
+
+def _bailing_hybrid(rng: random.Random, is_cut: bool) -> Sizes:
+    sizes = _deepseek_v3(rng, is_cut)
+    layers = sizes["num_hidden_layers"]
+    sizes["num_local_experts"] = sizes.pop("n_routed_experts")
+    sizes.pop("rope_interleave")
+    return sizes | {
+        "layer_types": _kinds(rng, layers, "linear_attention"),
+        "head_dim": rng.choice([3, 6]),
+        "short_conv_kernel_size": rng.choice([2, 4]),
+        "kda_safe_gate": rng.random() < 0.5,
+        "kda_lower_bound": rng.choice([-5.0, -1.5]),
+        "num_mtp_layers": 0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    }
+
+
 NEWER_FAMILIES = {
+    "qwen3-5-moe": _qwen3_5_moe,
+    "lfm2-moe": _lfm2_moe,
+    "bailing-hybrid": _bailing_hybrid,
+    "longcat-flash": _longcat,
+    "llama4": _llama4,
     "glm4-moe": _glm4_moe,
     "dots1": _dots1,
     "glm4-moe-lite": _glm4_moe_lite,

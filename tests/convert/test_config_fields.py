@@ -48,6 +48,7 @@ FAMILY_OF = {
 }
 FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe", "dots": "dots1"}
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
+FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
@@ -90,6 +91,8 @@ _SPECIAL |= {
     if any(isinstance(entry, MultiHeadKeyValue) for entry in family.config_fields)
 }
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+_SPECIAL["llama4_text"] = {"no_rope_layers": [1, 0, 1, 1, 0], "attention_chunk_size": 8192}
+_SPECIAL["longcat_flash"] |= {"num_layers": 3}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
 _SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}
@@ -152,6 +155,9 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
+    if family == "longcat_flash":
+        sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
+        sizes |= {"zero_experts": 5, "q_lora_rank": 8}
     fields = [entry.entry if isinstance(entry, WithAlias) else entry for entry in FAMILIES[family].config_fields]
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
@@ -374,6 +380,23 @@ def test_older_spellings_mean_the_published_model(preset):
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval=0, which should be a whole number"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True, which moefold does not compute"),
         ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0.0, which should be above 0"),
+        (
+            "llama4_text",
+            {"no_rope_layers": [1, 2, 0]},
+            "no_rope_layers=.1, 2, 0., which should be 0 or 1 for each of 3",
+        ),
+        ("llama4_text", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0, which"),
+        ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step=0, which"),
+        ("llama4_text", {"moe_layers": 3}, "moe_layers=3, which should be a list of whole numbers"),
+        ("llama4_text", {"use_qk_norm": "yes"}, "use_qk_norm='yes', which should be true or false"),
+        (
+            "llama4_text",
+            {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None},
+            "attention_chunk_size",
+        ),
+        ("longcat_flash", {"num_layers": 0}, "num_layers=0, which should be 1 to 5000"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which moefold does not compute"),
+        ("longcat_flash", {"router_bias": True}, "router_bias=True, which moefold does not compute"),
         ("afmoe", {"mup_enabled": 3}, "mup_enabled=3 of hidden_size=48"),
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers=0, which"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "other", "sparse"]}, "mlp_layer_types=.*, which moefold does not"),

@@ -53,6 +53,10 @@ LINEAR = {
     "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
+LLAMA4 = {
+    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "qk_norm": True,
+    "qk_norm_weight": False, "nope_temperature_scale": 0.1, "router_probs_on_input": True,
+}  # fmt: skip
 HEAD_GATE = {"attention_gate": True, "attention_gate_width": "head"}
 SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
 CHOICES = [
@@ -218,6 +222,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
         {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
+        {"model": {"zero_experts": 4, "top_k": 3}},
+        {"model": LLAMA4},
     ],
     ids=[
         "mla",
@@ -242,6 +248,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "gate and latent experts",
         "norms of outputs",
         "dense",
+        "zero experts",
+        "llama 4",
     ],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):

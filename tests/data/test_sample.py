@@ -5,7 +5,13 @@ import pytest
 
 from moefold.config.schema import DataConfig
 from moefold.data import open_dataset
-from moefold.data.sample import AnnotatedSampleSource, EodAnnotatedSamples, Sample, stack_samples
+from moefold.data.sample import (
+    PADDING_DOCUMENT,
+    AnnotatedSampleSource,
+    EodAnnotatedSamples,
+    Sample,
+    stack_samples,
+)
 from moefold.data.sampler import IndexRanges, PackedSamples, Split
 
 
@@ -108,3 +114,25 @@ def test_a_name_is_a_column_per_token_or_per_sample():
     sample = Sample(np.arange(5), token_columns={"score": np.zeros(4)}, sample_columns={"score": np.zeros(())})
     with pytest.raises(ValueError, match="taken"):
         stack_samples([sample], 4)
+
+
+def test_documents_of_padding_alone_are_short():
+    length = 3 * PADDING_DOCUMENT
+    places = np.arange(length + 1)
+    # A long document, padding of its own, and padding inside a document; then a sample of padding alone.
+    documents = (places >= 200).astype(np.int32)
+    padded = stack_samples(
+        [
+            Sample(places, documents, is_padding=places >= 200),
+            Sample(places, documents, is_padding=(places < 10) | (places == length)),
+            Sample(places, np.zeros_like(documents), is_padding=places >= 0),
+        ],
+        length,
+    )
+    starts = padded.document_starts()
+    assert starts is not None
+    assert [np.unique(row).tolist() for row in starts] == [[0, 200, 328], [0, 200], [0, 128, 256]]
+    assert (starts <= places[:-1]).all()
+    plain = stack_samples([Sample(places, documents)], length).document_starts()
+    assert plain is not None
+    assert np.unique(plain).tolist() == [0, 200]

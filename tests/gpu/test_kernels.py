@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel.select_ops import select_kernels
 from tests.gpu.runs import losses_on, small_recipe
 
@@ -37,7 +38,8 @@ def test_fp8_on_the_matrix_units_follows_the_simulation():
     assert real == pytest.approx(plain, rel=1e-2)
 
 
-def test_a_dropless_layer_waits_for_nothing():
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_a_dropless_layer_waits_for_nothing(has_padding):
     cfg = small_recipe("bfloat16", **SIZES)
     device = torch.device("cuda")
     layer = MoELayer(cfg.model, cfg.moe, loss_scale=1.0).to(device)
@@ -46,11 +48,12 @@ def test_a_dropless_layer_waits_for_nothing():
     kernels = select_kernels(replace(cfg, run=replace(cfg.run, deterministic=True)), device)
     layer.experts.ops, layer.router.kernels = kernels.expert_ops, kernels
     x = torch.randn(64, 2, SIZES["hidden_size"], device=device, dtype=torch.bfloat16, requires_grad=True)
-    samples = torch.arange(2, device=device)
+    weights = (torch.arange(64, device=device) < 40).float().expand(2, -1) / 80
+    columns = TokenColumns(torch.arange(2, device=device), weights if has_padding else None)
     grad = torch.randn_like(x)
-    layer(x, samples).backward(grad)  # compiles
+    layer(x, columns).backward(grad)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(x, samples).backward(grad)
+        layer(x, columns).backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

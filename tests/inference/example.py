@@ -75,15 +75,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
     },
 }
-KINDS["sparse"] = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16, "attention_sinks": True}
-KINDS["sparse_latent"] = {**KINDS["deepseek-v3"], **KINDS["sparse"], "attention_sinks": False}
-KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
-"""Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone, with states."""
-LINEAR_KINDS = {
+KINDS["sparse_latent"] = KINDS["deepseek-v3"] | {"index_topk": 5, "index_heads": 3, "index_head_dim": 16}
+"""Kinds of attention that decoding must bear: latent, with sinks or windows, with states, and sparse."""
+SLOW_KINDS = {
     name: KINDS["linear"] | {"linear_attention": name, "attention_gate": True, "attention_gate_width": "head"}
     for name in ("gla", "short_convolution")
 }
-"""Further kinds of layers of linear attention: without a convolution, without a recurrence."""
+SLOW_KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
+SLOW_KINDS["sparse"] = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16, "attention_sinks": True}
+"""Further kinds: linear attention without a convolution, without a recurrence, and in all layers; sparse with heads."""
 
 
 def recipe_of_kind(kind: str, run_dir: Path) -> Config:
@@ -91,7 +91,7 @@ def recipe_of_kind(kind: str, run_dir: Path) -> Config:
     return config_from_dict(
         {
             "run": {"dtype": "float64", "seed": 6, "dir": str(run_dir)},
-            "model": SIZES | (KINDS | LINEAR_KINDS)[kind],
+            "model": SIZES | (KINDS | SLOW_KINDS)[kind],
             "train": {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2},
             "data": {"kind": "synthetic"},
         }

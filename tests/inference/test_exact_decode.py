@@ -39,6 +39,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT_HEADS,
     "gpt-oss": KINDS["gpt-oss"],
     "windows": {"attention_pattern": "WF", "sliding_window": 5},
+    "llama4": {
+        "attention_pattern": "CF",
+        "attention_chunk_size": 64,
+        "rope_pattern": "RN",
+        "nope_temperature_scale": 0.3,
+        "nope_temperature_tokens": 5,
+        "qk_norm": True,
+        "qk_norm_weight": False,
+        "qk_norm_nope": False,
+        "rope_interleaved": True,
+        "router_score": "sigmoid",
+        "router_normalize": False,
+        "router_probs_on_input": True,
+    },
+    "longcat": LATENT_HEADS
+    | {
+        "layer_pattern": "MD",
+        "num_layers": 4,
+        "mla_scale_latents": True,
+        "moe_shortcut": True,
+        "shared_expert_ffn_hidden_size": 16,
+        "zero_experts": 5,
+        "num_groups": 1,
+        "top_groups": 1,
+    },
     "options-of-families": {
         "attention_gate": True,
         "norm_placement": "both",
@@ -161,7 +186,11 @@ SETTINGS = {
 
 
 SAMPLED = [(model, dtype, settings) for model in MODELS for dtype in ("float32", "bfloat16") for settings in SETTINGS]
-FAST_SAMPLED = [*[(model, "float32", "pieces") for model in MODELS], ("gpt-oss", "bfloat16", "whole prompts")]
+SLOW_MODELS = ("llama4", "longcat")
+FAST_SAMPLED = [
+    *[(model, "float32", "pieces") for model in MODELS if model not in SLOW_MODELS],
+    ("gpt-oss", "bfloat16", "whole prompts"),
+]
 
 
 @pytest.mark.parametrize(

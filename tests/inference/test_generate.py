@@ -11,7 +11,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
 from tests.inference.example import (
     KINDS,
-    LINEAR_KINDS,
+    SLOW_KINDS,
     opened,
     recipe,
     recipe_of_kind,
@@ -128,7 +128,7 @@ def run_whole(path: Path, num_tokens: int, mapping: dict[str, str] | None = None
     return logits
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *slow((kind,) for kind in LINEAR_KINDS)])
+@pytest.mark.parametrize("kind", [*KINDS, *slow((kind,) for kind in SLOW_KINDS)])
 def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
     pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
     pieces = [5, 1, 3, 1, 1]

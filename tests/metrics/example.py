@@ -14,6 +14,7 @@ LAYER = MoELayerMetrics(
     z_loss=0.0,
     bias_min=-0.25,
     bias_max=None,
+    zero_fraction=0.0,
 )
 
 MEMORY = MemoryByPart(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moefold.model.attention import AttentionMaskSpec
+from moefold.ops.documents import AttentionChunks, PackedDocuments
 from tests.model.attention_reference import documents
 
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]]).t()
@@ -33,3 +34,20 @@ def test_limits():
     assert AttentionMaskSpec(0, documents(STARTS)).needs_mask(8)
     assert [AttentionMaskSpec(3).in_window(d) for d in (0, 2, 3)] == [True, True, False]
     assert AttentionMaskSpec().in_window(10**9)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 50])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_chunks_begin_with_their_document(chunk_size, has_documents):
+    """A query attends to a key of its document if both have the same quotient of their position in it."""
+    starts_SB = torch.tensor([[0] * 5 + [5] * 6, [0] * 11]).t() if has_documents else None
+    documents = None if starts_SB is None else PackedDocuments.of_starts(starts_SB)
+    found = AttentionChunks(chunk_size).divide(documents, 11, 2, torch.device("cpu"))
+    first_SB = torch.zeros(11, 2, dtype=torch.int64) if starts_SB is None else starts_SB
+    position_SB = torch.arange(11)[:, None] - first_SB
+    expected_SB = first_SB + position_SB // chunk_size * chunk_size
+    if found is None:
+        assert bool((expected_SB == 0).all())
+        return
+    assert torch.equal(found.starts_SB, expected_SB)
+    assert found.bounds == PackedDocuments.of_starts(expected_SB).bounds

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from moefold.model.attention import CausalAttention
-from moefold.model.paged_cache import CurrentPass, PagedAttention
+from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
+from moefold.ops.paged_attention import PAGE_SIZE
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
 
 S, B, A, G, D = 9, 3, 4, 2, 6
@@ -16,7 +17,7 @@ def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(S, B, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 20])
+@pytest.mark.parametrize(("window", "chunk_size"), [(0, 0), (1, 0), (3, 0), (20, 0), (0, 3), (0, 4), (2, 5)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     "ends",
@@ -27,12 +28,12 @@ def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ],
     ids=["whole", "one by one", "uneven"],
 )
-def test_pieces_equal_the_whole(ends, window, has_sinks):
+def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
     q, k, v = tokens(0)
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
-    expected = CausalAttention(window)(q, k, v, None, sinks)
+    expected = CausalAttention(window, chunk_size)(q, k, v, None, sinks)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS, window)
+    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS, window, chunk_size=chunk_size)
     starts = (0,) * B
     for stops in ends:
         spans = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
@@ -56,3 +57,40 @@ def test_copied_pages_hold_what_the_old_ones_held():
     current_pass.rows = pass_rows(spans, PAGES)
     found = core(*(x[6:7, :1] for x in (q, k, v)))
     torch.testing.assert_close(found[0, 0], CausalAttention()(*(x[:7, :1] for x in (q, k, v)))[-1, 0])
+
+
+class FirstPages:
+    """A kernel over whole pages that attends to the first `lengths` positions of each row's table."""
+
+    def supports(self, *tensors: torch.Tensor) -> bool:
+        return True
+
+    def __call__(self, q, key_pages, value_pages, tables, lengths, window, sinks):
+        rows = []
+        for query, table, length in zip(q, tables, lengths.tolist(), strict=True):
+            keys = key_pages[table].permute(0, 3, 1, 2).flatten(0, 1)[:length]
+            values = value_pages[table].transpose(1, 2).flatten(0, 1)[:length]
+            rows.append(CausalAttention()(query.expand(length, 1, A, D), keys[:, None], values[:, None])[-1, 0])
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("chunk_size", [PAGE_SIZE, 2 * PAGE_SIZE])
+def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
+    length = 4 * PAGE_SIZE + 5
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(length, 1, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
+    expected = CausalAttention(0, chunk_size)(q, k, v)
+    current_pass = CurrentPass()
+    core = PagedAttention(current_pass, 5, PAGE_SIZE, 0, FirstPages(), chunk_size)
+    tables = torch.tensor([[3, 1, 4, 0, 2]], dtype=torch.int32)
+    for start, stop in (
+        (0, PAGE_SIZE + 3),
+        (PAGE_SIZE + 3, 2 * PAGE_SIZE),
+        (2 * PAGE_SIZE, length - 1),
+        (length - 1, length),
+    ):
+        positions = torch.arange(start, stop)
+        slots = tables[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        current_pass.rows = PassRows(slots, positions, tables, [stop - start])
+        found = core(*(x[start:stop] for x in (q, k, v)))
+        torch.testing.assert_close(found, expected[start:stop])

@@ -63,6 +63,19 @@ def test_yarn_equals_that_of_transformers(seed):
     assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
+def test_llama3_without_a_blend_equals_that_of_transformers():
+    """Llama 4 Scout gives both factors as 1: each frequency is scaled in full or not at all."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 64}
+    theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=9000, rope_parameters=theirs)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    ours = {"rope_scaling": "llama3", "rope_scaling_factor": 16.0, "rope_theta": 5e5, "rope_original_seq_len": 64}
+    cfg = _model(head_dim=32, rope_low_freq_factor=1.0, rope_high_freq_factor=1.0, **ours)
+    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+
+
 def test_yarn_by_hand():
     """Four pairs of base 16 turn 64, 32, 16 and 8 times in 402 positions: the betas 32 and 16 blend from 1 to 2."""
     seq_len = round(64 * 2 * math.pi)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.parallel import planned_attention
 from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
@@ -128,13 +129,15 @@ def test_the_result_does_not_depend_on_the_placement(pool, order):
 
 
 def test_ranks_send_the_rows_of_the_exchange(pool):
-    """Keys and values once forward and once backward, their gradients back; queries and outputs likewise."""
+    """And as many bytes as the cost model prices."""
     rounds = _rounds()
     query_heads, kv_heads, size = HEADS
     for each, ranks in zip(rounds, zip(*pool.run(4, _attend, rounds), strict=True), strict=True):
         exchange = each.options.plan(each.placement, each.window).exchange()
         num_queries, num_keys = exchange.queries.num_rows, exchange.keys.num_rows
-        sent_bytes = 8 * size * (num_queries * 6 * query_heads + num_keys * 3 * 2 * kv_heads)
+        widths = TokenWidths(query_heads * size, query_heads * size, 2 * kv_heads * size)
+        forward, backward = exchange_bytes(num_queries, num_keys, widths, value_bytes=8)
+        sent_bytes = forward + backward
         assert sum(num_bytes for rank in ranks for _, num_bytes in rank[2]) == sent_bytes
         assert sum(rank[3].sent_bytes for rank in ranks) == sent_bytes
         assert sum(rank[3].moved_rows for rank in ranks) == num_queries
@@ -142,6 +145,22 @@ def test_ranks_send_the_rows_of_the_exchange(pool):
         assert sorted(rank[3].pairs[0] for rank in ranks) == sorted(pairs.tolist())
         assert len({rank[3].plans_crc for rank in ranks}) == 1
         assert num_keys <= (SHAPE.num_ranks - 1) * SHAPE.num_tokens
+
+
+def _sent_in_bfloat16() -> int:
+    groups = ParallelGroups.create(fold(**SIZES), torch.device("cpu"))
+    core = PlannedAttention(AttentionPlanner(groups, PlanOptions()))
+    shards = [x[:12].bfloat16() for x in random_attention(groups.rank, SHAPE.seq_len, 2, HEADS)]
+    with_gradients(core, *shards)
+    return core.planner.statistics.sent_bytes
+
+
+def test_gradients_of_keys_are_sent_in_float32(pool):
+    query_heads, kv_heads, size = HEADS
+    widths = TokenWidths(query_heads * size, query_heads * size, 2 * kv_heads * size)
+    # Rank 0 of two has chunks 0 and 3 of 6 tokens, and rank 1 the two between: 12 and 6 rows of two samples.
+    expected = sum(exchange_bytes(0, 2 * 2 * (12 + 6), widths, value_bytes=2))
+    assert sum(pool.run(4, _sent_in_bfloat16)) == expected
 
 
 def _attend_with_a_wrong_row(rounds: list[Round]) -> list[tuple]:

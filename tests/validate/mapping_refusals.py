@@ -21,10 +21,15 @@ FOLDS = {
 
 PLACED = "world_size=4 ep=2 context=planned placement=balanced"
 BY_DOCUMENT = "world_size=2 cp=2 context=planned placement=documents data.document_end=0"
+BALANCED_HOSTS = "world_size=8 cp=2 context=planned attention_hosts=balanced"
 PLACEMENTS = {
     f"{PLACED} data.kind=preference data.path=a align.method=dpo train.eval_every=0": (
         "parallel.placement='balanced' splits samples between ranks, and data.kind='preference' has losses and columns "
         "of whole samples; choose parallel.placement='samples'"
+    ),
+    "world_size=2 cp=2 context=planned model.attention_pattern=C model.attention_chunk_size=4": (
+        "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
+        "kind C, which divide them into chunks; choose parallel.context='ring'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
         "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
@@ -48,6 +53,14 @@ PLACEMENTS = {
 }
 
 MAPPINGS = {
+    f"{BALANCED_HOSTS} attention_pool=3 data.document_end=0": (
+        "parallel.attention_pool=3 must be a multiple of parallel.cp=2 that divides dp*cp=8; choose one of 2, 4, 8, or "
+        "0 for all ranks"
+    ),
+    f"{BALANCED_HOSTS} data.kind=task rl.group_size=4": (
+        "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
+        "alone; choose parallel.attention_hosts='home'"
+    ),
     "world_size=4 etp=4 model.hidden_size=66 model.head_dim=8 model.moe_bias=true": (
         "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
     ),

@@ -57,6 +57,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"world_size": 4, "etp": 4}}, "parallel.etp=4"),
     ({"parallel": {"world_size": 2, "tp": 2}, "rl": {"group_size": 4}, "rollout": {"tp": 1}}, "rollout.tp=1"),
     ({"parallel": {"world_size": 2, "cp": 2}}, "parallel.cp=2"),
+    ({"model": {**SIZES, "attention_pattern": "C", "attention_chunk_size": 96}}, "model.attention_chunk_size=96"),
     ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "allgather"}}, "parallel.dispatcher='allgather'"),
     ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"}}, "parallel.dispatcher='dedup_alltoall'"),
     ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),

@@ -5,14 +5,14 @@ import pytest
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from tests.validate import mapping_refusals, recipe_refusals, rl_refusals
+from tests.validate import mapping_refusals, model_refusals, recipe_refusals, rl_refusals
 
 REFUSED = {
     **mapping_refusals.FOLDS,
     **mapping_refusals.MAPPINGS,
     **mapping_refusals.PIPELINES,
     **mapping_refusals.PLACEMENTS,
-    **recipe_refusals.SIZES,
+    **model_refusals.SIZES,
     **recipe_refusals.ROUTING,
     **recipe_refusals.TRAINING,
     **recipe_refusals.DATA,

@@ -8,6 +8,9 @@ from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
 RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
 EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
+QK_NORM = ["model.qk_norm=true", "model.qk_norm_weight=false"]
+TEMPERATURE = ["model.rope_pattern=RN", "model.nope_temperature_scale=0.1"]
+SHORTCUT = ["model.layer_pattern=MD", "model.shared_expert_ffn_hidden_size=64"]
 _GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
 PLANNED = ["parallel.context=planned"]
 BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
@@ -46,6 +49,17 @@ CASES = [
     ("run.compile=blocks", ["model.qk_norm=true", "model.qk_norm_width=all_heads"], ["model.layer_pattern=MD"]),
     ("run.compile=blocks", ["model.layer_pattern=M"], ["model.shared_expert_ffn_hidden_size=64"]),
     ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
+    ("model.zero_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.active_experts=1.5", ["model.zero_experts=4"], ["model.zero_experts=4", "model.expert_bias=true"]),
+    ("model.moe_shortcut=true", ["model.layer_pattern=D"], SHORTCUT),
+    ("model.mla_scale_latents=true", [], ["model.attention=mla"]),
+    ("model.attention_chunk_size=16", [], ["model.attention_pattern=CF"]),
+    ("model.qk_norm_weight=false", [], ["model.qk_norm=true"]),
+    ("model.qk_norm_nope=false", QK_NORM, [*QK_NORM, "model.rope_pattern=RN"]),
+    ("model.nope_temperature_scale=0.1", [], ["model.rope_pattern=RN"]),
+    ("model.nope_temperature_tokens=64", ["model.rope_pattern=RN"], TEMPERATURE),
+    ("model.router_probs_on_input=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.weight_in_expert=true", ["model.router_probs_on_input=true"], ["model.router_probs_on_input=false"]),
     ("model.linear_attention=kda", [], ["model.attention_pattern=LF"]),
     ("model.linear_num_key_heads=2", [], ["model.attention_pattern=LF"]),
     ("model.linear_num_value_heads=8", [], ["model.attention_pattern=LF"]),

@@ -129,7 +129,7 @@ OFFLOAD = [
 MAPPED = [_hybrid(mapping) for mapping in AXES]
 
 CASES: list[Case] = [
-    *cases("linear attention", MAPPED[:2], [*MAPPED[2:], *MUON, *OFFLOAD]),
+    *cases("linear attention", MAPPED[:1], [*MAPPED[1:], *MUON, *OFFLOAD]),
     *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
     *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
     *cases("other layers of kind L", OTHER_KINDS[:3], OTHER_KINDS[3:]),

@@ -46,6 +46,7 @@ OPTIONS = [
 WARMUP = [
     _sparse(mapping, model, {"indexer_stage": "warmup"} | train, data=DOCUMENTS)
     for mapping, model, train in (
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE, {}),
         ({"world_size": 1}, SPARSE | {"attention_sinks": True}, {}),
         ({"world_size": 2, "tp": 2, "zero": 3}, SPARSE_LATENT, {}),
@@ -60,7 +61,6 @@ WARMUP = [
 ]
 MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]
 CASES: list[Case] = [
-    *cases("sparse attention", MAPPED[:1], MAPPED[1:]),
-    *cases("sparse attention with documents and options", OPTIONS[:1], OPTIONS[1:]),
+    *cases("sparse attention", MAPPED[:1], [*MAPPED[1:], *OPTIONS]),
     *cases("warm-up of sparse attention", WARMUP[:1], WARMUP[1:]),
 ]

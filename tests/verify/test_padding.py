@@ -69,7 +69,7 @@ def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
     return [run_on_groups(groups, cfg, STEPS, data=DATA) for cfg in cfgs]
 
 
-FAST_KINDS = ("deepseek-v3", "global batch", "sinkhorn", "quantile", "drop positions", "drop on each rank")
+FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,8 @@ WAYS: dict[str, dict[str, object]] = {
     "fp8": {"moe": {"dispatch_precision": "fp8"}, "model": {"hidden_size": 128}},
     "overlap": {"overlap_experts": True},
     "weights early": {"moe": {"weight_in_expert": True}},
+    "zero experts": {"model": {"zero_experts": 3, "router_softmax": "pre"}},
+    "zero experts and drops": {"model": {"zero_experts": 3, "expert_bias": True}, "moe": {"capacity_factor": 0.5}},
     "mtp": {"model": {"mtp_layers": 2}},
     "recompute": {"train": {"recompute": ["moe"]}},
     "checked dispatch": {"faults": {"check_dispatch": True}},

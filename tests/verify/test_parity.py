@@ -14,7 +14,17 @@ from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import MAX_WINDOW, shrink
-from tests.verify import feature_cases, linear_cases, mapping_cases, placement_cases, planned_cases, sparse_cases
+from tests.verify import (
+    feature_cases,
+    linear_cases,
+    llama4_cases,
+    mapping_cases,
+    placement_cases,
+    planned_cases,
+    shortcut_cases,
+    sparse_cases,
+    zero_expert_cases,
+)
 from tests.verify.cases import Case, cases
 from tests.verify.mapping_cases import DISPATCHERS, DROPPING
 from tests.verify.oracle import STEPS, assert_equals_oracle, oracle_of
@@ -22,10 +32,11 @@ from tests.verify.recipes import tiny, without_mapping
 from tests.verify.same_bits_cases import OVERLAP
 
 OVERLAPPED = cases("expert overlap", OVERLAP[2:3], [*OVERLAP[:2], *OVERLAP[3:]])
+FAMILY_CASES = [*linear_cases.CASES, *llama4_cases.CASES, *zero_expert_cases.CASES, *shortcut_cases.CASES]
 ORACLE_CASES = [
     *mapping_cases.CASES,
     *feature_cases.CASES,
-    *linear_cases.CASES,
+    *FAMILY_CASES,
     *planned_cases.CASES,
     *placement_cases.CASES,
     *sparse_cases.CASES,

@@ -157,3 +157,14 @@ def test_several_further_tokens_become_two():
 def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: int):
     small = shrink(replace(preset("quickstart", 8), data=data))
     assert small.data == DataConfig(kind="synthetic", document_end=document_end)
+
+
+@pytest.mark.parametrize(("pool", "kept"), [(0, 0), (4, 4), (32, 0)])
+def test_attention_work_still_moves(pool: int, kept: int):
+    large = preset("quickstart", 64, world_size=32)
+    parallel = replace(large.parallel, cp=2, context="planned", attention_hosts="balanced", attention_pool=pool)
+    small = shrink(replace(large, parallel=parallel, data=DataConfig(kind="text", path="texts", document_end=3)))
+    assert small.parallel.context == "planned"
+    assert small.parallel.attention_hosts == "balanced"
+    assert small.parallel.attention_pool == kept
+    assert small.parallel.attention_block == 2

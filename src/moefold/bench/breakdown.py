@@ -13,6 +13,7 @@ from moefold.bench.timing import PeakRates
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
+from moefold.model.moe.layer import split_zero_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
@@ -95,10 +96,12 @@ class StepBreakdown:
             self._positions = TokenPositions(LocalMicroBatch(), len(x), torch.arange(x.shape[1], device=device))
             routing = self._moe.router(self._x_TH, self._positions)
         self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
+        if self._moe.has_zero_experts:
+            self._routing_map, _ = split_zero_experts(self._routing_map, cfg.model.num_experts)
         experts = self._moe.experts
         # As in `Dispatcher.run`, for one rank.
         self._applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
-        self._is_fused = experts.ops.fuses_permutation and self._applies_probs
+        self._is_fused = experts.ops.fuses_permutation and self._applies_probs and not experts.probs_on_input
         with torch.no_grad():
             _, metadata = self._moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
         self._rows_per_expert = [int(count) for count in metadata.tokens_per_expert]

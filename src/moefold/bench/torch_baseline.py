@@ -21,12 +21,14 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
     """Return the reason why the baseline cannot compute a model; "" if it can."""
-    if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias:
+    if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias or model.zero_experts:
         return "its router supports only softmax and top-k"
     if not with_attention:
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
         return "it supports only grouped-query attention"
+    if "C" in model.attention_pattern or not model.qk_norm_weight or model.router_probs_on_input:
+        return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
     if model.qk_norm_after_rope or model.attention_gate or model.attention_scale or model.norm_placement != "pre":
         return "it supports only the layer of Llama and Qwen3"
     if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):

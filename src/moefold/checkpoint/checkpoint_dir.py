@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, attention_letters, layer_windows, layers_with_rope
+from moefold.config.model import ModelConfig, attention_letters, layer_chunks, layer_windows, layers_with_rope
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
@@ -37,6 +37,8 @@ _IGNORED_MODEL_KEYS = frozenset(
         "layer_pattern",
         "attention_pattern",
         "sliding_window",
+        "attention_chunk_size",
+        "active_experts",
         "rope_pattern",
         "upcycle_from",
         "upcycle_router",
@@ -475,6 +477,8 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
         sizes["layer_windows"] = list(windows)
+        chunks = layer_chunks(sizes["attention_pattern"], sizes["attention_chunk_size"], sizes["num_layers"])
+        sizes["layer_chunks"] = list(chunks)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
         sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
         sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
@@ -534,7 +538,7 @@ def _with_skip_corrupt(cfg: Config) -> Config:
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
     if "num_layers" in wrong:
-        for key in ("layer_kinds", "layer_windows", "linear_layers", "rope_layers"):
+        for key in ("layer_kinds", "layer_windows", "layer_chunks", "linear_layers", "rope_layers"):
             wrong.pop(key, None)
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
 

@@ -45,6 +45,7 @@ MAX_BY_KEY: dict[str, int] = {
             "model.qk_rope_head_dim",
             "model.v_head_dim",
             "model.num_experts",
+            "model.zero_experts",
             "model.top_k",
             "model.num_groups",
             "model.top_groups",

@@ -5,7 +5,9 @@ from functools import lru_cache
 from typing import Literal
 
 LAYER_KINDS = "DM"
-ATTENTION_KINDS = "FWL"
+ATTENTION_KINDS = "FWCL"
+SOFTMAX_LETTERS = "FWC"
+"""Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
 BLOCK_KINDS = ("D", "M", "DL", "ML")
 """Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
 ROPE_KINDS = "RN"
@@ -54,6 +56,12 @@ def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) 
     return tuple(sliding_window if letter == "W" else 0 for letter in letters)
 
 
+def layer_chunks(attention_pattern: str, attention_chunk_size: int, num_layers: int) -> tuple[int, ...]:
+    """Return the attention chunk of each layer in tokens, in order; 0: no chunks."""
+    letters = attention_letters(attention_pattern, num_layers)
+    return tuple(attention_chunk_size if letter == "C" else 0 for letter in letters)
+
+
 def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer, in order, applies RoPE."""
     unit = expand_layer_pattern(rope_pattern, ROPE_KINDS)
@@ -96,6 +104,9 @@ class ModelConfig:
     """Width of the part of a query and key head with RoPE, whose key all heads share (mla)."""
     v_head_dim: int = 32
     """Width of a value head (mla)."""
+    mla_scale_latents: bool = False
+    """Multiply the normalised latents by sqrt(hidden_size / rank), the query latent by that of q_lora_rank and the
+    key-value latent by that of kv_lora_rank (mla; LongCat-Flash)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
@@ -110,6 +121,12 @@ class ModelConfig:
     """Experts of one MoE layer, E."""
     top_k: int = 2
     """Experts chosen for each token, K."""
+    zero_experts: int = 0
+    """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
+    weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
+    active_experts: float = 0.0
+    """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
+    (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: int = 512
     """Inner width of one expert, F."""
     moe_hidden_size: int = 0
@@ -140,8 +157,13 @@ class ModelConfig:
     """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
     swiglu_limit: float = 7.0
     """Limit l of clamped_swiglu; the default is that of gpt-oss."""
+    router_probs_on_input: bool = False
+    """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     router_bias: bool = False
     """Learned bias on the router's logits (gpt-oss)."""
+    moe_shortcut: bool = False
+    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; that of
+    the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
@@ -150,6 +172,10 @@ class ModelConfig:
     """Width of the root mean square: each head separately, or all heads of a token together (OLMoE)."""
     qk_norm_after_rope: bool = False
     """Apply the norm of each query and key head after RoPE instead of before it (Hunyuan)."""
+    qk_norm_weight: bool = True
+    """Learned weights of the norms of queries and keys; false: they only divide by the root mean square (Llama 4)."""
+    qk_norm_nope: bool = True
+    """Apply the norms of queries and keys in layers without RoPE (model.rope_pattern) as well."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
@@ -164,11 +190,14 @@ class ModelConfig:
     attention_scale: float = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
     attention_pattern: str = "F"
-    """F (full), W (within model.sliding_window) and L (linear attention, model.linear_attention), each with an optional
-    count; repeats to num_layers: F, WF, W5F, L3F."""
+    """F (full), W (within model.sliding_window), C (within chunks of model.attention_chunk_size) and L (linear
+    attention, model.linear_attention), each with an optional count; repeats to num_layers: F, WF, W5F, C3F, L3F."""
     sliding_window: int = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
+    attention_chunk_size: int = 0
+    """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
+    start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
     """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
@@ -226,6 +255,11 @@ class ModelConfig:
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
     rope_pattern: str = "R"
     """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
+    nope_temperature_scale: float = 0.0
+    """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
+    multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
+    nope_temperature_tokens: int = 8192
+    """See nope_temperature_scale; positions below this number have temperature 1."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk"] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims."""
@@ -280,6 +314,16 @@ class ModelConfig:
     def expert_hidden_size(self) -> int:
         """Width of the input and output of a routed expert."""
         return self.moe_hidden_size or self.hidden_size
+
+    @property
+    def num_router_choices(self) -> int:
+        """Number of choices of the router: the experts, then the zero-computation experts."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def mean_active_experts(self) -> float:
+        """Expected number of experts with computation of a token."""
+        return self.active_experts or self.top_k * self.num_experts / self.num_router_choices
 
     @property
     def rotary_dim(self) -> int:
@@ -368,6 +412,16 @@ class ModelConfig:
     def layer_windows(self) -> tuple[int, ...]:
         """Sliding window of each layer in tokens, in order; 0: full attention."""
         return layer_windows(self.attention_pattern, self.sliding_window, self.num_layers)
+
+    @property
+    def layer_chunks(self) -> tuple[int, ...]:
+        """Attention chunk of each layer in tokens, in order; 0: no chunks."""
+        return layer_chunks(self.attention_pattern, self.attention_chunk_size, self.num_layers)
+
+    @property
+    def all_layer_chunks(self) -> tuple[int, ...]:
+        """`layer_chunks` followed by those of the MTP (multi-token prediction) layers."""
+        return self.layer_chunks + self.layer_chunks[-1:] * self.mtp_layers
 
     @property
     def all_layer_windows(self) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ from moefold.convert.layer_fields import (
 )
 from moefold.convert.lfm2_families import LFM2_FAMILIES
 from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
+from moefold.convert.llama4_families import LLAMA4_FAMILIES
+from moefold.convert.longcat_families import LONGCAT_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -375,6 +377,8 @@ FAMILIES = {
         ),
         *SOFTMAX_FAMILIES,
         *SIGMOID_FAMILIES,
+        *LLAMA4_FAMILIES,
+        *LONGCAT_FAMILIES,
     )
 }
 

@@ -68,6 +68,8 @@ class Family:
         mtp_key: key of config.json with the number of MTP layers.
         mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
+        zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
+            not read them; its group is the number of the expert. Empty: none.
         multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
     """
 
@@ -83,6 +85,13 @@ class Family:
     mtp_prefix: str = "model.layers."
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     multimodal: MultimodalFolder | None = None
+
+    zero_expert_tensors: str = ""
+
+    def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
+        """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
+        match = re.fullmatch(self.zero_expert_tensors, name) if self.zero_expert_tensors else None
+        return match is not None and model.num_experts <= int(match[1]) < model.num_router_choices
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor of a folder is ignored."""

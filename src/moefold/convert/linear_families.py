@@ -60,7 +60,7 @@ class LinearLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        names = {"L": "linear_attention", "F": "full_attention", "W": "sliding_attention"}
+        names = {"L": "linear_attention", "F": "full_attention", "W": "sliding_attention", "C": "chunked_attention"}
         return {"layer_types": [names[letter] for letter in model.attention_letters]}
 
 

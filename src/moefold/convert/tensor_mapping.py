@@ -236,6 +236,27 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
+class FusedColumns:
+    """Block of the last dim of an HF tensor that fuses several of our tensors of one shape, dims in the same order.
+
+    Attributes:
+        hf_name: its name.
+        part: our block: of a fused gate and up projection, 0 is the gate, 1 is up.
+    """
+
+    hf_name: str
+    part: int
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield one slice mapping of the whole parameter."""
+        zeros = (0,) * len(shape)
+        start = (*zeros[:-1], self.part * shape[-1])
+        ones = (1,) * len(shape)
+        dims = tuple(range(len(shape)))
+        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, ones, dims)
+
+
+@dataclass(frozen=True)
 class InterleavedTensor:
     """Every second index of the last dim of an HF tensor, dims in the same order (gpt-oss: interleaved gate and up).
 
@@ -258,5 +279,7 @@ class InterleavedTensor:
 
 
 def fill_in_layer(template: str, layer: str) -> str:
-    """Return an HF name for a layer."""
-    return template.replace("{l}", layer)
+    """Return an HF name for a layer; "{pair}" and "{half}" are the number of a pair of our layers, and that in it."""
+    if "{pair}" not in template:
+        return template.replace("{l}", layer)
+    return template.replace("{pair}", str(int(layer) // 2)).replace("{half}", str(int(layer) % 2))

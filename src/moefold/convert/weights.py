@@ -141,7 +141,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every parameter and expert bias of a model, by name."""
     shapes: dict[str, Shape] = {name: weight.shape for name, weight in model_weights(model).items()}
     if model.expert_bias:
-        shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_experts,) for i in model.moe_layer_numbers}
+        shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_router_choices,) for i in model.moe_layer_numbers}
     return shapes
 
 
@@ -175,6 +175,8 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
         original = folder.tensors.get(duplicates.get(name, ""))
         if folder.family.is_ignored(name):
             ignored[name] = "computed, not stored"
+        elif folder.family.is_of_zero_expert(name, model):
+            ignored[name] = "of an expert without computation"
         elif multimodal is not None and re.fullmatch(multimodal.other_tensors, name):
             ignored[name] = "not of the text model"
         elif leaves_out_mtp and is_mtp_tensor(name, model.num_layers):

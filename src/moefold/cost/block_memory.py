@@ -234,7 +234,7 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
     if model.moe_hidden_size:
         # The input of the projection back.
         saved["shared experts"] += sizes.tokens * model.moe_hidden_size * sizes.item_bytes
-    routing_bytes = 2 * model.num_experts * sizes.high_precision_bytes + model.top_k * (
+    routing_bytes = 2 * model.num_router_choices * sizes.high_precision_bytes + model.top_k * (
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes

@@ -51,13 +51,15 @@ class ExpertMemory:
         if self._has_receive_buffer:
             # Allocated on every rank, however many arrive.
             return ceil(routed * p.receive_factor)
-        balanced = routed * p.etp
+        # Zero-computation experts compute no rows.
+        computed = self._tokens * model.mean_active_experts
+        balanced = computed * p.etp
         if moe.capacity_factor <= 0:
-            return min(round(balanced * self._imbalance), balanced * p.ep)
+            return min(round(balanced * self._imbalance), round(balanced) * p.ep)
         if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
             # Rows of dropped tokens stay, as the host does not wait for the counts.
             return routed
-        capacity = ceil(routed / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
+        capacity = ceil(routed / model.num_router_choices * moe.capacity_factor) * model.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 
     @cached_property
@@ -66,7 +68,7 @@ class ExpertMemory:
         run = self._cfg.run
         runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
         commutes = self._kernels.experts_apply_probs and runs_kernels and self._cfg.train.precision == "dtype"
-        return self._cfg.moe.weight_in_expert or commutes
+        return self._cfg.moe.weight_in_expert or self._cfg.model.router_probs_on_input or commutes
 
     def saved(self) -> BytesByPart:
         """Return all bytes saved for backward: permuted tokens, FC1 outputs and expert outputs."""
@@ -78,7 +80,11 @@ class ExpertMemory:
 
     def permuted_tokens(self) -> BytesByPart:
         """Return the bytes of the experts' input and its permutation indices."""
-        return BytesByPart({"dispatch buffers": self.expert_tokens * self.token_bytes}) + self.permute_indices()
+        # The rows before they are multiplied by the routing weights, and after it.
+        copies = 2 if self._cfg.model.router_probs_on_input else 1
+        return (
+            BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes}) + self.permute_indices()
+        )
 
     def permute_indices(self) -> BytesByPart:
         """Return the bytes of the permutation indices, which the graph saves even for a recomputed layer."""

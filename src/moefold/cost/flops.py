@@ -55,7 +55,7 @@ class ParameterCount:
     mtp: int
     """MTP (multi-token prediction) layers: each a layer like the last one, a projection of 2*H to H and three norms."""
     active_experts: int
-    """Active part of `experts`: top_k of num_experts."""
+    """Active part of `experts`: top_k of num_experts, fewer with zero-computation experts."""
 
     @property
     def total(self) -> int:
@@ -117,7 +117,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         counts["mtp"] = model.mtp_layers * sum(weight.numel for weight in mtp_layer_weights(model))
     return ParameterCount(
         **{part: counts[part] for part in get_args(ModelPart)},
-        active_experts=counts["experts"] * model.top_k // model.num_experts,
+        active_experts=int(counts["experts"] // model.num_experts * model.mean_active_experts),
     )
 
 
@@ -129,8 +129,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
     core_flops = [
-        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal))
-        for kind, window in zip(model.block_kinds, model.layer_windows, strict=True)
+        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal, chunk_size=chunk))
+        for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True)
     ]
     flops: Counter[ModelPart] = Counter()
     for kind, number in Counter(model.block_kinds).items():
@@ -152,8 +152,18 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     )
 
 
-def keys_per_token(window: int, seq_len: int, *, causal: bool) -> float:
-    """Return the keys that a token attends to in one layer, averaged over the sequence."""
+def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int = 0) -> float:
+    """Return the keys that a token attends to in one layer, averaged over the sequence.
+
+    Args:
+        window: sliding window in tokens; 0: none.
+        seq_len: tokens of the sequence.
+        causal: count the half that a causal mask leaves, where neither a window nor chunks say how many.
+        chunk_size: tokens of an attention chunk; 0: none.
+    """
+    if 0 < chunk_size < seq_len:
+        chunks, rest = divmod(seq_len, chunk_size)
+        return (chunks * chunk_size**2 + rest**2) / (2 * seq_len)
     if 0 < window < seq_len:
         return window - window * window / (2 * seq_len)
     return seq_len / 2 if causal else seq_len
@@ -164,8 +174,8 @@ def _gemm_flops(model: ModelConfig, weights: Iterable[ParamSpec]) -> Counter[Mod
     flops: Counter[ModelPart] = Counter()
     for weight in weights:
         if weight.is_matrix:
-            active = weight.numel * model.top_k // model.num_experts if weight.is_expert else weight.numel
-            flops[weight.part] += 2 * active
+            active = weight.numel // model.num_experts * model.mean_active_experts if weight.is_expert else weight.numel
+            flops[weight.part] += int(2 * active)
     return flops
 
 

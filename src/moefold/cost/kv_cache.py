@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Literal
 
-from moefold.config.model import ModelConfig
+from moefold.config.model import SOFTMAX_LETTERS, ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import ATTENTIONS, attention_spec
 from moefold.cost.stages import plan_stages
@@ -19,7 +19,7 @@ CacheKind = Literal["latents", "heads"]
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
     width = cached_width(cfg.model, cfg.parallel.tp, kind)
-    return num_tokens * batch_size * _max_layers(cfg, "FW") * width * compute_dtype_bytes(cfg)
+    return num_tokens * batch_size * _max_layers(cfg, SOFTMAX_LETTERS) * width * compute_dtype_bytes(cfg)
 
 
 def cached_width(model: ModelConfig, tp: int, kind: CacheKind) -> int:
@@ -80,7 +80,7 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     limit = int(cfg.rollout.cache_gib * 2**30) - num_state_slots(cfg.rollout.slots) * state_bytes
     size = min(needed, max(0, limit))
     if size:
-        size = size * len(_layers(cfg.model, "FW")) // (p.pp * _max_layers(sampling, "FW"))
+        size = size * len(_layers(cfg.model, SOFTMAX_LETTERS)) // (p.pp * _max_layers(sampling, SOFTMAX_LETTERS))
     if states:
         states = states * len(_layers(cfg.model, "L")) // (p.pp * _max_layers(sampling, "L"))
     return size + states

@@ -217,7 +217,7 @@ def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     if model.qk_norm and model.qk_norm_width == "all_heads":
         yield replace(_norm("query_norm", query), tp_dim=0)
         yield replace(_norm("key_norm", key_value), tp_dim=0, tp_heads=groups)
-    elif model.qk_norm:
+    elif model.qk_norm and model.qk_norm_weight:
         yield _norm("query_norm", head)
         yield _norm("key_norm", head)
 
@@ -370,9 +370,9 @@ def moe_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     shared = model.shared_expert_ffn_hidden_size
     if shared and model.shared_expert_gate:
         yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
-    yield ParamSpec("router.weight", (experts, hidden), "router")
+    yield ParamSpec("router.weight", (model.num_router_choices, hidden), "router")
     if model.router_bias:
-        yield ParamSpec("router.bias", (experts,), "router")
+        yield ParamSpec("router.bias", (model.num_router_choices,), "router")
     yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
     yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
     yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)

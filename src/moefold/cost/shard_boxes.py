@@ -89,7 +89,7 @@ class WeightSharding:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter and expert bias, by name."""
         shapes = {name: weight.shape for name, weight in model_weights(self.model).items()}
-        return shapes | dict.fromkeys(self._bias_layers, (self.model.num_experts,))
+        return shapes | dict.fromkeys(self._bias_layers, (self.model.num_router_choices,))
 
     @cached_property
     def _bias_layers(self) -> dict[str, int]:
@@ -142,7 +142,7 @@ class WeightSharding:
         for name, weight in model_weights(self.model).items():
             if pp_rank in self._pp_ranks[name] and (box := self._shard(weight, coordinates)) is not None:
                 boxes[name] = box
-        whole = whole_box((self.model.num_experts,))
+        whole = whole_box((self.model.num_router_choices,))
         return boxes | {name: whole for name in self._bias_layers if pp_rank in self._pp_ranks[name]}
 
     def _shard(self, weight: ParamSpec, coordinates: tuple[int, ...]) -> Box | None:

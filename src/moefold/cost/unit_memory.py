@@ -152,7 +152,7 @@ def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
 def expert_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
-    return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
+    return cfg.model.num_router_choices * (4 * cfg.model.expert_bias + counts)
 
 
 def rope_buffer_bytes(cfg: Config) -> int:

@@ -39,7 +39,7 @@ class TraceShape:
     layers: tuple[int, ...]
     """Indices of the traced MoE layers in the whole model, ascending."""
     num_experts: int
-    """E."""
+    """Choices of the router: E, and the zero-computation experts."""
     top_k: int
     """K."""
     global_batch_size: int
@@ -82,7 +82,7 @@ def trace_shape(cfg: Config) -> TraceShape:
     """Return the shape of the trace that a run writes."""
     return TraceShape(
         layers=cfg.model.moe_layer_numbers,
-        num_experts=cfg.model.num_experts,
+        num_experts=cfg.model.num_router_choices,
         top_k=cfg.model.top_k,
         global_batch_size=cfg.train.global_batch_size,
         seq_len=cfg.train.seq_len,

@@ -28,6 +28,8 @@ BUILTIN_COLUMNS = frozenset(
 """Columns that a batch has by itself."""
 RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds", "target", "losses", "return_outputs"}
 """Names that a program's columns may not have: built-in ones, and keyword arguments of stages and torch's schedules."""
+PADDING_DOCUMENT = 128
+"""Most tokens of a document of padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +166,22 @@ class SampleBatch:
         return ~self.is_padding[:, :-1]
 
     def document_starts(self) -> NDArray[np.int64] | None:
-        """Return the position at which the document of each input begins, [count, S]; None without annotations."""
+        """Return the position at which the document of each input begins, [count, S]; None without annotations.
+
+        Documents of padding alone are split into short ones: their attention costs little, and nothing reads it.
+        """
         if self.document_ids is None:
             return None
         is_first = np.diff(self.document_ids[:, :-1], axis=1, prepend=-1) != 0
-        places = np.where(is_first, np.arange(is_first.shape[-1]), 0)
-        starts: NDArray[np.int64] = np.maximum.accumulate(places, axis=1)
-        return starts
+        positions = np.arange(is_first.shape[-1])
+        starts: NDArray[np.int64] = np.maximum.accumulate(np.where(is_first, positions, 0), axis=1)
+        if self.is_padding is None:
+            return starts
+        # Of each document by its first token, in all samples at once.
+        first = (starts + np.arange(len(starts))[:, None] * len(positions)).ravel()
+        has_tokens = np.bincount(first, ~self.is_padding[:, :-1].ravel(), starts.size)[first] > 0
+        pieces = starts + (positions - starts) // PADDING_DOCUMENT * PADDING_DOCUMENT
+        return np.where(has_tokens.reshape(starts.shape), starts, pieces)
 
     def target_weights(self) -> NDArray[np.float64] | None:
         """Return the target weights, [count, S]; None if all weights are 1.

@@ -34,8 +34,10 @@ class MoELayerMetrics:
     """Number of experts without a routed token."""
     dropped_fraction: float
     """Dropped over all routed tokens."""
+    zero_fraction: float
+    """Share of the choices that are zero-computation experts, of which the loads above count none."""
     router_entropy: float
-    """Mean entropy of the tokens' router scores, in nats; ln(num_experts) for uniform scores."""
+    """Mean entropy of the tokens' router scores, in nats; ln(choices of the router) for uniform scores."""
     aux_loss: float
     """Load-balancing loss of this layer, coefficient included."""
     z_loss: float
@@ -56,6 +58,7 @@ class MoELayerMetrics:
         top_k: int,
         losses: tuple[float, float],
         bias: Sequence[float] = (),
+        zero_counts: Sequence[float] = (),
     ) -> Self:
         """Compute the metrics from sums over the global batch.
 
@@ -67,16 +70,20 @@ class MoELayerMetrics:
             top_k: experts of a token.
             losses: aux loss and z-loss, coefficients included.
             bias: bias of each expert; empty if there is none.
+            zero_counts: routed tokens of each zero-computation expert.
         """
         counts_E = np.asarray(counts, dtype=np.float64)
-        num_routed = float(counts_E.sum())
-        mean = num_routed / len(counts_E)
+        num_zero = float(sum(zero_counts))
+        # A step of padding alone routes nothing, and no token may have chosen an expert with computation.
+        num_routed = float(counts_E.sum()) + num_zero or 1.0
+        mean = float(counts_E.mean()) or 1.0
         return cls(
             layer=layer,
             load=float(counts_E.max()) / mean,
             load_cv=float(counts_E.std()) / mean,
             dead_experts=int((counts_E == 0).sum()),
             dropped_fraction=dropped / num_routed,
+            zero_fraction=num_zero / num_routed,
             router_entropy=entropy * top_k / num_routed,
             aux_loss=losses[0],
             z_loss=losses[1],

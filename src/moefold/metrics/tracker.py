@@ -43,6 +43,7 @@ _LAYER_SCALARS = (
     ("expert_load_cv", "load_cv"),
     ("dead_experts", "dead_experts"),
     ("dropped_fraction", "dropped_fraction"),
+    ("zero_expert_fraction", "zero_fraction"),
     ("router_entropy", "router_entropy"),
     ("router_aux_loss", "aux_loss"),
     ("router_z_loss", "z_loss"),

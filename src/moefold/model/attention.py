@@ -14,7 +14,7 @@ from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
-from moefold.model.norm import FullWidthQKNorm, RMSNorm
+from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.block_attention import (
     BlockedWindow,
@@ -29,7 +29,7 @@ from moefold.ops.block_attention import (
     fold_in_sinks,
     sink_gradient,
 )
-from moefold.ops.documents import PackedDocuments
+from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.rope import NoRope, Rope
@@ -165,8 +165,14 @@ class SelfAttention(TokenMixer):
     def __init__(self, window: int) -> None:
         super().__init__()
         self.window = window
+        self.chunk_size = 0
         self.core_attention: CoreAttention = CausalAttention(window)
         self.attends_in_blocks = False
+
+    def limit_to_chunks(self, chunk_size: int) -> None:
+        """Let each token attend within its chunk of `chunk_size` tokens of its document; 0: no chunks."""
+        self.chunk_size = chunk_size
+        self.core_attention = CausalAttention(self.window, chunk_size)
 
 
 class Attention(SelfAttention):
@@ -203,6 +209,7 @@ class Attention(SelfAttention):
         self.kv_rows = slice(None)
         self.scale = cfg.attention_scale or None
         self.norm_after_rope = cfg.qk_norm_after_rope
+        self.normalizes_nope = cfg.qk_norm_nope
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute grouped-query attention, as `SelfAttention.forward`."""
@@ -248,15 +255,14 @@ class Attention(SelfAttention):
 
     def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
         """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
+        if isinstance(rope, NoRope):
+            if self.normalizes_nope:
+                query, key = self._normalize(query, key)
+            return rope.scale_queries(query), key
         if self.norm_after_rope:
             return self._normalize(rope(query), rope(key))
         fused = self.kernels.qk_norm_rope
-        if (
-            fused is not None
-            and isinstance(rope, Rope)
-            and isinstance(self.query_norm, RMSNorm)
-            and isinstance(self.key_norm, RMSNorm)
-        ):
+        if fused is not None and isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
             weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
             return fused(
                 query,
@@ -274,6 +280,8 @@ class Attention(SelfAttention):
         if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
             return self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
         if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
+            return self.query_norm(query), self.key_norm(key)
+        if isinstance(self.query_norm, HeadL2Norm) and isinstance(self.key_norm, HeadL2Norm):
             return self.query_norm(query), self.key_norm(key)
         return query, key
 
@@ -300,6 +308,8 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
         return None
     if cfg.qk_norm_width == "all_heads":
         return FullWidthQKNorm(width, cfg.norm_eps)
+    if not cfg.qk_norm_weight:
+        return HeadL2Norm(cfg.norm_eps)
     return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 
 
@@ -354,10 +364,12 @@ class CausalAttention:
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        chunk_size: tokens of an attention chunk; 0: no chunks.
     """
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, window: int = 0, chunk_size: int = 0) -> None:
         self._window = window
+        self._chunks = AttentionChunks(chunk_size)
         self.kernel: LimitedCausalKernel | None = None
         self.block_kernel: CausalKernel | None = None
 
@@ -381,6 +393,7 @@ class CausalAttention:
         Returns:
             [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
         """
+        documents = self._chunks.divide(documents, len(q), q.shape[1], q.device)
         if (
             documents is not None
             and sinks is None

@@ -51,6 +51,7 @@ def supports_fused(block: nn.Module) -> bool:
         and all(type(norm) is RMSNorm for norm in block_norms)
         and attention.kv_rows == slice(None)
         and attention.scale is None
+        and not attention.chunk_size
         and not attention.norm_after_rope
         and isinstance(attention.sequence_parallel, NoSequenceParallel)
         and (type(block.ffn) is SwiGLU or _supports_moe(block.ffn, kernels.decode))
@@ -66,6 +67,8 @@ def _supports_moe(ffn: nn.Module, kernel: DecodeKernel) -> bool:
         and all(map(kernel.joins, (ffn.experts.ops, ffn.experts.activation, ffn.dispatcher.permute_ops)))
         and not ffn.dispatcher.quantizes
         and not ffn.experts.applies_probs
+        and not ffn.has_zero_experts
+        and not ffn.is_shortcut
         and ffn.router.logits_dtype(torch.float32) == torch.float32
     )
 

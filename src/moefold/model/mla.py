@@ -77,6 +77,10 @@ class LatentAttention(SelfAttention):
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
+        # Not applied to a hidden state, which queries without a latent are projected from.
+        has_query_latent = cfg.mla_scale_latents and cfg.q_lora_rank > 0
+        self._query_latent_scale = (hidden / cfg.q_lora_rank) ** 0.5 if has_query_latent else 1.0
+        self._latent_scale = (hidden / cfg.kv_lora_rank) ** 0.5 if cfg.mla_scale_latents else 1.0
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
@@ -235,7 +239,12 @@ class LatentAttention(SelfAttention):
         if self.wq_down is not None and self.query_norm is not None:
             source = self.query_norm(self._project(x, self.wq_down))
         latent, shared_key = self._project(x, self.wkv_down).split((self.wkv_up.shape[1], self.qk_rope_head_dim), -1)
-        return source, self.key_value_norm(latent), shared_key
+        latent = self.key_value_norm(latent)
+        if self._query_latent_scale != 1.0:
+            source = source * self._query_latent_scale
+        if self._latent_scale != 1.0:
+            latent = latent * self._latent_scale
+        return source, latent, shared_key
 
     def _all_gather_latents(self, own: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the latents of all tokens of the context shard, [S/cp, B, ...] each; one all-gather over tp."""

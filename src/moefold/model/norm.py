@@ -71,6 +71,25 @@ class FullWidthQKNorm(nn.Module):
         return normed * local_param(self.weight, x.dtype)[weight_slice].view(x.shape[-2:])
 
 
+class HeadL2Norm(nn.Module):
+    """QK norm without weights: divides each head by its root mean square (Llama 4); `parallelize` sets `kernels`.
+
+    Args:
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels: Kernels = TORCH_KERNELS
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise queries or keys [S, B, heads, D]; no communication."""
+        if x.device.type == "cpu":
+            return cpu_rms_norm(x, x.new_ones(x.shape[-1]), self.eps, self.kernels.norm)
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+
 class LayerNorm(nn.Module):
     """LayerNorm over the last dim with a learned weight and bias, [size] each (arXiv:1607.06450).
 

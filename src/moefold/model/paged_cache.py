@@ -163,6 +163,7 @@ class PagedAttention:
         page_positions: positions of a page.
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
         kernel: used where it supports the tensors, if its pages have as many positions; None: torch operations.
+        chunk_size: tokens of an attention chunk; 0: no chunks.
     """
 
     def __init__(
@@ -172,12 +173,16 @@ class PagedAttention:
         page_positions: int,
         window: int = 0,
         kernel: PagedAttentionKernel | None = None,
+        chunk_size: int = 0,
     ) -> None:
         self._pass = current_pass
         self._keys = Pages(num_pages, page_positions)
         self._values = Pages(num_pages, page_positions)
         self._window = window
-        self._kernel = kernel if page_positions == PAGE_SIZE else None
+        self._chunk_size = chunk_size
+        # The kernel reads whole pages: it gets those of a row's chunk.
+        chunks_are_pages = chunk_size % page_positions == 0
+        self._kernel = kernel if page_positions == PAGE_SIZE and chunks_are_pages else None
 
     @property
     def nbytes(self) -> int:
@@ -232,11 +237,15 @@ class PagedAttention:
             keys = self._keys.write_transposed(k_RGD, rows.slots_R)
             values = self._values.write_heads_first(v_RGD, rows.slots_R)
             scaled = scale_queries(q_RAD, scale)
-            out = self._kernel(scaled, keys, values, rows.row_tables, rows.lengths, self._window, sinks)
+            tables, lengths = rows.row_tables, rows.lengths
+            if self._chunk_size:
+                tables, lengths = chunk_tables(rows, self._chunk_size, self._chunk_size // PAGE_SIZE)
+            out = self._kernel(scaled, keys, values, tables, lengths, self._window, sinks)
             return out.unsqueeze(1)
         keys = self._keys.write(k_RGD, rows.slots_R)
         values = self._values.write(v_RGD, rows.slots_R)
-        return attend_pages(q_RAD, keys, values, rows, self._window, sinks, scale).unsqueeze(1)
+        limits = KeyLimits(self._window, self._chunk_size)
+        return attend_pages(q_RAD, keys, values, rows, limits, sinks, scale).unsqueeze(1)
 
 
 class PagedLatents:
@@ -271,8 +280,43 @@ class PagedLatents:
         pages = self._latents.tensor
         assert pages is not None
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
-        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._window, None, scale)
+        limits = KeyLimits(self._window)
+        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, limits, None, scale)
         return out[..., :rank].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """Limits of the keys of a row in addition to causality."""
+
+    window: int = 0
+    """Most keys of a row, its own included; 0: no limit."""
+    chunk_size: int = 0
+    """Tokens of an attention chunk; 0: no chunks."""
+
+    def mask(self, key_positions_L: Tensor, positions_NS: Tensor) -> Tensor:
+        """Return which keys each row attends to, bool [N, S, L]."""
+        positions_NS1 = positions_NS.unsqueeze(-1)
+        mask_NSL = key_positions_L <= positions_NS1
+        if self.window:
+            mask_NSL &= key_positions_L > positions_NS1 - self.window
+        if self.chunk_size:
+            mask_NSL &= key_positions_L >= positions_NS1 - positions_NS1 % self.chunk_size
+        return mask_NSL
+
+
+def chunk_tables(rows: PassRows, chunk_size: int, pages_per_chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the pages of each row's attention chunk, and the keys in it up to the row, its own included.
+
+    Returns:
+        int32 [R, at most pages_per_chunk], int32 [R].
+    """
+    tables_RP = rows.row_tables
+    first_R1 = (rows.positions_R // chunk_size * pages_per_chunk).unsqueeze(1)
+    pages = first_R1 + torch.arange(min(pages_per_chunk, tables_RP.shape[1]), device=tables_RP.device)
+    # Pages after the last one of a row are not read.
+    tables = tables_RP.gather(1, pages.clamp(max=tables_RP.shape[1] - 1))
+    return tables, (rows.positions_R % chunk_size + 1).int()
 
 
 def attend_pages(
@@ -280,18 +324,18 @@ def attend_pages(
     key_pages: Tensor,
     value_pages: Tensor,
     rows: PassRows,
-    window: int,
+    limits: KeyLimits,
     sinks: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention of each row to the keys at positions up to its own, within the window; local.
+    """Compute attention of each row to the keys at positions up to its own, within the limits; local.
 
     Args:
         q: queries, [R, A, D].
         key_pages: [P, positions of a page, G, D].
         value_pages: [P, positions of a page, G, Dv].
         rows: the pass.
-        window: most keys of a query; 0: no limit.
+        limits: of the keys.
         sinks: a logit for each query head that takes part in the softmax, [A].
         scale: factor of the scores; None: 1/sqrt(D).
 
@@ -305,7 +349,7 @@ def attend_pages(
     def attend(row_index: Tensor | slice, queries_NSAD: Tensor, tables_NP: Tensor, positions_NS: Tensor) -> None:
         num_pages = int(positions_NS.max()) // key_pages.shape[1] + 1
         keys, values = (x[tables_NP[:, :num_pages]].flatten(1, 2) for x in (key_pages, value_pages))
-        attended = _masked_attention(queries_NSAD, keys, values, positions_NS, window, sinks)
+        attended = _masked_attention(queries_NSAD, keys, values, positions_NS, limits, sinks)
         out[row_index] = attended.flatten(0, 1)
 
     singles = rows.single_rows
@@ -322,13 +366,10 @@ def attend_pages(
 
 
 def _masked_attention(
-    q_NSAD: Tensor, k_NLGD: Tensor, v_NLGD: Tensor, positions_NS: Tensor, window: int, sinks: Tensor | None
+    q_NSAD: Tensor, k_NLGD: Tensor, v_NLGD: Tensor, positions_NS: Tensor, limits: KeyLimits, sinks: Tensor | None
 ) -> Tensor:
     """Attend to keys at positions up to each query's own, [N, S, A, Dv]."""
-    key_positions = torch.arange(k_NLGD.shape[1], device=q_NSAD.device)
-    mask_NSL = key_positions <= positions_NS.unsqueeze(-1)
-    if window:
-        mask_NSL &= key_positions > positions_NS.unsqueeze(-1) - window
+    mask_NSL = limits.mask(torch.arange(k_NLGD.shape[1], device=q_NSAD.device), positions_NS)
     if sinks is not None:
         sequence_first = (x.transpose(0, 1) for x in (q_NSAD, k_NLGD, v_NLGD))
         block = attention_block(*sequence_first, block_mask=mask_NSL)

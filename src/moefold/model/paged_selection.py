@@ -8,6 +8,44 @@ from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
 
+GUESSED_FACTOR = 4
+"""Cached keys in multiples of the selected ones from which selections of the last pass are kept: below, `exact_topk`
+does not read them.
+"""
+
+
+class LastSelections:
+    """Positions that the last pass selected for samples of one row: what these samples probably select next.
+
+    4 K bytes for each sample.
+    """
+
+    def __init__(self) -> None:
+        self._slots_R: Tensor | None = None
+        self._positions_RK: Tensor | None = None
+
+    def store(self, slots_R: Tensor, positions_RK: Tensor) -> None:
+        """Replace the selections: slots of the rows in the cache, and their positions, int32 [R, K]."""
+        self._slots_R = slots_R
+        self._positions_RK = positions_RK
+
+    def clear(self) -> None:
+        """Forget the selections."""
+        self._slots_R = None
+        self._positions_RK = None
+
+    def guess(self, previous_slots_R: Tensor) -> Tensor | None:
+        """Return the selections of the rows with these slots, int32 [R, K], -1 for others; None without any.
+
+        Args:
+            previous_slots_R: slot of the position before each row's, which no other sample writes.
+        """
+        if self._slots_R is None or self._positions_RK is None:
+            return None
+        is_same_RR = previous_slots_R.unsqueeze(1) == self._slots_R
+        found_RK = self._positions_RK[is_same_RR.int().argmax(1)]
+        return found_RK.masked_fill(~is_same_RR.any(1, keepdim=True), -1)
+
 
 class PagedSelection:
     """Cache of one layer of sparse attention; see `SelectedKeyCache`.
@@ -25,6 +63,7 @@ class PagedSelection:
         self._keys = Pages(num_pages, page_positions)
         self._values = Pages(num_pages, page_positions)
         self._index_keys = Pages(num_pages, page_positions)
+        self._last = LastSelections()
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +83,14 @@ class PagedSelection:
         keys = self._keys.write(key.squeeze(1), rows.slots_R)
         values = None if value is None else self._values.write(value.squeeze(1), rows.slots_R)
         index_keys = self._index_keys.write(index.key, rows.slots_R).squeeze(2)
-        selected = select_slots(index, index_keys, rows, top_k, window)
+        selected = select_slots(index, index_keys, rows, top_k, window, self._last)
         flat_values = None if values is None else values.flatten(0, 1).unsqueeze(1)
         return keys.flatten(0, 1).unsqueeze(1), flat_values, selected.unsqueeze(1)
 
 
-def select_slots(index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k: int, window: int) -> Tensor:
+def select_slots(
+    index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k: int, window: int, last: LastSelections
+) -> Tensor:
     """Select the cached keys of each row among those of its sample at positions up to its own.
 
     Args:
@@ -58,6 +99,7 @@ def select_slots(index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k:
         rows: the pass.
         top_k: most keys of a row.
         window: most keys that a row sees; 0: no limit.
+        last: selections of the last pass, which are replaced; they save time and change no result.
 
     Returns:
         Slots in the order of positions, then -1, int32 [R, K].
@@ -67,8 +109,8 @@ def select_slots(index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k:
     width = min(top_k, int(positions_R.max()) + 1) if len(positions_R) else 1
     found = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
-    def select(chosen: Tensor | slice, tables_NP: Tensor) -> None:
-        """Select for rows of one table each, or for all rows of one sample."""
+    def select(chosen: Tensor | slice, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
+        """Select for rows of one table each, or for all rows of one sample; returns positions, int32 [rows, K]."""
         positions = positions_R[chosen]
         num_pages = int(positions.max()) // page_positions + 1
         tables_NP = tables_NP[:, :num_pages]
@@ -76,22 +118,41 @@ def select_slots(index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k:
         scores = _scores(index.query[chosen, 0], index.weight[chosen, 0], keys_NLD)
         stops = (positions + 1).int()
         starts = (stops - window).clamp(min=0) if window else torch.zeros_like(stops)
-        best_RK = exact_topk(scores, width, starts=starts, stops=stops).long()
+        selected_RK = exact_topk(scores, width, starts=starts, stops=stops, guess=guess_RK)
+        best_RK = selected_RK.long()
         pages = tables_NP.expand(len(best_RK), -1).gather(1, best_RK.clamp(min=0) // page_positions)
         slots = pages.long() * page_positions + best_RK.clamp(min=0) % page_positions
         found[chosen] = slots.masked_fill(best_RK < 0, -1).int()
+        return selected_RK
 
     singles = rows.single_rows
     if singles:
+        keeps_last = int(positions_R.max()) >= GUESSED_FACTOR * width
+        selected = []
         tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[singles]
         per_row = tables.shape[1] * page_positions * index_keys.shape[2]
         for part in torch.arange(len(singles)).split(max(1, MAX_GATHERED_ELEMENTS // per_row)):
-            select(rows.rows_of_singles[part.to(positions_R.device)], tables[part.to(positions_R.device)])
+            part_tables = tables[part.to(positions_R.device)]
+            chosen_rows = rows.rows_of_singles[part.to(positions_R.device)]
+            previous = _previous_slots(part_tables, positions_R[chosen_rows], page_positions)
+            selected.append(select(chosen_rows, part_tables, last.guess(previous) if keeps_last else None))
+        if keeps_last:
+            last.store(rows.slots_R[rows.rows_of_singles], torch.cat(selected))
+        else:
+            last.clear()
     for i, span in rows.chunks:
         size = max(1, MAX_GATHERED_ELEMENTS // (index.query.shape[2] * (int(positions_R[span].max()) + 1)))
         for start in range(span.start, span.stop, size):
             select(slice(start, min(start + size, span.stop)), rows.tables_NP[i : i + 1])
     return found
+
+
+def _previous_slots(tables_RP: Tensor, positions_R: Tensor, page_positions: int) -> Tensor:
+    """Return the slot of the position before each row's, int64 [R]; -1 for position 0."""
+    before_R = (positions_R - 1).clamp(min=0)
+    pages_R = tables_RP.gather(1, (before_R // page_positions).unsqueeze(1)).squeeze(1)
+    slots_R = pages_R.long() * page_positions + before_R % page_positions
+    return slots_R.masked_fill(positions_R == 0, -1)
 
 
 def _scores(query_RJD: Tensor, weight_RJ: Tensor, keys_NLD: Tensor) -> Tensor:

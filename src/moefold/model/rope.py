@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.ops.rope import Rope, RopeKernel
+from moefold.ops.rope import NO_ROPE, NoRope, Rope, RopeKernel
 
 
 def build_rope(
@@ -32,7 +32,18 @@ def build_rope(
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
-    return Rope((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)
+    cos = (scale * angles.cos()).to(dtype)
+    sin = (scale * angles.sin()).to(dtype)
+    return Rope(cos, sin, cfg.rope_interleaved, kernel, _temperature_without_rope(cfg, positions_SB, dtype))
+
+
+def _temperature_without_rope(cfg: ModelConfig, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
+    """Return the attention temperature of layers without RoPE at some positions (arXiv:2501.19399, Llama 4)."""
+    if not cfg.nope_temperature_scale:
+        return NO_ROPE
+    steps_SB = (positions_SB + 1) // cfg.nope_temperature_tokens
+    scale_SB = 1 + cfg.nope_temperature_scale * steps_SB.to(torch.float64).log1p()
+    return NoRope(scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32)))
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -95,5 +106,9 @@ def _llama3(cfg: ModelConfig, plain: Tensor) -> Tensor:
     """Scale frequencies as Llama 3.1: interpolate low ones, keep high ones, blend between (arXiv:2407.21783)."""
     rotations = cfg.rope_original_seq_len * plain / (2 * math.pi)
     span = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    extrapolation = ((rotations - cfg.rope_low_freq_factor) / span).clamp(0.0, 1.0)
+    if span:
+        extrapolation = ((rotations - cfg.rope_low_freq_factor) / span).clamp(0.0, 1.0)
+    else:
+        # Equal factors (Llama 4 Scout): no blend.
+        extrapolation = (rotations >= cfg.rope_low_freq_factor).to(plain)
     return plain * (extrapolation + (1 - extrapolation) / cfg.rope_scaling_factor)

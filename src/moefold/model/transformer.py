@@ -11,6 +11,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
+from moefold.model.attention import SelfAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
 from moefold.model.indexer import LightningIndexer
@@ -19,14 +20,14 @@ from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
-from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import RMSNorm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
-from moefold.ops.rope import NO_ROPE, Rope
+from moefold.ops.rope import Rope
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -48,6 +49,9 @@ class Block(nn.Module):
         self.attention_norm = _norm(model, has_input_norms)
         name = attention_name(model, model.all_block_kinds[number])
         self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
+        if chunk_size := model.all_layer_chunks[number]:
+            assert isinstance(self.attention, SelfAttention)
+            self.attention.limit_to_chunks(chunk_size)
         self.attention_output_norm = _norm(model, has_output_norms)
         self.ffn_norm = _norm(model, has_input_norms)
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
@@ -59,8 +63,8 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
-    ) -> Tensor:
-        """Compute the layer, [S/(cp*tp), B, H] -> same.
+    ) -> LayerOutput:
+        """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.moe_shortcut`), see `LayerOutput`.
 
         An MoE layer may need `columns` of the micro-batch.
         """
@@ -69,11 +73,11 @@ class Block(nn.Module):
         x = self._attend(x, rope, documents)
         with self._normalized(self.ffn_norm, x) as (normed,):
             y = self.ffn(normed, columns) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
-            return self._add(x, y, self.ffn_output_norm)
+            return self._add_ffn(x, y)
 
     def forward_resumable(
         self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
-    ) -> Resumable[Tensor]:
+    ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
         x = self._attend(x, rope, documents)
         with self._normalized(self.ffn_norm, x) as (normed,):
@@ -82,12 +86,19 @@ class Block(nn.Module):
             moe = ResumableTask(self.ffn.forward_resumable(normed, columns))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
-        return self._add(x, (yield from moe.remaining()), self.ffn_output_norm)
+        return self._add_ffn(x, (yield from moe.remaining()))
+
+    def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
+        """Add the output of the feed-forward network; that of a shortcut without the routed part, which is returned."""
+        if isinstance(y, Tensor):
+            return self._add(x, y, self.ffn_output_norm)
+        shared, routed = y
+        return self._add(x, shared, None), self._scale(routed)
 
     def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None) -> Tensor:
         """Add attention to the residual stream."""
         with self._normalized(self.attention_norm, x) as (normed,):
-            y = self.attention(normed, rope if self.has_rope else NO_ROPE, documents)
+            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents)
             return self._add(x, y, self.attention_output_norm)
 
     def _normalized(self, norm: RMSNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
@@ -96,8 +107,11 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | None) -> Tensor:
         """Add an output to the residual stream."""
-        y = y if norm is None else norm(y)
-        return x + (y if self.residual_multiplier == 1.0 else y * self.residual_multiplier)
+        return x + self._scale(y if norm is None else norm(y))
+
+    def _scale(self, y: Tensor) -> Tensor:
+        """Multiply an output by the factor with which it is added to the residual stream."""
+        return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
 
 def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
@@ -138,7 +152,9 @@ class MTPBlock(Block):
         Returns:
             Normalised hidden states, [S/(cp*tp), B, H].
         """
-        return self.output_norm(super().forward(self._project(x, embedded), rope, columns, documents))
+        y = super().forward(self._project(x, embedded), rope, columns, documents)
+        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
+        return self.output_norm(y)
 
     def forward_resumable(
         self,
@@ -150,7 +166,9 @@ class MTPBlock(Block):
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all."""
         x = self._project(x, embedded)
-        return self.output_norm((yield from super().forward_resumable(x, rope, columns, documents)))
+        y = yield from super().forward_resumable(x, rope, columns, documents)
+        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
+        return self.output_norm(y)
 
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
@@ -162,6 +180,22 @@ class MTPBlock(Block):
             wgrad_store=self.wgrad_store,
             linear_backend=self.kernels.linear_backend,
         )
+
+
+class _Shortcut:
+    """Adds the routed output of an MoE layer after the layer that follows it (`model.moe_shortcut`)."""
+
+    def __init__(self) -> None:
+        self._routed: Tensor | None = None
+
+    def add(self, output: LayerOutput) -> Tensor:
+        """Return the hidden states after a layer, and keep its routed output for the next one."""
+        if isinstance(output, Tensor):
+            x = output if self._routed is None else output + self._routed
+            self._routed = None
+            return x
+        x, self._routed = output
+        return x
 
 
 class Embedding(nn.Module):
@@ -239,8 +273,9 @@ class Transformer(nn.Module):
         """
         args = self._block_args(columns, document_bounds)
         x = self._embed(x) if self.is_first else x
+        shortcut = _Shortcut()
         for block in self._blocks():
-            x = block(x, *args)
+            x = shortcut.add(block(x, *args))
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:
@@ -259,8 +294,9 @@ class Transformer(nn.Module):
         """Compute `forward` with labels, yielding at each MoE all-to-all."""
         args = self._block_args(columns, document_bounds)
         x = self._embed(x) if self.is_first else x
+        shortcut = _Shortcut()
         for block in self._blocks():
-            x = yield from block.forward_resumable(x, *args)
+            x = shortcut.add((yield from block.forward_resumable(x, *args)))
         if not self.is_last:
             return self._hidden_output(x)
         x = self.head.norm(x)

@@ -66,11 +66,30 @@ class PackedDocuments:
     starts_SB: Tensor
     """Position at which the document of each token begins, int64 [S, B], on the device."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _in_chunks: dict[int, "PackedDocuments"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of_starts(starts_SB: Tensor) -> "PackedDocuments":
         """Build the documents from the start of each token's; the host waits if the tensor is on a GPU."""
         return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
+
+    @staticmethod
+    def whole_samples(seq_len: int, batch: int, device: torch.device) -> "PackedDocuments":
+        """Build the documents of samples of one document each."""
+        starts_SB = torch.zeros(seq_len, batch, dtype=torch.int64, device=device)
+        return PackedDocuments(DocumentBounds(((0, seq_len),) * batch), starts_SB)
+
+    def in_chunks(self, chunk_size: int) -> "PackedDocuments":
+        """Divide every document into chunks of `chunk_size` tokens, the last one shorter; built once."""
+        if chunk_size not in self._in_chunks:
+            bounds = tuple(
+                (*(i for start, stop in pairwise(sample) for i in range(start, stop, chunk_size)), sample[-1])
+                for sample in self.bounds.of_samples
+            )
+            positions_S1 = torch.arange(len(self.starts_SB), device=self.starts_SB.device).unsqueeze(1)
+            starts_SB = positions_S1 - (positions_S1 - self.starts_SB) % chunk_size
+            self._in_chunks[chunk_size] = PackedDocuments(DocumentBounds(bounds), starts_SB)
+        return self._in_chunks[chunk_size]
 
     def divide(self, first: int, length: int) -> bool:
         """Return whether a document of any sample begins inside these tokens, after the first of them."""
@@ -104,3 +123,39 @@ class PackedDocuments:
             self._cache[key] = build()
         value: T = self._cache[key]
         return value
+
+
+class AttentionChunks:
+    """Documents of an attention whose tokens attend within chunks of their document (Llama 4).
+
+    Attention within chunks is attention within shorter documents.
+
+    Args:
+        size: tokens of a chunk; 0: no chunks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._whole: PackedDocuments | None = None
+
+    def divide(
+        self, documents: PackedDocuments | None, seq_len: int, batch: int, device: torch.device
+    ) -> PackedDocuments | None:
+        """Return the chunks of the documents as documents; the documents themselves if there are no chunks.
+
+        Args:
+            documents: of the whole samples; None: each sample is one document.
+            seq_len: tokens of a whole sample, S.
+            batch: samples.
+            device: device of the tensors.
+        """
+        if not self.size or (documents is None and seq_len <= self.size):
+            return documents
+        if documents is None:
+            # Kept for the next micro-batch, which has samples of the same length.
+            whole = self._whole
+            if whole is None or whole.starts_SB.shape != (seq_len, batch) or whole.starts_SB.device != device:
+                self._whole = PackedDocuments.whole_samples(seq_len, batch, device)
+            documents = self._whole
+            assert documents is not None
+        return documents.in_chunks(self.size)

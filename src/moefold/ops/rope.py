@@ -68,6 +68,25 @@ class RopeKernel(Protocol):
 
 
 @dataclass(frozen=True)
+class NoRope:
+    """No position embedding (NoPE): leaves queries and keys as they are."""
+
+    query_scale: Tensor | None = None
+    """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]; None: 1."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [S, B, heads, D]."""
+        return x
+
+    def scale_queries(self, query: Tensor) -> Tensor:
+        """Multiply queries [S, B, heads, D] by the factor of their position."""
+        return query if self.query_scale is None else (query * self.query_scale).to(query.dtype)
+
+
+NO_ROPE = NoRope()
+
+
+@dataclass(frozen=True)
 class Rope:
     """RoPE of given positions: cosines and sines, each [S, 1 or B, 1, rotated dims]."""
 
@@ -77,6 +96,8 @@ class Rope:
     """True: pairs are neighbouring dims; False: dims i and i + R/2."""
     kernel: RopeKernel | None = None
     """Fused kernel; None: PyTorch operations."""
+    no_rope: NoRope = NO_ROPE
+    """The same positions in layers without RoPE."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the first dims of each head of x [S, B, heads, D]; the other dims are copied.
@@ -89,15 +110,3 @@ class Rope:
         if x.device.type == "cpu" and not self.is_interleaved:
             return rotate_halves(x, self.cos, self.sin)
         return rotate_pairs(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
-
-
-@dataclass(frozen=True)
-class NoRope:
-    """No position embedding (NoPE): leaves queries and keys as they are."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x [S, B, heads, D]."""
-        return x
-
-
-NO_ROPE = NoRope()

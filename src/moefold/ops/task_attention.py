@@ -111,8 +111,7 @@ class TaskAttention:
             kernel: used where it supports the tensors; likewise the flash kernel of CUDA.
         """
         if kernel := self._kernel_for(q, k, v, kernel):
-            index = self._copied_keys
-            query, key, value = (x.unsqueeze(1) for x in (q, k[index], v[index]))
+            query, key, value = (x.unsqueeze(1) for x in (q, self._copy_keys(k), self._copy_keys(v)))
             out, lse = kernel.forward(query, key, value, self._flash_mask)
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -145,10 +144,10 @@ class TaskAttention:
         """
         q = of_queries[1]
         dtype = accumulation_dtype(q.dtype)
+        if kernel := self._kernel_for(q, k, v, kernel):
+            return self._backward_of_kernel(of_queries, k, v, kernel)
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-        if kernel := self._kernel_for(q, k, v, kernel):
-            return self._backward_of_kernel(of_queries, k, v, (dk, dv), kernel), dk, dv
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         for short in self._short_tasks:
             block_dq, block_dk, block_dv = _differentiate(of_queries, k, v, short.rows, short.keys, short.mask)
@@ -176,17 +175,29 @@ class TaskAttention:
         return next((each for each in candidates if each.supports_tasks(query, key, value, longest)), None)
 
     def _backward_of_kernel(
-        self, of_queries: QueryTensors, k: Tensor, v: Tensor, dkv: tuple[Tensor, Tensor], kernel: TaskKernel
-    ) -> Tensor:
-        """Return dq; add the gradients of the copied keys and values, in an order that is always the same."""
+        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv); gradients of copies of a key are added in an order that is always the same."""
         grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
-        index = self._copied_keys
-        key, value = (x[index].unsqueeze(1) for x in (k, v))
-        dq, *gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
-        for total, of_copies in zip(dkv, gradients, strict=True):
+        key, value = (self._copy_keys(x).unsqueeze(1) for x in (k, v))
+        gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
+        dq, *of_copies = (x.squeeze(1) for x in gradients)
+        dtype = accumulation_dtype(k.dtype)
+        if self._copied_keys is None:
+            dk, dv = (gradient.to(dtype) for gradient in of_copies)
+            return dq, dk, dv
+        totals = [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
+        for total, gradient in zip(totals, of_copies, strict=True):
             for places, keys in self._distinct_keys:
-                total[keys] += of_copies.squeeze(1)[places]
-        return dq.squeeze(1)
+                total[keys] += gradient[places]
+        return dq, totals[0], totals[1]
+
+    def _copy_keys(self, x: Tensor) -> Tensor:
+        """Return the keys or values of all tasks, one task after the other."""
+        if self._copied_keys is not None:
+            return x[self._copied_keys]
+        assert len(x) == self._keys[-1, 1], (len(x), self._keys[-1])
+        return x
 
     @cached_property
     def _flash_mask(self) -> FlashMask:
@@ -198,8 +209,12 @@ class TaskAttention:
         return Segments(self._to_device(ends), int(lengths.max()))
 
     @cached_property
-    def _copied_keys(self) -> Tensor:
-        """Rows of the keys of all tasks, one task after the other, int64."""
+    def _copied_keys(self) -> Tensor | None:
+        """Rows of the keys of all tasks, one task after the other, int64; None: they are all rows in their order."""
+        firsts = self._keys[:, 0]
+        stops = self._keys[:, 1]
+        if firsts[0] == 0 and (firsts[1:] == stops[:-1]).all():
+            return None
         return self._to_device(np.concatenate([np.arange(first, stop) for first, stop in self._keys.tolist()]))
 
     @cached_property

@@ -42,7 +42,7 @@ from moefold.ops.block_attention import (
     merge_lse_,
     sink_gradient,
 )
-from moefold.ops.documents import PackedDocuments
+from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
 
 ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
@@ -60,7 +60,7 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
             if planner is not None:
                 module.core_attention = PlannedAttention(planner, module.window)
             else:
-                module.core_attention = context_parallel_attention(kind, cp, module.window)
+                module.core_attention = context_parallel_attention(kind, cp, module.window, module.chunk_size)
             module.attends_in_blocks = planner is not None or (cp.size > 1 and kind != "ulysses")
         if isinstance(module, LinearAttention) and cp.size > 1:
             module.segments = ContextSegments(kind, cp)
@@ -97,22 +97,23 @@ class ContextParallelSum:
         return differentiable_all_reduce(x, self._cp)
 
 
-def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
+def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0, chunk_size: int = 0) -> CoreAttention:
     """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
 
     Args:
         kind: ring, allgather or ulysses.
         cp: the ranks that share a sample.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
+        chunk_size: tokens of an attention chunk; 0: no chunks.
     """
     if cp.size == 1:
-        return CausalAttention(window)
+        return CausalAttention(window, chunk_size)
     if kind == "ring":
-        return RingAttention(cp, window)
+        return RingAttention(cp, window, chunk_size)
     if kind == "allgather":
-        return AllGatherAttention(cp, window)
+        return AllGatherAttention(cp, window, chunk_size)
     if kind == "ulysses":
-        return UlyssesAttention(cp, window)
+        return UlyssesAttention(cp, window, chunk_size)
     raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses'")
 
 
@@ -148,9 +149,10 @@ class RingAttention:
     follow them one step later and reach their owner with the last step.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self._chunks = AttentionChunks(chunk_size)
         self.block_kernel: CausalKernel | None = None
 
     def __call__(
@@ -163,6 +165,7 @@ class RingAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
+        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
         return _RingFunction.apply(
             scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
@@ -176,9 +179,10 @@ class AllGatherAttention:
     saved for backward, which gathers the keys and values again.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
         self._window = window
+        self._chunks = AttentionChunks(chunk_size)
         self.block_kernel: CausalKernel | None = None
 
     def __call__(
@@ -191,6 +195,7 @@ class AllGatherAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
+        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
         return _AllGatherFunction.apply(
             scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
@@ -203,9 +208,9 @@ class UlyssesAttention:
     arXiv:2309.14509. If cp does not divide the key/value heads, they are repeated as often as needed; cp divides A/tp.
     """
 
-    def __init__(self, cp: Group, window: int = 0) -> None:
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
         self._cp = cp
-        self._core_attention = CausalAttention(window)
+        self._core_attention = CausalAttention(window, chunk_size)
 
     def __call__(
         self,

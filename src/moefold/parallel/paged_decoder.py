@@ -185,7 +185,8 @@ class PagedDecoder:
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
                 kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
-                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel))
+                chunk_size = module.chunk_size if isinstance(module, SelfAttention) else 0
+                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel, chunk_size))
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):
@@ -230,7 +231,7 @@ class PagedDecoder:
             if number >= model.num_layers:
                 continue
             cache = RoutingCache(
-                self._pass, num_slots, expert_index_dtype(model.num_experts), self._chain.groups.attn.tp
+                self._pass, num_slots, expert_index_dtype(model.num_router_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
             self._replace(layer.router, "override", cache)
@@ -245,7 +246,7 @@ class PagedDecoder:
         """
         if not self._routing:
             model = self._chain.cfg.model
-            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_experts))
+            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_router_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
         found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
         return found

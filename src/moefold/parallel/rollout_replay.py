@@ -88,7 +88,7 @@ class RolloutReplay:
     ) -> None:
         self._groups = model.groups
         self._top_k = cfg.model.top_k
-        self._dtype = expert_index_dtype(cfg.model.num_experts)
+        self._dtype = expert_index_dtype(cfg.model.num_router_choices)
         tp = sampling.attn.tp
         own = _Member(
             dp_rank=self._groups.attn.dp.rank,

@@ -61,6 +61,8 @@ class TokenMixer:
     """Width of a value head."""
     window: int = 0
     """Width of the sliding window in tokens; 0: full attention."""
+    chunk_size: int = 0
+    """Tokens of an attention chunk; 0: no chunks."""
     selected_keys: int = 0
     """Keys of a query that an indexer selects (sparse attention); 0: all."""
     index_params: int = 0
@@ -86,7 +88,10 @@ class FeedForward:
     width: int = 0
     """FFN width of the dense MLP or of one expert."""
     num_experts: int = 0
-    top_k: int = 0
+    top_k: float = 0
+    """Experts of a token that compute, on average."""
+    zero_experts: int = 0
+    """Zero-computation experts, which only the router has."""
     shared_width: int = 0
     """FFN width of the shared expert; 0: none."""
     num_matrices: int = 3
@@ -154,10 +159,9 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
-    for kind, window in zip(model.block_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(
-            mixer=_mixer_from_config(model, kind, window), feed_forward=_feed_forward_from_config(model, kind)
-        )
+    for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True):
+        mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk)
+        layer = LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
         layers.append(kinds.setdefault(layer, len(kinds)))
     return ModelSpec(
         name=model.preset or "model",
@@ -223,7 +227,8 @@ def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
         kind="moe",
         width=model.moe_ffn_hidden_size,
         num_experts=model.num_experts,
-        top_k=model.top_k,
+        top_k=model.mean_active_experts if model.zero_experts else model.top_k,
+        zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
         activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
@@ -236,7 +241,7 @@ def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
     flops = 2.0 * mixer.num_params + mixer.state_flops
     if mixer.num_heads:
-        keys = keys_per_token(mixer.window, seq_len, causal=causal)
+        keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
         selected = min(keys, mixer.selected_keys) if mixer.selected_keys else keys
         flops += 2.0 * selected * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
         flops += mixer.index_flops * keys
@@ -259,7 +264,7 @@ def shared_parameters(layer: FeedForward, hidden_size: int) -> int:
 def feed_forward_flops(layer: FeedForward, hidden_size: int, *, router: bool = True) -> float:
     """Return the forward FLOPs of a feed-forward block for one token of one layer."""
     flops = 2.0 * (shared_parameters(layer, hidden_size) + layer.top_k * expert_parameters(layer, hidden_size))
-    return flops + (2.0 * hidden_size * layer.num_experts if router else 0.0)
+    return flops + (2.0 * hidden_size * (layer.num_experts + layer.zero_experts) if router else 0.0)
 
 
 def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bool = True, mtp: bool = True) -> float:
@@ -287,7 +292,9 @@ def layer_parameters(model_spec: ModelSpec, kind: int) -> tuple[int, int]:
     if layer.mixer:
         dense += layer.mixer.num_params
     if layer.feed_forward:
-        dense += shared_parameters(layer.feed_forward, hidden) + hidden * layer.feed_forward.num_experts
+        dense += shared_parameters(layer.feed_forward, hidden) + hidden * (
+            layer.feed_forward.num_experts + layer.feed_forward.zero_experts
+        )
         experts = layer.feed_forward.num_experts * expert_parameters(layer.feed_forward, hidden)
     return dense, experts
 

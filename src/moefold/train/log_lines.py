@@ -59,7 +59,8 @@ def _describe_model(cfg: Config) -> str:
     count = count_parameters(cfg.model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
-    experts = f", {model.num_experts} experts, top {model.top_k}" if "M" in model.layer_kinds else ""
+    zero = f" and {model.zero_experts} without computation" if model.zero_experts else ""
+    experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if "M" in model.layer_kinds else ""
     return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}"
 
 

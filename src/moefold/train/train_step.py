@@ -382,7 +382,7 @@ class TrainingStep:
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
         packer.add("memory", memory)
-        num_experts = self._cfg.model.num_experts
+        num_experts = self._cfg.model.num_router_choices
         router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
@@ -466,7 +466,7 @@ class TrainingStep:
 
         The columns are five scalars, then counts, thresholds and biases.
         """
-        num_experts = self._cfg.model.num_experts
+        num_experts = self._cfg.model.num_router_choices
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
             stats = layer.stats
@@ -496,12 +496,13 @@ class TrainingStep:
         return tuple(
             MoELayerMetrics.from_totals(
                 number,
-                counts=counts[i],
+                counts=counts[i][: model.num_experts],
+                zero_counts=counts[i][model.num_experts :],
                 dropped=scalars[i][3],
                 entropy=scalars[i][4],
                 top_k=model.top_k,
                 losses=(scalars[i][0], scalars[i][1]),
-                bias=biases[i] if model.expert_bias else (),
+                bias=biases[i][: model.num_experts] if model.expert_bias else (),
             )
             for i, number in enumerate(self._moe_numbers)
         )

@@ -26,6 +26,7 @@ from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_co
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
+from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sparse import SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
@@ -59,11 +60,18 @@ RANGES = (
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
     RangeRule(
-        "must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size moe_hidden_size"
+        "must be at least 0 (0: none)",
+        lambda size: size >= 0,
+        "model",
+        "shared_expert_ffn_hidden_size moe_hidden_size zero_experts",
     ),
+    RangeRule("must be at least 0 (0: as all choices)", lambda mean: mean >= 0, "model", "active_experts"),
     RangeRule("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     RangeRule(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     RangeRule("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    RangeRule("must be at least 0 (0: no layer of kind C)", lambda size: size >= 0, "model", "attention_chunk_size"),
+    RangeRule("must be at least 0 (0: none)", lambda scale: scale >= 0, "model", "nope_temperature_scale"),
+    RangeRule(*_at_least(1), "model", "nope_temperature_tokens"),
     RangeRule(
         *_at_least(1),
         "model",
@@ -188,6 +196,7 @@ def validate_ranges(cfg: Config) -> Iterator[str]:
 RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
+    *SHORTCUT_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,

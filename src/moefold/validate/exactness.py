@@ -7,6 +7,8 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.schema import Config
+from moefold.config.suggestions import nearest_multiples
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import rollout_degrees
 from moefold.topology.schedules import SCHEDULES
@@ -90,6 +92,11 @@ def _model(cfg: Config) -> Iterator[str]:
         yield (
             f"model.attention_pattern={model.attention_pattern!r}: linear attention trains in chunks and decodes token "
             "by token, whose sums differ; choose a pattern without L"
+        )
+    if "C" in model.attention_pattern and model.attention_chunk_size % PAGE_POSITIONS:
+        yield (
+            f"model.attention_chunk_size={model.attention_chunk_size}: decoding reads pages of {PAGE_POSITIONS} "
+            f"positions; choose {nearest_multiples(model.attention_chunk_size, PAGE_POSITIONS)}"
         )
     if model.index_topk:
         yield (

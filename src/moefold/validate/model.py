@@ -100,9 +100,9 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
             f"model.rope_scaling={model.rope_scaling!r} changes nothing with model.rope_scaling_factor=1.0; "
             "give a factor above 1, or choose 'none'"
         )
-    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor > model.rope_high_freq_factor:
         yield (
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be below "
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be at most "
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
         )
     if model.rope_scaling == "yarn":
@@ -178,7 +178,7 @@ def validate_attention_gate(cfg: Config) -> Iterator[str]:
 def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
     """Check that norms after RoPE are of dims in the order of their weights."""
     model = cfg.model
-    if model.qk_norm_after_rope and model.rope_interleaved:
+    if model.qk_norm_after_rope and model.rope_interleaved and model.qk_norm_weight:
         yield (
             "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
             "dims; choose rope_interleaved=false"
@@ -192,6 +192,43 @@ def validate_sliding_window(cfg: Config) -> Iterator[str]:
         yield (
             f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which attend to "
             "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
+        )
+
+
+def validate_attention_chunks(cfg: Config) -> Iterator[str]:
+    """Check that layers of kind C have chunks, and grouped-query attention."""
+    model = cfg.model
+    name = f"model.attention_pattern={model.attention_pattern!r}"
+    if "C" not in model.attention_pattern:
+        return
+    if model.attention_chunk_size == 0:
+        yield (
+            f"{name} has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
+            "set model.attention_chunk_size, or choose 'F'"
+        )
+    if model.attention == "mla":
+        yield f"{name} has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+    if model.index_topk:
+        yield (
+            f"{name} has layers of kind C, and model.index_topk={model.index_topk} selects keys of the whole document; "
+            "choose 'F' or 'W', or index_topk=0"
+        )
+
+
+def validate_norms_without_weights(cfg: Config) -> Iterator[str]:
+    """Check that norms of queries and keys without weights are of single heads, and that others are in all layers."""
+    model = cfg.model
+    if not model.qk_norm:
+        return
+    if not model.qk_norm_weight and model.qk_norm_width == "all_heads":
+        yield (
+            "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "
+            "qk_norm_width='head'"
+        )
+    if model.qk_norm_weight and not model.qk_norm_nope:
+        yield (
+            "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
+            "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
         )
 
 
@@ -238,6 +275,8 @@ MODEL_RULES = (
     *SPARSE_ATTENTION_RULES,
     validate_layer_pattern,
     validate_sliding_window,
+    validate_attention_chunks,
+    validate_norms_without_weights,
     validate_heads,
     validate_mla,
     validate_attention_gate,

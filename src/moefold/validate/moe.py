@@ -28,6 +28,7 @@ def validate_routing(cfg: Config) -> Iterator[str]:
             f"choose 1 to {cfg.model.num_experts}"
         )
         return
+    yield from _validate_zero_experts(cfg.model)
     yield from _validate_expert_groups(cfg.model)
     yield from _validate_choice(cfg.model, cfg.moe)
     yield from _validate_capacity(cfg.model, cfg.moe)
@@ -61,6 +62,25 @@ def validate_router_gradient(cfg: Config) -> Iterator[str]:
         f"model.top_k=1 with {key} weighs every choice with 1, so the router gets no gradient from the loss; "
         f"set {way_out}, or model.top_k=2 or more"
     )
+
+
+def _validate_zero_experts(model: ModelConfig) -> Iterator[str]:
+    """Check what zero-computation experts do not go with, and their share."""
+    if model.zero_experts and model.num_groups > 1:
+        yield (
+            f"model.zero_experts={model.zero_experts} does not go with model.num_groups={model.num_groups}, as "
+            "zero-computation experts are in no group; leave num_groups and top_groups out, or zero_experts"
+        )
+    if model.zero_experts and model.upcycle_from:
+        yield (
+            f"model.zero_experts={model.zero_experts} does not go with model.upcycle_from={model.upcycle_from!r}: each "
+            "token would lose the part of the dense layer that it routes to them; leave one of them out"
+        )
+    if model.active_experts > model.top_k:
+        yield (
+            f"model.active_experts={model.active_experts} must be at most model.top_k={model.top_k}, the choices of a "
+            f"token; choose a number up to {model.top_k}"
+        )
 
 
 def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
@@ -140,7 +160,7 @@ def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
                 f"number of tokens, so some would reach no expert; choose {minimum} or more, or 0.0 (dropless)"
             )
             continue
-        enough = model.num_experts / model.top_k
+        enough = model.num_router_choices / model.top_k
         if factor >= enough and not moe.pad_to_capacity:
             yield (
                 f"moe.{key}={factor} lets every expert take every token, and so drops nothing; choose less than "

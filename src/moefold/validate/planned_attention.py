@@ -26,6 +26,12 @@ def validate_placement(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     if p.context != "planned":
         return
+    if "C" in cfg.model.attention_pattern:
+        yield (
+            f"parallel.context='planned' plans attention within documents, and model.attention_pattern="
+            f"{cfg.model.attention_pattern!r} has layers of kind C, which divide them into chunks; choose "
+            "parallel.context='ring'"
+        )
     if p.attention_hosts == "balanced" and cfg.is_rl:
         yield (
             "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each "

@@ -18,12 +18,14 @@ from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
+from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
+    *LAYER_RULES,
     *UNUSED_SPARSE_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
@@ -32,10 +34,10 @@ UNUSED_KEY_RULES = (
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
-        "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
-        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every metrics.per_layer "
-        "faults.check_dispatch",
+        "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
+        "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
+        "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
+        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -105,18 +107,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.attention == "mla",
         "model.attention='mla' defines its heads by other keys",
         "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
-    ),
-    UnusedKeyRule(
-        "model.qk_norm_width",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
-    ),
-    UnusedKeyRule(
-        "model.qk_norm_after_rope",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
     ),
     UnusedKeyRule(
         "model.attention_scale",

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, latent_queries, mla_heads, softmax_scale
+from moefold.verify.oracle_attention import (
+    apply_rope,
+    document_positions,
+    fp8_round_trip,
+    latent_queries,
+    mla_heads,
+    nope_temperature,
+    softmax_scale,
+)
 from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_objectives import OracleObjective
@@ -182,6 +190,7 @@ class Oracle:
     ) -> Tensor:
         """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
         x = self.weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
+        self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
         return self._norm("head.norm", x)
@@ -195,12 +204,18 @@ class Oracle:
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
-            return x + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
+            shortcut = self._shortcut
+            self._shortcut = torch.zeros_like(x)
+            return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
         weight = self.weights[f"{name}.ffn.router.weight"]
         bias = self.weights.get(f"{name}.ffn.router.bias")
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
-        return x + factor * self._output_norm(f"{name}.ffn", self._moe(f"{name}.ffn", normed, batch))
+        if self.cfg.model.moe_shortcut:
+            self._shortcut = factor * self._routed_experts(f"{name}.ffn", normed, batch)
+            return x + factor * self._shared_expert(f"{name}.ffn", normed)
+        output = self._routed_experts(f"{name}.ffn", normed, batch) + self._shared_expert(f"{name}.ffn", normed)
+        return x + factor * self._output_norm(f"{name}.ffn", output)
 
     def _input_norm(self, name: str, x: Tensor) -> Tensor:
         return x if self.cfg.model.norm_placement == "post" else self._norm(f"{name}_norm", x)
@@ -277,7 +292,9 @@ class Oracle:
         def position_heads(letter: str, count: int, norm: str) -> Tensor:
             y = heads(letter, count)
             y = rotate(y) if model.qk_norm_after_rope else y
-            if model.qk_norm:
+            if model.qk_norm and not model.qk_norm_weight and (has_rope or model.qk_norm_nope):
+                y = y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
+            elif model.qk_norm and model.qk_norm_weight:
                 whole = model.qk_norm_width == "all_heads"
                 y = self._norm(f"{name}.{norm}", y.flatten(2) if whole else y).view(y.shape)
             return y if model.qk_norm_after_rope else rotate(y)
@@ -288,11 +305,16 @@ class Oracle:
             query = position_heads("q", model.num_attention_heads, "query_norm")
             key = position_heads("k", model.num_query_groups, "key_norm")
             value = heads("v", model.num_query_groups)
+            if model.nope_temperature_scale and not has_rope:
+                query = query * nope_temperature(model, documents)[:, :, None, None]
         scale = softmax_scale(model)
         masked = torch.ones(length, length, dtype=torch.bool).triu(1)
         if model.all_layer_windows[layer]:
             masked = masked | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
         masked = masked | (documents[:, :, None] != documents[:, None, :])
+        if model.all_layer_chunks[layer]:
+            chunk = document_positions(documents) // model.all_layer_chunks[layer]
+            masked = masked | (chunk[:, :, None] != chunk[:, None, :])
         index = None
         if model.index_topk:
             index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=has_rope)
@@ -320,7 +342,7 @@ class Oracle:
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
-    def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
+    def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
         expert_input = x @ self.weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
@@ -328,8 +350,10 @@ class Oracle:
             expert_input = fp8_round_trip(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated = expert_input @ gate
-            raised = expert_input @ up
+            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
+            scaled_input = weight * expert_input if model.router_probs_on_input else expert_input
+            gated = scaled_input @ gate
+            raised = scaled_input @ up
             if model.moe_bias:
                 gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
                 raised = raised + self.weights[f"{name}.experts.b_up"][expert]
@@ -342,16 +366,24 @@ class Oracle:
             result = (gated * torch.sigmoid(gain * gated) * raised) @ down
             if model.moe_bias:
                 result = result + self.weights[f"{name}.experts.b_down"][expert]
-            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
+            if model.router_probs_on_input:
+                # An expert that a token has not chosen computes 0 of 0, unless it has biases.
+                weight = (weight != 0).to(weight)
             y = y + weight * result
         if model.moe_hidden_size:
             y = y @ self.weights[f"{name}.latent_up.weight"].T
-        if model.shared_expert_ffn_hidden_size:
-            shared = self._swiglu(f"{name}.shared", x)
-            if model.shared_expert_gate:
-                shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
-            y = y + shared
-        return y
+        is_zero = routed.experts >= model.num_experts
+        return y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
+
+    def _shared_expert(self, name: str, x: Tensor) -> Tensor:
+        """Return the output of the shared expert; zeros if there is none."""
+        model = self.cfg.model
+        if not model.shared_expert_ffn_hidden_size:
+            return torch.zeros_like(x)
+        shared = self._swiglu(f"{name}.shared", x)
+        if model.shared_expert_gate:
+            shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
+        return shared
 
 
 def _gradient(weight: Tensor) -> Tensor:

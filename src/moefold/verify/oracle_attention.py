@@ -27,6 +27,8 @@ def mla_heads(
     to_query = weights[f"{name}.wq_up" if model.q_lora_rank else f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = _latent_norm(weights[f"{name}.key_value_norm.weight"], joint[..., :rank])
+    if model.mla_scale_latents:
+        latent = latent * math.sqrt(model.hidden_size / rank)
     shared = rotate(joint[..., None, rank:])[:, :, 0]
     queries = []
     keys = []
@@ -42,12 +44,30 @@ def mla_heads(
     return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
 
 
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document, int64 [B, S], given the number of its document [B, S]."""
+    rows = []
+    for sample in documents.tolist():
+        positions: list[int] = []
+        for i, document in enumerate(sample):
+            positions.append(positions[-1] + 1 if i and sample[i - 1] == document else 0)
+        rows.append(positions)
+    return torch.tensor(rows)
+
+
+def nope_temperature(model: ModelConfig, documents: Tensor) -> Tensor:
+    """Return the factor of the queries of layers without RoPE, float64 [B, S]."""
+    steps = (document_positions(documents) + 1).double() / model.nope_temperature_tokens
+    return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
+
+
 def latent_queries(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     """Return what MLA's query heads are projected from: the normalised query latent, or without one x [B, S, H]."""
     if not model.q_lora_rank:
         return x
     compressed = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"])
-    return _latent_norm(weights[f"{name}.query_norm.weight"], compressed)
+    compressed = _latent_norm(weights[f"{name}.query_norm.weight"], compressed)
+    return compressed * math.sqrt(model.hidden_size / model.q_lora_rank) if model.mla_scale_latents else compressed
 
 
 def _latent_norm(weight: Tensor, latent: Tensor) -> Tensor:
@@ -111,7 +131,7 @@ def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
     wavelength = 2 * math.pi / frequency
     longest = model.rope_original_seq_len / model.rope_low_freq_factor
     shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-    if wavelength < shortest:
+    if wavelength < shortest or wavelength == longest == shortest:
         return frequency
     if wavelength > longest:
         return stretched

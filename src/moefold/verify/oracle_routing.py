@@ -70,11 +70,11 @@ class OracleRouter:
         self._cfg = cfg
         self._chunks = chunks
         self._layer_numbers = cfg.model.moe_layer_numbers
-        zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
+        zeros = torch.zeros(cfg.model.num_router_choices, dtype=torch.float32)
         names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
         uses_last_counts = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
-        empty = torch.zeros(cfg.model.num_experts, dtype=torch.int64)
+        empty = torch.zeros(cfg.model.num_router_choices, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -89,9 +89,11 @@ class OracleRouter:
             x = x * (1 + moe.input_jitter * (2 * self._jitter_noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
         raw = _raw_scores(model.router_score, logits)
-        thresholds = torch.zeros(model.num_experts, dtype=torch.float64)
+        thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
         if moe.choice == "quantile" and context.is_training and context.is_token.any():
-            thresholds = torch.quantile(raw.detach()[context.is_token], 1 - model.top_k / model.num_experts, dim=0)
+            thresholds = torch.quantile(
+                raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
+            )
         values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
         experts = torch.tensor(
             [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
@@ -152,7 +154,9 @@ class OracleRouter:
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
-        counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
+        all_counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
+        num_experts = self._cfg.model.num_experts
+        counts = all_counts[:num_experts]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
         entropies = [-(batch.scores * batch.scores.log()).sum(-1)[batch.is_token].detach() for batch in batches]
@@ -162,12 +166,13 @@ class OracleRouter:
             load=max(counts) / mean,
             load_cv=deviation / mean,
             dead_experts=counts.count(0),
-            dropped_fraction=sum(batch.num_dropped for batch in batches) / sum(counts),
+            dropped_fraction=sum(batch.num_dropped for batch in batches) / sum(all_counts),
+            zero_fraction=sum(all_counts[num_experts:]) / sum(all_counts),
             router_entropy=float(torch.cat(entropies).mean()),
             aux_loss=aux,
             z_loss=z,
-            bias_min=None if bias is None else float(bias.min()),
-            bias_max=None if bias is None else float(bias.max()),
+            bias_min=None if bias is None else float(bias[:num_experts].min()),
+            bias_max=None if bias is None else float(bias[:num_experts].max()),
         )
 
     def end_step(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
@@ -183,9 +188,13 @@ class OracleRouter:
             thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
             self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
             return
-        for expert, count in enumerate(counts):
-            if count != counts.mean():
-                up = bool(count < counts.mean())
+        model = self._cfg.model
+        target = counts.mean()
+        if model.active_experts:
+            target = counts.sum() * (model.active_experts / (model.top_k * model.num_experts))
+        for expert, count in enumerate(counts[: model.num_experts]):
+            if count != target:
+                up = bool(count < target)
                 rate = torch.tensor(self._cfg.moe.bias_update_rate, dtype=torch.float32)
                 self.biases[name][expert] += rate if up else -rate
 
@@ -207,7 +216,7 @@ class OracleRouter:
         moe = self._cfg.moe
         token = s * values.shape[0] + b
         top_k = model.top_k
-        num_experts = model.num_experts
+        num_experts = model.num_router_choices
         if moe.choice == "round_robin":
             return [(token * top_k + k) % num_experts for k in range(top_k)]
         if moe.choice == "skewed":
@@ -240,7 +249,7 @@ class OracleRouter:
         scopes = [range(length)] if moe.drop_scope == "full_sequence" else self._chunks
         for positions in scopes:
             tokens = int(context.is_token[:, list(positions)].sum())
-            capacity = max(1, math.ceil(tokens * top_k / model.num_experts * factor))
+            capacity = max(1, math.ceil(tokens * top_k / model.num_router_choices * factor))
             queues: dict[int, list[QueueEntry]] = {}
             for b in range(batch):
                 for s in positions:
@@ -249,7 +258,9 @@ class OracleRouter:
                     for k in range(top_k):
                         first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
-            for queue in queues.values():
+            for expert, queue in queues.items():
+                if expert >= model.num_experts:
+                    continue
                 for *_, b, s, k in _by_priority(queue)[capacity:]:
                     yield b, s, k
 

@@ -20,6 +20,8 @@ HEAD_SIZE = 8
 SHARD_WIDTH = 8
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
+MAX_ATTENTION_BLOCK = 2
+"""Documents of small recipes have about as many tokens as the vocabulary."""
 MAX_WINDOW = 5
 MAX_INDEX_TOPK = 4
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
@@ -142,7 +144,7 @@ def _is_legal(cfg: Config) -> bool:
 def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     small = replace(
         cfg,
-        parallel=parallel,
+        parallel=_shrink_attention_plan(parallel),
         model=_shrink_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
@@ -153,7 +155,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
     )
     moe = small.moe
-    max_factor = small.model.num_experts / small.model.top_k
+    max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
@@ -162,6 +164,16 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
+    """Make documents of few tokens divisible, and pools legal for lowered degrees, so that work still moves."""
+    is_legal_pool = p.attention_pool % p.cp == 0 and p.attention_pool and p.dp * p.cp % p.attention_pool == 0
+    return replace(
+        p,
+        attention_block=min(p.attention_block, MAX_ATTENTION_BLOCK),
+        attention_pool=p.attention_pool if is_legal_pool else 0,
+    )
 
 
 def _has_documents(cfg: Config) -> bool:
@@ -174,6 +186,9 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
+    if model.moe_shortcut:
+        # Each stage keeps a pair of layers.
+        num_layers = 2 * stages
     if p.pipeline_layout not in ("", "auto"):
         num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
     key_value_heads = model.num_key_value_heads
@@ -186,11 +201,13 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         model,
         preset="",
         num_layers=num_layers,
-        layer_pattern=_shrink_layer_pattern(model.layer_kinds, num_layers),
+        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
-        attention_pattern=_attention_pattern(model, num_layers),
+        attention_pattern=_keep_kinds(model.attention_letters, num_layers),
         sliding_window=min(model.sliding_window, MAX_WINDOW),
-        rope_pattern="".join("R" if has_rope else "N" for has_rope in model.rope_layers[:num_layers]),
+        attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
+        rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
+        nope_temperature_tokens=min(model.nope_temperature_tokens, MAX_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -212,6 +229,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         vocab_size=VOCAB_SHARD_SIZE * p.tp,
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
+        zero_experts=min(model.zero_experts, num_experts),
         moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
         moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
@@ -236,12 +254,11 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     return "".join(picked)
 
 
-def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
-    """Return the attention kinds of the first layers, at least one of each kind if there are enough layers.
+def _keep_kinds(letters: str, num_layers: int) -> str:
+    """Return the letters of the first layers, at least one of each kind if there are enough layers.
 
-    Patterns of F and W alternate quickly; those with L may begin with several of them.
+    Patterns of F and W alternate quickly; those with L or N may begin with several layers of one kind.
     """
-    letters = model.attention_letters
     kept = letters[:num_layers]
     missing = "".join(letter for letter in dict.fromkeys(letters) if letter not in kept)
     return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept

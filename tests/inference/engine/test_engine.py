@@ -19,7 +19,7 @@ from moefold.inference.engine.requests import Completion, EngineSettings, Reques
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
-from tests.inference.example import CPU, KINDS, LINEAR_KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.inference.example import CPU, KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.slow import slow
 
@@ -61,7 +61,7 @@ def run_engine(
     return RolloutEngine(model, settings, SAMPLED).generate(requests)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", *KINDS, *slow((kind,) for kind in LINEAR_KINDS)])
+@pytest.mark.parametrize("kind", ["mixtral", *KINDS, *slow((kind,) for kind in SLOW_KINDS)])
 def test_the_engine_equals_the_whole_text(pool, mixtral, tmp_path, kind):
     path = mixtral
     if kind != "mixtral":

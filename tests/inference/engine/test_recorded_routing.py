@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings
 from tests.inference.engine.test_engine import PROMPTS, REQUESTS, SAMPLED, name, own_requests
-from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.inference.example import KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
 
 WIDE = {"dtype": "float64"}
 NUM_PAGES = 3
@@ -61,7 +61,9 @@ def in_few_pages(path: Path) -> tuple[list[Completion], int]:
         return [completions[number] for number in range(len(REQUESTS))], generation.num_preemptions
 
 
-@pytest.mark.parametrize("kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS | SLOW_KINDS)]
+)
 def test_shared_and_preempted_prompts_have_the_choices_of_the_whole_text(pool, mixtral, tmp_path, kind):
     path = mixtral
     if kind != "mixtral":

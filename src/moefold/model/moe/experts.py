@@ -1,6 +1,7 @@
 """Experts: gated feed-forward networks (arXiv:2002.05202) over tokens sorted by expert."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Experts(nn.Module):
         activation: of the gate and up projections.
         has_bias: True if the three projections have biases.
         applies_probs: True if the routing probabilities are applied to the hidden values, not to the outputs.
+        probs_on_input: True if they are applied to the input instead (Llama 4).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Experts(nn.Module):
         activation: ExpertActivation = SWIGLU,
         has_bias: bool = False,
         applies_probs: bool = False,
+        probs_on_input: bool = False,
     ) -> None:
         super().__init__()
         self.w_gate = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
@@ -56,7 +59,8 @@ class Experts(nn.Module):
         self.b_up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size)) if has_bias else None
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size)) if has_bias else None
         self.activation = activation
-        self.applies_probs = applies_probs
+        self.applies_probs = applies_probs or probs_on_input
+        self.probs_on_input = probs_on_input
         self.bias_slice = ALL_COLUMNS
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.saves_fc1 = True
@@ -81,6 +85,8 @@ class Experts(nn.Module):
         Returns:
             [R, H]; under etp a partial sum over F, from this rank's weights. With a `permute_map` [T, H].
         """
+        if self.probs_on_input:
+            expert_input = _scale_input(expert_input)
         dtype = expert_input.x.dtype
         migration = expert_input.migration
         matrix_dtype = self.ops.weight_dtype(expert_input.x) if migration is None else dtype
@@ -113,3 +119,11 @@ class Experts(nn.Module):
         return fused_experts(
             expert_input.x, ExpertWeights(*weights), options, self.ops, expert_input.probs_R, wgrad_store
         )
+
+
+def _scale_input(expert_input: ExpertInput) -> ExpertInput:
+    """Multiply each row of the input by its routing probability."""
+    assert expert_input.probs_R is not None
+    assert expert_input.permute_map is None
+    x_RH = (expert_input.x * expert_input.probs_R.unsqueeze(1)).to(expert_input.x.dtype)
+    return replace(expert_input, x=x_RH, probs_R=None)

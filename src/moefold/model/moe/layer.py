@@ -1,5 +1,6 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from moefold.model.moe.token_group import NO_COLUMNS, LocalMicroBatch, MicroBatc
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
+
+LayerOutput = Tensor | tuple[Tensor, Tensor]
+"""Output of a layer; with `model.moe_shortcut`, that of an MoE layer and the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -72,24 +76,27 @@ class MoELayer(nn.Module):
             activation=expert_activation(model),
             has_bias=model.moe_bias,
             applies_probs=moe.weight_in_expert,
+            probs_on_input=model.router_probs_on_input,
         )
         self.latent_down = self.latent_up = None
         if model.moe_hidden_size:
             self.latent_down = LatentProjection(model.hidden_size, model.moe_hidden_size)
             self.latent_up = LatentProjection(model.moe_hidden_size, model.hidden_size)
         self.shared = shared
+        self.is_shortcut = model.moe_shortcut
         has_gate = shared is not None and model.shared_expert_gate
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
-        self.stats = RouterStats(model.num_experts)
+        self.stats = RouterStats(model.num_router_choices)
         self._num_experts = model.num_experts
+        self._num_choices = model.num_router_choices
         self._aux_kind = moe.aux_kind
         self._moe = moe
         self._scale_losses(loss_scale)
-        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
+        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_router_choices)
         uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
-        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if uses_last_counts else None
+        last_counts_E = torch.zeros(model.num_router_choices, dtype=torch.int64) if uses_last_counts else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
@@ -99,6 +106,11 @@ class MoELayer(nn.Module):
         )
         """Token dropping outside training; None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
+
+    @property
+    def has_zero_experts(self) -> bool:
+        """Return whether the router may choose zero-computation experts."""
+        return self._num_choices > self._num_experts
 
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:
         """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
@@ -130,8 +142,8 @@ class MoELayer(nn.Module):
         if self.last_counts_E is not None:
             self.last_counts_E.copy_(tokens_per_expert_E)
 
-    def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> Tensor:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same.
+    def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, (shared expert, routed experts).
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
 
@@ -141,19 +153,31 @@ class MoELayer(nn.Module):
         """
         return run_to_end(self.forward_resumable(x, columns))
 
-    def forward_resumable(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> Resumable[Tensor]:
+    def forward_resumable(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding while the dispatcher communicates; `x` is not read after the first yield."""
         token_positions = TokenPositions.of_columns(self.micro_batch_group, x, columns)
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)
         routing_map = self._drop_tokens(routing, token_positions)
+        dispatched = routing_map
+        y_zero = None
+        if self.has_zero_experts:
+            dispatched, is_zero_TK = split_zero_experts(routing_map, self._num_experts)
+            y_zero = zero_expert_output(x, routing.probs_TK, is_zero_TK)
         shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
-        y_TH, y_shared = yield from self.dispatcher.run(expert_input, routing_map, self.experts, shared_expert)
+        y_TH, y_shared = yield from self.dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
-        if y_shared is not None:
+        if y_zero is not None:
+            y = y + y_zero
+        if y_shared is not None and not self.is_shortcut:
             y = y + y_shared
-        return self._attach_losses(y, routing, routing_map, token_positions) if self.training else y
+        if self.training:
+            y = self._attach_losses(y, routing, routing_map, token_positions)
+        if self.is_shortcut:
+            assert y_shared is not None, "rejected by validate/shortcut.py"
+            return y_shared, y
+        return y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self.eval_capacity_policy
@@ -166,15 +190,19 @@ class MoELayer(nn.Module):
             routing.ids_TK,
             routing.probs_TK,
             token_positions.global_index(),
-            self._num_experts,
+            self._num_choices,
             self.micro_batch_group,
             is_token_T,
         )
         padded_capacity = (
-            policy.padded_capacity(num_tokens, top_k, self._num_experts, self.micro_batch_group)
+            policy.padded_capacity(num_tokens, top_k, self._num_choices, self.micro_batch_group)
             if self._pads_to_capacity
             else None
         )
+        if self.has_zero_experts:
+            # Zero-computation experts have no capacity.
+            is_zero_TK = routing.ids_TK >= self._num_experts
+            kept_TK = kept_TK | (is_zero_TK if is_token_T is None else is_zero_TK & is_token_T.unsqueeze(1))
         return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, padded_capacity)
 
     def run_shared_expert(self, x: Tensor) -> Tensor:
@@ -200,11 +228,11 @@ class MoELayer(nn.Module):
             counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
         elif group_T is not None:
             counts_XE = count_tokens_of_groups(
-                routing.ids_TK, self._num_experts, group_T, num_groups, token_positions.is_token()
+                routing.ids_TK, self._num_choices, group_T, num_groups, token_positions.is_token()
             )
         else:
             counts_XE = count_tokens_per_expert(
-                routing.ids_TK, self._num_experts, num_groups, token_positions.is_token()
+                routing.ids_TK, self._num_choices, num_groups, token_positions.is_token()
             )
         aux = z = None
         if self._aux_scale:
@@ -291,6 +319,30 @@ def _entropy_sum(scores_TE: Tensor, weights_T: Tensor | None) -> Tensor:
     """Sum the entropies of the scores of tokens, in nats, without padding."""
     entropies_TE = torch.special.entr(scores_TE)
     return entropies_TE.sum() if weights_T is None else entropies_TE.sum(1).where(weights_T > 0, 0.0).sum()
+
+
+def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tensor:
+    """Compute the sum of the zero-computation experts of each token: its input times their routing probabilities.
+
+    Args:
+        x: input of the layer, [S/(cp*tp), B, H].
+        probs_TK: routing probabilities.
+        is_zero_TK: choices that are zero-computation experts, bool [T, K].
+
+    Returns:
+        [S/(cp*tp), B, H], multiplied in the dtype of the probabilities and returned in that of x.
+    """
+    weight_T1 = probs_TK.masked_fill(~is_zero_TK, 0.0).sum(-1, keepdim=True)
+    return (x.flatten(0, 1) * weight_T1).to(x.dtype).view_as(x)
+
+
+def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[RoutingMap, Tensor]:
+    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K]; padding is neither."""
+    is_zero_TK = routing_map.ids_TK >= num_experts
+    kept_TK = routing_map.kept_TK
+    if kept_TK is None:
+        return replace(routing_map, kept_TK=~is_zero_TK), is_zero_TK
+    return replace(routing_map, kept_TK=kept_TK & ~is_zero_TK), kept_TK & is_zero_TK
 
 
 def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:

@@ -262,10 +262,10 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelConfig, moe: MoEConfig, *, jitter_seed: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
-        self.bias = nn.Parameter(torch.empty(model.num_experts)) if model.router_bias else None
+        self.weight = nn.Parameter(torch.empty(model.num_router_choices, model.hidden_size))
+        self.bias = nn.Parameter(torch.empty(model.num_router_choices)) if model.router_bias else None
         # Not zeroed here: the model is built on the meta device, and `init_weights` fills it.
-        bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
+        bias_E = torch.zeros(model.num_router_choices, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
         self.kernels: Kernels = TORCH_KERNELS
@@ -343,6 +343,8 @@ class Router(nn.Module):
     def update_bias(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
         """Update the expert bias after a step: loss-free or quantile balancing.
 
+        Loss-free balancing leaves the bias of zero-computation experts at 0.
+
         Args:
             tokens_per_expert_E: routed tokens of each expert over the whole global batch.
             thresholds_E: of quantile balancing, mean over the micro-batches of the global batch.
@@ -353,7 +355,14 @@ class Router(nn.Module):
             self.expert_bias.copy_(-thresholds_E)
             return
         # E * count against the sum of counts: integers, so that an even load compares equal.
-        deficit_E = tokens_per_expert_E.sum() - tokens_per_expert_E * len(tokens_per_expert_E)
+        total = tokens_per_expert_E.sum()
+        deficit_E = total - tokens_per_expert_E * len(tokens_per_expert_E)
+        model = self._model
+        if model.active_experts:
+            share = model.active_experts / (model.top_k * model.num_experts)
+            deficit_E = total * share - tokens_per_expert_E.double()
+        # Once the others have their share, so have the zero-computation experts (arXiv:2509.01322 sec. 2.1.2).
+        deficit_E[model.num_experts :] = 0
         self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
 
     def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
@@ -390,9 +399,9 @@ class Router(nn.Module):
         model = self._model
         moe = self._moe
         if moe.choice == "round_robin":
-            return assign_round_robin(token_positions.global_index(), model.top_k, model.num_experts)
+            return assign_round_robin(token_positions.global_index(), model.top_k, model.num_router_choices)
         if moe.choice == "skewed":
-            return assign_skewed(token_positions.global_index(), model.top_k, model.num_experts, moe.skew)
+            return assign_skewed(token_positions.global_index(), model.top_k, model.num_router_choices, moe.skew)
         if moe.choice == "sinkhorn":
             if not self.training:
                 return topk_experts(logits_TE, model.top_k)

@@ -135,7 +135,7 @@ def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float
 class GroupLimitedRouting:
     """Group-limited routing: `top_k` experts, at random in `top_groups` of `num_groups` groups."""
 
-    top_k: int
+    top_k: float
     num_groups: int = 1
     top_groups: int = 1
 

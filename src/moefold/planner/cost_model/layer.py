@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
@@ -50,9 +51,6 @@ EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
-
-LSE_BYTES = 4
-"""Bytes of the log-sum-exp of a query and head, which is sent to the host of a task for the backward pass."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -263,7 +261,7 @@ class _MixerCost:
             )
             return seconds, 2 * seconds
         if self.load is None:
-            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True)
+            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
             chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         else:
@@ -277,11 +275,7 @@ class _MixerCost:
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
-        """Return the seconds of the rows that planned attention sends, forward and backward.
-
-        Forward: queries there, outputs back, keys and values. Backward: queries, outputs and their gradients, the
-        log-sum-exp in float32, keys and values again, and the gradients of queries, keys and values.
-        """
+        """Return the seconds of the rows that planned attention sends, forward and backward."""
         if load.exchange_ranks == 1:
             return 0.0, 0.0
         group = RankGroup(load.exchange_ranks, self.tp)
@@ -291,15 +285,17 @@ class _MixerCost:
         return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
 
     def _exchanged_bytes(self, queries: float, keys: float) -> tuple[float, float]:
-        """Return the bytes of so many rows for each token of a rank, forward and backward."""
+        """Return the bytes of these rows for each token of a rank, forward and backward."""
         mixer = self.mixer
-        value_bytes = self.layer_costs.workload.value_bytes
-        both = mixer.head_size + mixer.value_head_size
-        query_heads = self.tokens * queries * mixer.num_heads / self.tp
+        heads = mixer.num_heads / self.tp
         kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        key_bytes = self.tokens * keys * kv_heads * both * value_bytes
-        forward = query_heads * both * value_bytes + key_bytes
-        return forward, query_heads * (2 * both * value_bytes + LSE_BYTES) + 2 * key_bytes
+        widths = TokenWidths(
+            query=heads * mixer.head_size,
+            output=heads * mixer.value_head_size,
+            keys_and_values=kv_heads * (mixer.head_size + mixer.value_head_size),
+        )
+        rows = self.tokens * queries, self.tokens * keys
+        return exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
 
     def _sparse_core_s(self, keys: float) -> tuple[float, float]:
         """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
@@ -524,7 +520,7 @@ class _MoECost:
         They read [T, H] once and [T, E] several times.
         """
         hidden = self.layer_costs.model_spec.hidden_size
-        experts = self.layer.num_experts
+        experts = self.layer.num_experts + self.layer.zero_experts
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(

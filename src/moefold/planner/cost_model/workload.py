@@ -192,14 +192,15 @@ class RecordedRouting:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
-        if (shape.num_experts, shape.top_k) != (model.num_experts, model.top_k):
+        if (shape.num_experts, shape.top_k) != (model.num_router_choices, model.top_k):
             raise ConfigError(
-                f"--trace={str(folder)!r} was traced with model.num_experts={shape.num_experts} and model.top_k="
-                f"{shape.top_k}, and the model has {model.num_experts} and {model.top_k}; name a trace of this model"
+                f"--trace={str(folder)!r} was traced with {shape.num_experts} choices of the router and model.top_k="
+                f"{shape.top_k}, and the model has {model.num_router_choices} and {model.top_k}; name a trace of it"
             )
         if not self._trace.steps:
             raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")
         self.num_steps = len(self._trace.steps)
+        self._num_experts = model.num_experts
         self._imbalance_by_ep: dict[int, float] = {}
 
     def imbalance(self, ep: int) -> float:
@@ -222,7 +223,8 @@ class RecordedRouting:
             for first in range(0, shape.global_batch_size - samples + 1, samples):
                 expert_indices = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
                 routed_tokens = np.bincount(expert_indices.ravel(), minlength=shape.num_experts)
-                loads = routed_tokens.reshape(ep, -1).sum(1)
+                # Zero-computation experts, the last ones, are on no rank.
+                loads = routed_tokens[: self._num_experts].reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())
         return float(np.mean(ratios))
 

@@ -81,7 +81,7 @@ class ExpertInput:
     tokens_per_expert: Sequence[int]
     """Tokens of each expert of this rank, then of each received one."""
     probs_R: Tensor | None = None
-    """Factor of each output row, [R]; None: outputs are not scaled."""
+    """Factor of each row, [R], of its output or of its input; None: rows are not scaled."""
     permute_map: PermuteMap | None = None
     """Permutation that the experts fuse: the outputs of each token are summed."""
     migration: ExpertMigration | None = None
@@ -105,6 +105,8 @@ class ExpertModule(Protocol):
 
     applies_probs: bool
     """True if the routing probabilities are always applied to the hidden values, not to the outputs."""
+    probs_on_input: bool
+    """True if they are applied to the input of the experts, which is then permuted before."""
     ops: ExpertOps
 
     def __call__(self, expert_input: ExpertInput) -> Tensor:
@@ -246,7 +248,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
         permute_map = None
         # Experts that sum the rows of a token must have weighted them.
         sums_weighted_rows = applies_probs or not self.combines_locally
-        if migration is None and experts.ops.fuses_permutation and sums_weighted_rows:
+        fuses_permutation = experts.ops.fuses_permutation and not experts.probs_on_input
+        if migration is None and fuses_permutation and sums_weighted_rows:
             permute_map = self.permute_map(metadata)
         is_permuted = permute_map is None
         if is_permuted:

@@ -1,0 +1,170 @@
+"""Family Llama 4 (text): attention within chunks, layers without RoPE, and routing weights on inputs. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.config.model import ATTENTION_KINDS, ROPE_KINDS, ModelConfig
+from moefold.convert.config_fields import AttentionBias, Constant, Json, Renamed, is_int, num_layers_of
+from moefold.convert.family import BACKBONE, BIASES, Family, NumExperts, family_sizes, layer_rules, merge_rules
+from moefold.convert.layer_fields import letters_of, shorten_pattern
+from moefold.convert.tensor_mapping import FusedColumns
+from moefold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ChunkedLayers:
+    """`no_rope_layers`, `layer_types` and `attention_chunk_size`; `use_qk_norm` and the attention temperature.
+
+    By default every `no_rope_layer_interval`-th layer has no RoPE, and the layers with RoPE attend within chunks. The
+    norms of queries and keys are those of layers with RoPE, the attention temperature is that of the others.
+    """
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the patterns of the layers, and what depends on the kinds of layers that there are."""
+        has_rope = _layers_with_rope(hf_config)
+        letters = _attention_letters(hf_config, has_rope)
+        rope_letters = "".join("NR"[value] for value in has_rope)
+        found: dict[str, Any] = {
+            "attention_pattern": shorten_pattern(letters, ATTENTION_KINDS),
+            "rope_pattern": shorten_pattern(rope_letters, ROPE_KINDS),
+        }
+        if "C" in letters:
+            found |= Renamed("attention_chunk_size", "attention_chunk_size").read(hf_config)
+        if _switch(hf_config, "use_qk_norm") and "R" in rope_letters:
+            found |= {"qk_norm": True, "qk_norm_weight": False, "qk_norm_after_rope": True}
+            found |= {"qk_norm_nope": False} if "N" in rope_letters else {}
+        if _switch(hf_config, "attn_temperature_tuning") and "N" in rope_letters:
+            scale = Renamed("attn_scale", "nope_temperature_scale", 0.1).read(hf_config)
+            tokens = Renamed("floor_scale", "nope_temperature_tokens", 8192).read(hf_config)
+            found |= scale | tokens if scale["nope_temperature_scale"] else {}
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the kind of every layer; other options of norms and windows read back as another model."""
+        chunks = model.layer_chunks
+        has_temperature = model.nope_temperature_scale > 0
+        keys: dict[str, Any] = {
+            "no_rope_layers": [int(value) for value in model.rope_layers[: model.num_layers]],
+            "layer_types": ["chunked_attention" if chunk else "full_attention" for chunk in chunks],
+            "attention_chunk_size": model.attention_chunk_size or None,
+            "use_qk_norm": model.qk_norm,
+            "attn_temperature_tuning": has_temperature,
+        }
+        if has_temperature:
+            keys |= {"attn_scale": model.nope_temperature_scale, "floor_scale": model.nope_temperature_tokens}
+        return keys
+
+
+def _switch(hf_config: Json, key: str) -> bool:
+    """Return a switch of config.json, true if absent; released folders also have numbers."""
+    value = hf_config.get(key, True)
+    if not isinstance(value, bool | int):
+        raise ConfigError(f"config.json has {key}={value!r}, which should be true or false")
+    return bool(value)
+
+
+def _layers_with_rope(hf_config: Json) -> list[bool]:
+    """Return whether each layer has RoPE."""
+    count = num_layers_of(hf_config)
+    values = hf_config.get("no_rope_layers") or []
+    if not values:
+        every = hf_config.get("no_rope_layer_interval", 4)
+        if not is_int(every) or every < 1:
+            raise ConfigError(
+                f"config.json has no_rope_layer_interval={every!r}, which should be a whole number from 1"
+            )
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(values, list) or len(values) < count or any(value not in (0, 1) for value in values):
+        raise ConfigError(
+            f"config.json has no_rope_layers={values!r}, which should be 0 or 1 for each of {count} layers"
+        )
+    return [bool(value) for value in values[:count]]
+
+
+def _attention_letters(hf_config: Json, has_rope: list[bool]) -> str:
+    """Return C for each layer that attends within chunks, F for each other one."""
+    if hf_config.get("layer_types") is not None:
+        return letters_of(hf_config, "layer_types", {"chunked_attention": "C", "full_attention": "F"})
+    has_chunks = hf_config.get("attention_chunk_size") is not None
+    return "".join("C" if rope and has_chunks else "F" for rope in has_rope)
+
+
+@dataclass(frozen=True)
+class InterleavedExperts:
+    """`moe_layers`; without it, every `interleave_moe_layer_step`-th layer has experts."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the layer pattern."""
+        count = num_layers_of(hf_config)
+        numbers = hf_config.get("moe_layers")
+        step = hf_config.get("interleave_moe_layer_step", 1)
+        if numbers is None:
+            if not is_int(step) or step < 1:
+                raise ConfigError(
+                    f"config.json has interleave_moe_layer_step={step!r}, which should be a whole number from 1 on"
+                )
+            numbers = list(range(step - 1, count, step))
+        if not isinstance(numbers, list) or not all(is_int(number) for number in numbers):
+            raise ConfigError(f"config.json has moe_layers={numbers!r}, which should be a list of whole numbers")
+        return {"layer_pattern": shorten_pattern("".join("M" if i in numbers else "D" for i in range(count)))}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the numbers of the layers with experts."""
+        return {"moe_layers": [i for i, kind in enumerate(model.layer_kinds) if kind == "M"]}
+
+
+@dataclass(frozen=True)
+class SameWidthExperts:
+    """`intermediate_size`: width of a routed expert, and of the shared one."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read both widths."""
+        width = Renamed("intermediate_size", "moe_ffn_hidden_size", 8192).read(hf_config)["moe_ffn_hidden_size"]
+        return {"moe_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the width; two different ones read back as another model."""
+        return {"intermediate_size": model.moe_ffn_hidden_size}
+
+
+_EXPERTS = "model.layers.{l}.feed_forward.experts"
+_TENSORS = merge_rules(
+    BACKBONE,
+    BIASES,
+    layer_rules(
+        {
+            **{f"ffn.w_{x}": f"feed_forward.{x}_proj.weight" for x in ("gate", "up", "down")},
+            **{f"ffn.shared.w_{x}": f"feed_forward.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
+            "ffn.router.weight": "feed_forward.router.weight",
+            "ffn.experts.w_down": "feed_forward.experts.down_proj",
+        }
+    ),
+    {
+        "layers.{l}.ffn.experts.w_gate": FusedColumns(f"{_EXPERTS}.gate_up_proj", 0),
+        "layers.{l}.ffn.experts.w_up": FusedColumns(f"{_EXPERTS}.gate_up_proj", 1),
+    },
+)
+
+LLAMA4_FAMILIES = (
+    Family(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        (
+            *family_sizes(norm_eps=1e-5, rope_theta=5e5),
+            Constant("rope_interleaved", True),
+            AttentionBias(has_output=True),
+            ChunkedLayers(),
+            InterleavedExperts(),
+            Renamed("intermediate_size_mlp", "ffn_hidden_size", 16384),
+            NumExperts("num_local_experts"),
+            Renamed("num_experts_per_tok", "top_k", 1),
+            SameWidthExperts(),
+            Constant("router_score", "sigmoid"),
+            Constant("router_normalize", False),
+            Constant("router_probs_on_input", True),
+        ),
+        (_TENSORS,),
+        default_keys={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "num_local_experts": 16},
+    ),
+)
+"""Families in the order in which an export without --family tries them."""

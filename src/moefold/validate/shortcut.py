@@ -1,0 +1,70 @@
+"""Rules on shortcut-connected MoE layers, whose routed output is added after the next layer. Torch-free."""
+
+from collections.abc import Iterator
+
+from moefold.config.model import expand_layer_pattern
+from moefold.config.schema import Config
+from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
+
+KEY = "model.moe_shortcut=true"
+
+
+def validate_shortcut(cfg: Config) -> Iterator[str]:
+    """Check that each MoE layer has a shared expert, and a dense layer after it on its pipeline stage."""
+    model = cfg.model
+    if not model.moe_shortcut:
+        return
+    if model.norm_placement != "pre":
+        yield (
+            f"{KEY} does not go with model.norm_placement={model.norm_placement!r}: the routed output would be added "
+            "without a norm; set norm_placement='pre'"
+        )
+    if not model.shared_expert_ffn_hidden_size:
+        yield (
+            f"{KEY} adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means none; set "
+            "shared_expert_ffn_hidden_size"
+        )
+    try:
+        unit = expand_layer_pattern(model.layer_pattern)
+    except ValueError:
+        return
+    kinds = "".join(unit[i % len(unit)] for i in range(model.num_layers))
+    if "MM" in kinds or kinds.endswith("M"):
+        yield (
+            f"{KEY} adds the routed output of a layer after the next one, which is dense, and "
+            f"model.layer_pattern={model.layer_pattern!r} has layers M without a D after them in model.num_layers="
+            f"{model.num_layers}; choose 'MD' with an even number of layers"
+        )
+        return
+    yield from _validate_stages(cfg, kinds)
+
+
+def _validate_stages(cfg: Config, kinds: str) -> Iterator[str]:
+    """Check that no pipeline stage ends with an MoE layer."""
+    p = cfg.parallel
+    num_stages = p.pp * p.virtual_stages
+    if num_stages == 1 or num_stages > cfg.model.num_layers:
+        return
+    if p.pipeline_layout == "auto":
+        yield (
+            f"parallel.pipeline_layout='auto' does not go with {KEY}, as it may part a layer M from the D after it; "
+            "write the layout out, or leave it out"
+        )
+        return
+    stages: tuple[StageParts, ...] = even_stages(cfg.model.num_layers, cfg.model.mtp_layers, num_stages)
+    if p.pipeline_layout:
+        try:
+            stages = parse_layout(p.pipeline_layout)
+        except ValueError:
+            return
+    for number, stage in enumerate(stages):
+        if stage.layers and stage.layers[-1] < len(kinds) and kinds[stage.layers[-1]] == "M":
+            yield (
+                f"{KEY} adds the routed output of a layer after the next one on the same pipeline stage, and stage "
+                f"{number} of {num_stages} ends with layer {stage.layers[-1]}, an M; choose parallel.pp and "
+                "virtual_stages that give each stage whole pairs MD, or parallel.pipeline_layout"
+            )
+            return
+
+
+SHORTCUT_RULES = (validate_shortcut,)

@@ -1,0 +1,74 @@
+"""Llama 4's layers that must equal the oracle: attention chunks, layers without RoPE, routing weights on inputs."""
+
+from tests.verify.cases import Case, Settings, cases, few
+
+LLAMA4 = {
+    "attention_pattern": "CF",
+    "attention_chunk_size": 5,
+    "rope_pattern": "RN",
+    "rope_interleaved": True,
+    "nope_temperature_scale": 0.5,
+    "nope_temperature_tokens": 3,
+    "qk_norm": True,
+    "qk_norm_weight": False,
+    "qk_norm_after_rope": True,
+    "qk_norm_nope": False,
+    "router_score": "sigmoid",
+    "router_normalize": False,
+    "router_probs_on_input": True,
+    "shared_expert_ffn_hidden_size": 16,
+    "layer_pattern": "MD",
+    "vocab_size": 8,
+}
+"""Two layers, one of each kind, or as many as there are pipeline stages."""
+DOCUMENTS = {"document_end": 2}
+TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
+
+
+def _llama4(
+    mapping: Settings, model: Settings | None = None, train: Settings | None = None, **more: object
+) -> Settings:
+    return few({"model": LLAMA4 | (model or {}), "train": train or {}, **more, **mapping})
+
+
+PACKED = [
+    _llama4(mapping, model, TWO_SAMPLES | train, data=DOCUMENTS)
+    for mapping, model, train in (
+        ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {"qk_norm_nope": True}, {}),
+        ({"world_size": 2, "cp": 2, "context": "allgather"}, {"top_k": 1, "attention_pattern": "C"}, {}),
+        ({"world_size": 2, "cp": 2, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
+        ({"world_size": 4, "cp": 4, "ep": 4}, {"attention_pattern": "WC", "sliding_window": 3}, {}),
+        ({"world_size": 2, "tp": 2, "zero": 3}, {}, {"recompute": ("norms", "core_attention", "moe")}),
+        ({"world_size": 1}, {"mtp_layers": 1, "attention_sinks": True}, {}),
+        ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
+    )
+]
+WHOLE = [
+    _llama4(mapping, model, train, moe=moe)
+    for mapping, model, train, moe in (
+        ({"world_size": 2, "cp": 2}, {"attention_chunk_size": 3}, {}, {}),
+        ({"world_size": 4, "cp": 4, "context": "allgather"}, {"attention_chunk_size": 4}, {}, {}),
+        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {"num_query_groups": 4}, {}, {}),
+        ({"world_size": 2, "etp": 2, "dispatcher": "allgather"}, {"moe_bias": True}, {}, {}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"}, {}, {}, {}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, {}, {}, {}),
+        ({"world_size": 4, "ep": 4, "dispatcher": "dedup_alltoall", "zero": 3}, {}, {"recompute": ("moe",)}, {}),
+        (
+            {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"},
+            {},
+            {},
+            {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0},
+        ),
+        (
+            {"world_size": 4, "ep": 2, "etp": 2},
+            {"moe_hidden_size": 16},
+            {},
+            {"capacity_factor": 0.75, "pad_to_capacity": True, "drop_policy": "position"},
+        ),
+        ({"world_size": 2, "ep": 2}, {"top_k": 1}, {}, {"dispatch_precision": "fp8-blockwise"}),
+    )
+]
+CASES: list[Case] = [
+    *cases("llama 4 documents", PACKED[:1], PACKED[1:]),
+    *cases("llama 4", [], WHOLE),
+]

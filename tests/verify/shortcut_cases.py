@@ -1,0 +1,45 @@
+"""LongCat-Flash's layers that must equal the oracle: shortcut-connected MoE, scaled latents, zero experts."""
+
+from tests.verify.cases import Case, Settings, cases, few
+from tests.verify.recipes import LATENT
+
+LONGCAT = LATENT | {
+    "mla_scale_latents": True,
+    "num_layers": 4,
+    "layer_pattern": "MD",
+    "moe_shortcut": True,
+    "shared_expert_ffn_hidden_size": 16,
+    "zero_experts": 3,
+    "router_softmax": "pre",
+    "router_scaling_factor": 1.5,
+    "expert_bias": True,
+    "vocab_size": 8,
+}
+"""Four layers: two pairs of an MoE layer and a dense one."""
+
+
+def _longcat(
+    mapping: Settings, model: Settings | None = None, train: Settings | None = None, **more: object
+) -> Settings:
+    return few({"model": LONGCAT | (model or {}), "train": train or {}, **more, **mapping})
+
+
+MAPPED = [
+    _longcat(mapping, model, train, data={"document_end": 2})
+    for mapping, model, train in (
+        ({"world_size": 4, "tp": 2, "pp": 2, "ep": 2}, {}, {}),
+        ({"world_size": 1}, {"q_lora_rank": 0, "residual_multiplier": 0.7}, {}),
+        ({"world_size": 2, "zero": 3, "ep": 2}, {"mtp_layers": 1}, {"recompute": ("layer",)}),
+        ({"world_size": 2, "cp": 2}, {"attention": "gqa", "mla_scale_latents": False}, {"recompute": ("moe", "norms")}),
+        ({"world_size": 4, "cp": 4, "ep": 4, "dispatcher": "allgather"}, {"shared_expert_gate": True}, {}),
+        ({"world_size": 2, "etp": 2, "zero": 2}, {"moe_hidden_size": 16}, {"recompute": ("shared_experts", "mla_up")}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, {}, {}),
+        ({"world_size": 2, "ep": 2, "overlap_experts": True}, {}, {"recompute": ("moe",)}),
+        ({"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"}, {}, {}),
+        ({"world_size": 4, "pp": 2, "tp": 2, "schedule": "interleaved", "virtual_stages": 2}, {"num_layers": 8}, {}),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ettttt|tL"}, {"num_layers": 6, "layer_pattern": "MDD"}, {}),
+        ({"world_size": 2, "ep": 2}, {}, {"offload": ("moe",), "offload_min_kib": 0, "offload_waits": True}),
+        ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
+    )
+]
+CASES: list[Case] = cases("shortcut", MAPPED[:1], MAPPED[1:])
