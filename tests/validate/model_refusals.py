@@ -202,10 +202,6 @@ SIZES = {
         "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
         "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
     ),
-    "model.attention=mla model.attention_gate=true": (
-        "model.attention_gate=true does not go with model.attention='mla', which has no gate; set attention_gate=false,"
-        " or attention='gqa'"
-    ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
         "leave it out"

@@ -74,8 +74,8 @@ KDA = [
         data=DOCUMENTS,
     )
     for mapping, train in (
-        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
         ({"world_size": 2, "tp": 2}, {"optimizer": "muon"}),
+        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}),
         ({"world_size": 4, "pp": 2, "cp": 2, "zero": 2}, {"recompute": ("layer",)}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}),
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}),
@@ -99,6 +99,7 @@ KINDS = {
 KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (
     ("gla", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}, {}),
     ("convolution", {"world_size": 4, "cp": 2, "pp": 2}, {}, {}),
+    ("bounded", {"world_size": 2, "tp": 2}, {}, {}),
     ("bounded", {"world_size": 4, "tp": 2, "cp": 2}, {}, {}),
     ("gla", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"attention_pattern": "L"}, {}),
     ("gla", {"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
