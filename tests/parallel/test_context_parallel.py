@@ -85,12 +85,6 @@ def _attend_through_flash(*args) -> list[list[np.ndarray]]:
     return results
 
 
-def _attend_task_by_task(*args) -> list[list[np.ndarray]]:
-    """The same with no task computed together with others."""
-    with mock.patch("moefold.ops.task_attention.MAX_SHORT_KEYS", 0):
-        return _attend_on_shards(*args)
-
-
 def _attend_through_cudnn(*args) -> list[list[np.ndarray]]:
     """The same with the kernel of cuDNN for blocks, whose operators run on a CPU."""
 
@@ -180,15 +174,6 @@ LIMITS = [
 def test_windows_and_sinks(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
     assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits)) < 1e-10
-
-
-@pytest.mark.parametrize("limits", [*LIMITS, EVERYTHING], ids=str)
-def test_tasks_one_by_one(pool, limits):
-    cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
-    errors = _largest_errors(
-        pool, "planned", {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_task_by_task
-    )
-    assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)

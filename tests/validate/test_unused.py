@@ -12,7 +12,8 @@ QK_NORM = ["model.qk_norm=true", "model.qk_norm_weight=false"]
 TEMPERATURE = ["model.rope_pattern=RN", "model.nope_temperature_scale=0.1"]
 SHORTCUT = ["model.layer_pattern=MD", "model.shared_expert_ffn_hidden_size=64"]
 _GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
-PLANNED = ["parallel.context=planned"]
+PLANNED = ["parallel.context=planned", "parallel.world_size=2", "parallel.cp=2"]
+ALONE = ["parallel.context=planned", "data.document_end=0"]
 BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
@@ -34,6 +35,13 @@ CASES = [
     ("parallel.placement=documents", PLANNED, [*PLANNED, "data.document_end=0"]),
     ("parallel.attention_hosts=balanced", [], [*PLANNED, "data.document_end=0"]),
     ("parallel.attention_hosts=balanced", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.placement=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
+    ("parallel.attention_hosts=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
+    (
+        "parallel.placement=documents",
+        [*ALONE, "parallel.world_size=2"],
+        [*ALONE, "parallel.world_size=2", "parallel.cp=2"],
+    ),
     ("parallel.attention_tolerance=0.2", [], BALANCED_HOSTS),
     ("parallel.attention_pool=2", [], BALANCED_HOSTS),
     ("parallel.attention_block=64", [], BALANCED_HOSTS),

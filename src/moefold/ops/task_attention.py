@@ -2,8 +2,7 @@
 
 A query attends to the keys up to its own place and inside its window. Only visible blocks are computed. The flash
 kernel of CUDA and the C kernel of a CPU compute all tasks in one call, on keys that are copied for each task. Elsewhere
-a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place; short tasks
-are computed together, padded to equal lengths, under a mask.
+a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place.
 
 Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, without autograd.
 """
@@ -36,13 +35,6 @@ Integers = NDArray[np.int64]
 QueryTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradient of the output, queries, output, all [R, A, D], and log-sum-exp, [R, A]."""
 
-MAX_SHORT_KEYS = 64
-"""Most keys of a task that is computed together with others on a CPU; longer ones fill a call."""
-LENGTH_STEP = 16
-"""Short tasks are padded to multiples of this."""
-MAX_SCORES = 1 << 21
-"""Most scores of one head in a call for short tasks, whose mask is in memory."""
-
 
 @dataclass(frozen=True)
 class _Block:
@@ -51,20 +43,6 @@ class _Block:
     rows: slice
     keys: slice
     mask: BlockMask
-
-
-@dataclass(frozen=True)
-class _ShortTasks:
-    """Tasks padded to N rows and M keys; padding reads row 0 and is masked."""
-
-    rows: Tensor
-    """Rows of the queries, int64 [N, n]."""
-    keys: Tensor
-    """Rows of the keys, int64 [M, n]."""
-    mask: Tensor
-    """Bool [n, N, M]."""
-    places: Tensor
-    """Places in [N, n] that are no padding, int64 [rows]."""
 
 
 class TaskKernel(Protocol):
@@ -116,12 +94,7 @@ class TaskAttention:
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        for short in self._short_tasks:
-            block_out, block_lse = attention_block(q[short.rows], k[short.keys], v[short.keys], block_mask=short.mask)
-            rows = short.rows.flatten()[short.places]
-            out[rows] = block_out.flatten(0, 1)[short.places]
-            lse[rows] = block_lse.flatten(0, 1)[short.places].to(lse.dtype)
-        for own, past in self._long_tasks:
+        for own, past in self._task_blocks:
             own_out, own_lse = _attend(q, k, v, own)
             if past is not None:
                 own_out = own_out.to(lse.dtype)
@@ -149,14 +122,9 @@ class TaskAttention:
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        for short in self._short_tasks:
-            block_dq, block_dk, block_dv = _differentiate(of_queries, k, v, short.rows, short.keys, short.mask)
-            dq[short.rows.flatten()[short.places]] = block_dq.flatten(0, 1)[short.places].to(dtype)
-            dk.index_add_(0, short.keys.flatten(), block_dk.flatten(0, 1).to(dtype))
-            dv.index_add_(0, short.keys.flatten(), block_dv.flatten(0, 1).to(dtype))
-        for own, past in self._long_tasks:
+        for own, past in self._task_blocks:
             for block in (own,) if past is None else (own, past):
-                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate_block(of_queries, k, v, block))
+                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(of_queries, k, v, block))
                 if block is own:
                     dq[block.rows] = block_dq.to(dtype)
                 else:
@@ -241,51 +209,14 @@ class TaskAttention:
         ]
 
     @cached_property
-    def _is_short(self) -> NDArray[np.bool_]:
-        return np.diff(self._keys).ravel() <= MAX_SHORT_KEYS
-
-    @cached_property
-    def _short_tasks(self) -> list[_ShortTasks]:
-        chosen = np.flatnonzero(self._is_short)
-        sizes = -(-np.stack((np.diff(self._rows).ravel(), np.diff(self._keys).ravel()), 1) // LENGTH_STEP) * LENGTH_STEP
-        groups = []
-        for num_rows, num_keys in np.unique(sizes[chosen], axis=0).tolist():
-            tasks = chosen[(sizes[chosen] == (num_rows, num_keys)).all(1)]
-            step = max(1, MAX_SCORES // (num_rows * num_keys))
-            groups += [self._pad(tasks[i : i + step], num_rows, num_keys) for i in range(0, len(tasks), step)]
-        return groups
-
-    def _pad(self, tasks: Integers, num_rows: int, num_keys: int) -> _ShortTasks:
-        """Pad tasks to equal lengths."""
-        first_row, stop_row = self._rows[tasks].T
-        first_key, stop_key = self._keys[tasks].T
-        row_Nn = np.arange(num_rows)[:, None]
-        key_Mn = np.arange(num_keys)[:, None]
-        has_row_Nn = row_Nn < stop_row - first_row
-        has_key_Mn = key_Mn < stop_key - first_key
-        # The place of a query among the keys.
-        place_Nn = row_Nn + (stop_key - first_key) - (stop_row - first_row)
-        distance_nNM = place_Nn.T[:, :, None] - key_Mn.T[:, None]
-        mask = has_row_Nn.T[:, :, None] & has_key_Mn.T[:, None] & (distance_nNM >= 0)
-        if self._window:
-            mask &= distance_nNM < self._window
-        return _ShortTasks(
-            self._to_device(np.where(has_row_Nn, first_row + row_Nn, 0)),
-            self._to_device(np.where(has_key_Mn, first_key + key_Mn, 0)),
-            self._to_device(mask),
-            self._to_device(np.flatnonzero(has_row_Nn)),
-        )
-
-    @cached_property
-    def _long_tasks(self) -> list[tuple[_Block, _Block | None]]:
+    def _task_blocks(self) -> list[tuple[_Block, _Block | None]]:
         """For each task the block over its own rows, and that over earlier keys, if there are any."""
         return list(self._blocks())
 
     def _blocks(self) -> Iterator[tuple[_Block, _Block | None]]:
         window = self._window
-        for task in np.flatnonzero(~self._is_short):
-            first_row, stop_row = self._rows[task].tolist()
-            first_key, stop_key = self._keys[task].tolist()
+        ranges = zip(self._rows.tolist(), self._keys.tolist(), strict=True)
+        for (first_row, stop_row), (first_key, stop_key) in ranges:
             num_rows = stop_row - first_row
             own_keys = slice(stop_key - num_rows, stop_key)
             own = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
@@ -320,18 +251,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Ten
     return attention_block(*tensors, block_mask=block.mask)
 
 
-def _differentiate_block(
-    of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block
-) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients through a block, [rows or keys, 1, heads, D]."""
     grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in of_queries)
     keys = (k[block.keys].unsqueeze(1), v[block.keys].unsqueeze(1))
     return attention_block_backward(grad_out, q, *keys, out, lse, block_mask=block.mask)
-
-
-def _differentiate(
-    of_queries: QueryTensors, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients through padded tasks, [N or M, n, heads, D]."""
-    grad_out, q, out, lse = (x[rows] for x in of_queries)
-    return attention_block_backward(grad_out, q, k[keys], v[keys], out, lse, block_mask=mask)

@@ -17,6 +17,18 @@ PLANNED_ATTENTION_RULES = (
         "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
     ),
     UnusedKeyRule(
+        "parallel.placement parallel.attention_hosts",
+        lambda cfg: cfg.parallel.cp == 1 and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp,
+        "dp*cp=1 rank has all tokens of a round",
+        "give the run more ranks in dp or cp",
+    ),
+    UnusedKeyRule(
+        "parallel.placement",
+        lambda cfg: cfg.parallel.placement == "documents" and cfg.parallel.cp == 1,
+        "parallel.cp=1 leaves every sample whole on its rank",
+        "set parallel.cp above 1, or parallel.placement='balanced'",
+    ),
+    UnusedKeyRule(
         "parallel.attention_tolerance parallel.attention_pool",
         lambda cfg: cfg.parallel.attention_hosts != "balanced",
         "only parallel.attention_hosts='balanced' reads it",

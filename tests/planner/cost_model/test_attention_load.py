@@ -6,6 +6,7 @@ import pytest
 
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.attention_load import attention_peers
+from moefold.planner.cost_model.collective import RankGroup, exchange_s
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
@@ -88,8 +89,17 @@ def test_planned_attention_pays_for_its_rows():
     queries = balanced.sent_queries * spec.num_heads / 2
     # In bfloat16, but for the gradients of keys and values, in float32.
     sent = tokens * (keys + queries * 2 * 128 * 2), tokens * (3 * keys + queries * 4 * 128 * 2)
-    # Both directions are limited by the slowest link level: their ratio is that of their bytes, but for the latency.
-    assert backward / forward == pytest.approx(sent[1] / sent[0], rel=0.02)
+    group = RankGroup(32, 2)
+    far = [
+        tokens * (balanced.remote_keys * 2048 * times + balanced.remote_queries * spec.num_heads / 2 * query)
+        for times, query in ((1, 512), (3, 1024))
+    ]
+    assert 0 < far[0] < sent[0]
+    device = load_device("h100")
+    assert forward == pytest.approx(exchange_s(device, group, sent[0], far[0]))
+    assert backward == pytest.approx(exchange_s(device, group, sent[1], far[1]))
+    # The rows of a sample stay in a node of eight GPUs: tp=2 x cp=4.
+    assert home.remote_keys == 0 < home.sent_keys
 
 
 PEERS = [

@@ -22,6 +22,8 @@ class AttentionPeers(NamedTuple):
     """Consecutive ranks of dp x cp that wait for each other in every layer; divides dp x cp."""
     num_rounds: int
     """Micro-batches of a step."""
+    ranks_per_node: int = 0
+    """Consecutive ranks of dp x cp that the first link level connects; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class AttentionLoad:
     """Rows of keys and values that the rank with the most exchanges (sent or received), for each token that it has."""
     sent_queries: float = 0.0
     """Rows of queries, likewise."""
+    remote_keys: float = 0.0
+    """Those of `sent_keys` that leave a node, of the rank with the most of them."""
+    remote_queries: float = 0.0
+    """Those of `sent_queries`, likewise."""
     exchange_ranks: int = 1
     """Consecutive ranks of dp x cp that exchange rows."""
     is_planned: bool = False
@@ -66,7 +72,12 @@ class AttentionLoads(Protocol):
 
 
 def attention_peers(
-    mapping: ParallelMapping, global_batch_size: int, *, is_coupled: bool, has_experts: bool
+    mapping: ParallelMapping,
+    global_batch_size: int,
+    *,
+    is_coupled: bool,
+    has_experts: bool,
+    gpus_per_node: int = 0,
 ) -> AttentionPeers:
     """Return the ranks that wait for each other under a mapping.
 
@@ -78,6 +89,7 @@ def attention_peers(
         global_batch_size: samples of a step.
         is_coupled: ep neighbours are tp*cp ranks apart, as before folding.
         has_experts: whether the model has experts.
+        gpus_per_node: GPUs that the first link level connects; 0: all.
     """
     m = mapping
     if not has_experts:
@@ -86,4 +98,5 @@ def attention_peers(
         group = m.cp * min(m.ep, m.dp)
     else:
         group = min(lcm(m.tp * m.cp, m.ep * m.etp) // m.tp, m.cp * m.dp)
-    return AttentionPeers(m.cp, m.dp, m.mbs, group, m.num_micro_batches(global_batch_size))
+    per_node = max(1, gpus_per_node // m.tp) if gpus_per_node else 0
+    return AttentionPeers(m.cp, m.dp, m.mbs, group, m.num_micro_batches(global_batch_size), per_node)

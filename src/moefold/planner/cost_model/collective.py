@@ -100,6 +100,29 @@ def all_to_all_s(
     return slowest + latency
 
 
+def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes: float) -> float:
+    """Return the seconds of an all-to-all of unequal parts, in which the busiest rank sends or receives the bytes.
+
+    Args:
+        device: the device with its links.
+        group: the ranks.
+        sent_bytes: bytes of the busiest rank, without those that stay on it.
+        remote_bytes: those of them that leave its unit of the first link level.
+    """
+    if group.size == 1:
+        return 0.0
+    first, *outer = device.links
+    seconds = sent_bytes / (first.bytes_per_s * first.fraction)
+    latency = first.latency_s
+    if ranks_per_unit(group, first) < group.size:
+        for link in outer:
+            seconds = max(seconds, _transfer_s(link, remote_bytes, remote_bytes))
+            latency = max(latency, link.latency_s)
+            if ranks_per_unit(group, link) == group.size:
+                break
+    return seconds + latency
+
+
 def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float:
     """Return the seconds of a level's bytes for each rank, or of all bytes through the rank's NIC if slower."""
     seconds = link_bytes / (link.bytes_per_s * link.fraction)

@@ -17,6 +17,7 @@ from moefold.planner.cost_model.collective import (
     RankGroup,
     all_gather_s,
     all_to_all_s,
+    exchange_s,
     ranks_per_unit,
 )
 from moefold.planner.cost_model.gemm import GemmCost
@@ -173,13 +174,7 @@ class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(
-        self,
-        layer_costs: LayerCostModel,
-        mixer: TokenMixer,
-        tp: int,
-        cp: int,
-        mbs: int,
-        load: AttentionLoad | None = None,
+        self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int, load: AttentionLoad | None
     ) -> None:
         self.layer_costs = layer_costs
         self.mixer = mixer
@@ -281,6 +276,16 @@ class _MixerCost:
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
         """Return the seconds of the rows that planned attention sends, forward and backward."""
+        if load.exchange_ranks == 1:
+            return 0.0, 0.0
+        group = RankGroup(load.exchange_ranks, self.tp)
+        sent = self._exchanged_bytes(load.sent_queries, load.sent_keys)
+        remote = self._exchanged_bytes(load.remote_queries, load.remote_keys)
+        device = self.layer_costs.device
+        return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
+
+    def _exchanged_bytes(self, queries: float, keys: float) -> tuple[float, float]:
+        """Return the bytes of these rows for each token of a rank, forward and backward."""
         mixer = self.mixer
         heads = mixer.num_heads / self.tp
         kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
@@ -289,15 +294,8 @@ class _MixerCost:
             output=heads * mixer.value_head_size,
             keys_and_values=kv_heads * (mixer.head_size + mixer.value_head_size),
         )
-        rows = self.tokens * load.sent_queries, self.tokens * load.sent_keys
-        forward, backward = exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
-        if load.exchange_ranks == 1:
-            return 0.0, 0.0
-        group = RankGroup(load.exchange_ranks, self.tp)
-        # An all-to-all is priced with its local part, and no row of an exchange is local.
-        whole = group.size / (group.size - 1)
-        device = self.layer_costs.device
-        return all_to_all_s(device, group, whole * forward), all_to_all_s(device, group, whole * backward)
+        rows = self.tokens * queries, self.tokens * keys
+        return exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
 
     def _sparse_core_s(self, keys: float) -> tuple[float, float]:
         """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""

@@ -227,7 +227,11 @@ class CostModel:
         if w.attention is None:
             return None
         return attention_peers(
-            mapping, w.global_batch_size, is_coupled=w.is_coupled, has_experts=self.model_spec.has_experts
+            mapping,
+            w.global_batch_size,
+            is_coupled=w.is_coupled,
+            has_experts=self.model_spec.has_experts,
+            gpus_per_node=self.device.links[0].gpus,
         )
 
     def _sum_layer(

@@ -3,11 +3,11 @@
 Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts are priced with the same documents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.planner.lengths.strategy import AttentionStrategy
-from moefold.topology.attention_plan import AttentionPlan, pairs_before, plan_attention
-from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
+from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
+from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
 
 MAX_ROUNDS = 32
 """Most rounds of a mapping that are planned."""
@@ -30,6 +30,17 @@ SAMPLES_OF_EFFECTIVE_LENGTH = 2048
 Floats = NDArray[np.float64]
 
 
+class RoundKey(NamedTuple):
+    """Mapping and window whose rounds are planned."""
+
+    cp: int
+    dp: int
+    mbs: int
+    window: int
+    ranks_per_node: int = 0
+    """Consecutive ranks of dp x cp in a node; 0: all."""
+
+
 @dataclass(frozen=True)
 class RoundLoads:
     """Attention of some rounds, by rank."""
@@ -38,10 +49,10 @@ class RoundLoads:
     """Visible (query, key) pairs that each rank computes, [rounds, ranks]."""
     kernel_rows: float
     """Query rows of a task, on average over the pairs."""
-    exchanged_keys: Floats
-    """Rows of keys and values that each rank sends or receives, the larger number, [rounds, ranks]."""
-    exchanged_queries: Floats
-    """Rows of queries, likewise."""
+    exchanged: Mapping[str, Floats]
+    """Rows that each rank sends or receives, the larger number, [rounds, ranks]: of keys and values ("keys"), of
+    queries ("queries"), and those of them that leave a node ("remote_keys", "remote_queries"); empty for other than
+    planned attention."""
     moved_queries: float
     """Rows of queries that are sent to another rank, as a share of all."""
     received_keys: float
@@ -83,11 +94,12 @@ class DocumentLoads:
 
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """See `AttentionLoads`."""
-        found = self.rounds(peers.cp, peers.dp, peers.mbs, window)
+        found = self.rounds(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)
         chosen = slice(None) if self.only_round is None else [self.only_round % len(found.pairs)]
         pairs = found.pairs[chosen]
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
+        rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
         # Ring attention computes chunk by chunk; planned attention joins the two chunks of the middle of a sample.
         chunk = self.seq_len / (2 * peers.cp) if peers.cp > 1 else float(self.seq_len)
         is_chunked = not planned and self.strategy.context != "ulysses"
@@ -95,8 +107,10 @@ class DocumentLoads:
             keys=_busiest(pairs, self._waiting(peers), peers.num_rounds) / tokens,
             mean_keys=float(pairs.mean()) / tokens,
             kernel_rows=min(found.kernel_rows, chunk) if is_chunked else found.kernel_rows,
-            sent_keys=float(found.exchanged_keys[chosen].max(1).mean()) / tokens if planned else 0.0,
-            sent_queries=float(found.exchanged_queries[chosen].max(1).mean()) / tokens if planned else 0.0,
+            sent_keys=rows.get("keys", 0.0),
+            sent_queries=rows.get("queries", 0.0),
+            remote_keys=rows.get("remote_keys", 0.0),
+            remote_queries=rows.get("remote_queries", 0.0),
             exchange_ranks=self._exchange_ranks(peers),
             is_planned=planned,
         )
@@ -105,7 +119,7 @@ class DocumentLoads:
         """See `AttentionLoads`."""
         key = ("mean", window)
         if key not in self._rounds:
-            self._rounds[key] = self._load_rounds(1, 1, 1, window, AttentionStrategy())
+            self._rounds[key] = self._load_rounds(RoundKey(1, 1, 1, window), AttentionStrategy())
         pairs = self._rounds[key].pairs
         keys = float(pairs.mean()) / self.seq_len
         return AttentionLoad(keys, keys, float(self.seq_len), is_planned=self.strategy.is_planned)
@@ -115,11 +129,20 @@ class DocumentLoads:
         """Effective length of the documents in tokens, see `effective_length`."""
         return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
-    def rounds(self, cp: int, dp: int, mbs: int, window: int = 0) -> RoundLoads:
-        """Plan the rounds of a mapping; cached."""
-        key = (cp, dp, mbs, window, self.strategy)
+    def rounds(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> RoundLoads:
+        """Plan the rounds of a mapping; cached.
+
+        Args:
+            cp: ranks of a sample.
+            dp: data-parallel ranks.
+            mbs: samples of a micro-batch.
+            window: sliding window in keys; 0: no limit.
+            ranks_per_node: consecutive ranks of dp x cp in a node; 0: all.
+        """
+        round_key = RoundKey(cp, dp, mbs, window, ranks_per_node)
+        key = (round_key, self.strategy)
         if key not in self._rounds:
-            self._rounds[key] = self._load_rounds(cp, dp, mbs, window, self.strategy)
+            self._rounds[key] = self._load_rounds(round_key, self.strategy)
         return self._rounds[key]
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
@@ -134,15 +157,14 @@ class DocumentLoads:
         """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
         return min(lcm(peers.group, self._exchange_ranks(peers)), peers.cp * peers.dp)
 
-    def _load_rounds(self, cp: int, dp: int, mbs: int, window: int, strategy: AttentionStrategy) -> RoundLoads:
-        count = min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // (cp * dp)))
-        samples = self._first_samples(count * dp * mbs)
-        rounds = [samples[first : first + dp * mbs] for first in range(0, len(samples), dp * mbs)]
+    def _load_rounds(self, key: RoundKey, strategy: AttentionStrategy) -> RoundLoads:
+        shape = RoundShape(dp=key.dp, cp=key.cp, micro_batch_size=key.mbs, seq_len=self.seq_len)
+        count = min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // shape.num_ranks))
+        samples = self._first_samples(count * shape.num_samples)
+        rounds = [samples[first : first + shape.num_samples] for first in range(0, len(samples), shape.num_samples)]
         if strategy.context == "ulysses":
-            return _head_loads(rounds, RoundShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len), window)
-        return plan_loads(
-            rounds, RoundShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len), window, strategy
-        )
+            return _head_loads(rounds, shape, key.window)
+        return plan_loads(rounds, shape, key.window, strategy, key.ranks_per_node)
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
         """Return the first samples of the seed; a longer draw begins with those of a shorter one."""
@@ -169,44 +191,60 @@ def _busiest(pairs: Floats, group: int, num_rounds: int) -> float:
 
 
 def plan_loads(
-    rounds: Sequence[Sequence[SampleLengths]], shape: RoundShape, window: int, strategy: AttentionStrategy
+    rounds: Sequence[Sequence[SampleLengths]],
+    shape: RoundShape,
+    window: int,
+    strategy: AttentionStrategy,
+    ranks_per_node: int = 0,
 ) -> RoundLoads:
     """Plan the attention of some rounds, as the runtime does."""
-    plans = [plan_of(samples, shape, window, strategy) for samples in rounds]
+    nodes = np.arange(shape.num_ranks) // (ranks_per_node or shape.num_ranks)
+    plans = [plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in rounds]
     exchanges = [plan.exchange() for plan in plans] if strategy.is_planned else []
     kinds = {"keys": [x.keys for x in exchanges], "queries": [x.queries for x in exchanges]}
-    none = np.zeros((len(plans), shape.num_ranks))
-    busiest = {
-        name: np.stack([np.maximum(x.sent(shape.num_ranks), x.received(shape.num_ranks)) for x in found]).astype(float)
-        if found
-        else none
-        for name, found in kinds.items()
-    }
-    shares = {
-        name: sum(x.num_rows for x in found) / (shape.num_tokens * max(1, len(found))) for name, found in kinds.items()
-    }
+    kinds |= {f"remote_{name}": [_between_nodes(x, nodes) for x in found] for name, found in kinds.items()}
     pairs = np.concatenate([plan.pairs for plan in plans]).astype(float)
     rows = np.concatenate([plan.stops_K - plan.firsts_K for plan in plans])
+    tokens = shape.num_tokens * len(rounds)
     return RoundLoads(
         pairs=np.stack([plan.pairs_of_ranks for plan in plans]).astype(float),
         kernel_rows=float((pairs * rows).sum() / pairs.sum()),
-        exchanged_keys=busiest["keys"],
-        exchanged_queries=busiest["queries"],
-        moved_queries=shares["queries"],
-        received_keys=shares["keys"],
+        exchanged={name: _rows_of_ranks(found, shape.num_ranks) for name, found in kinds.items() if found},
+        moved_queries=sum(x.num_rows for x in kinds["queries"]) / tokens,
+        received_keys=sum(x.num_rows for x in kinds["keys"]) / tokens,
     )
 
 
+def _between_nodes(transfers: Transfers, nodes: Integers) -> Transfers:
+    """Return the transfers between ranks of different nodes."""
+    leaves = nodes[transfers.sources_X] != nodes[transfers.destinations_X]
+    return Transfers(*(column[leaves] for column in transfers))
+
+
+def _rows_of_ranks(rounds: Sequence[Transfers], num_ranks: int) -> Floats:
+    """Return the rows that each rank sends or receives in each round, the larger number, [rounds, ranks]."""
+    return np.stack([np.maximum(x.sent(num_ranks), x.received(num_ranks)) for x in rounds]).astype(float)
+
+
 def plan_of(
-    samples: Sequence[SampleLengths], shape: RoundShape, window: int, strategy: AttentionStrategy
+    samples: Sequence[SampleLengths],
+    shape: RoundShape,
+    window: int,
+    strategy: AttentionStrategy,
+    nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of one round."""
+    """Plan the attention of one round; `nodes` has the node of each rank."""
     starts = [[0, *np.cumsum(lengths[:-1]).tolist()] for lengths in samples]
     placement: Placement = place(strategy.placement, shape, document_bounds(shape, starts), strategy.block)
     if strategy.hosts == "home":
         return plan_attention(placement, window=window)
     return plan_attention(
-        placement, window=window, tolerance=strategy.tolerance, block=strategy.block, pool=strategy.pool
+        placement,
+        window=window,
+        tolerance=strategy.tolerance,
+        block=strategy.block,
+        pool=strategy.pool,
+        nodes=nodes,
     )
 
 
@@ -222,12 +260,10 @@ def _head_loads(rounds: Sequence[Sequence[SampleLengths]], shape: RoundShape, wi
             pairs = pairs_before(lengths, window)
             per_dp[j, d] = pairs.sum()
             pairs_rows += float((pairs * lengths.astype(float)).sum())
-    none = np.zeros((len(rounds), shape.num_ranks))
     return RoundLoads(
         pairs=np.repeat(per_dp / shape.cp, shape.cp, axis=1),
         kernel_rows=pairs_rows / float(per_dp.sum()),
-        exchanged_keys=none,
-        exchanged_queries=none,
+        exchanged={},
         moved_queries=0.0,
         received_keys=0.0,
     )
