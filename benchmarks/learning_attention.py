@@ -144,17 +144,21 @@ def _by_variant(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the held-out loss of each variant, its mean over the seeds, and its ratio to that of the reference."""
-    reference = None
+    """Print the held-out loss of each variant, its mean, and the ratio to the reference over the seeds of both."""
+    reference: dict[int, float] = {}
     seeds = sorted({row["seed"] for row in rows})
     print(f"| attention | parameters | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | ratio |")
     print(f"| --- | --- | {'--- | ' * len(seeds)}--- | --- |")
     for name, found in _by_variant(rows).items():
         final = {row["seed"]: row["losses"][-1][1] for row in found}
         mean = fmean(final.values())
-        reference = reference or mean
+        reference = reference or final
+        common = final.keys() & reference.keys()
+        ratio = (
+            sum(final[seed] for seed in common) / sum(reference[seed] for seed in common) if common else float("nan")
+        )
         cells = " | ".join(f"{final[seed]:.4f}" if seed in final else "" for seed in seeds)
-        print(f"| {name} | {found[0]['parameters']:,} | {cells} | {mean:.4f} | {mean / reference:.3f} |")
+        print(f"| {name} | {found[0]['parameters']:,} | {cells} | {mean:.4f} | {ratio:.3f} |")
 
 
 def _draw(rows: list[dict[str, Any]], picture: Path) -> None:

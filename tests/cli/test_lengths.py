@@ -74,20 +74,18 @@ def test_documents_of_a_whole_sample_change_nothing(recipe, tmp_path, capsys):
 def test_plan_chooses_how_attention_is_shared(recipe, tmp_path, capsys):
     start = ["plan", recipe, "--gpu", "h100", "--num-gpus", "2", "--lengths", "wlb"]
     words = [*start, "--fix", "tp=1,cp=2,pp=1,ep=2,mbs=1"]
-    found = answer(capsys, *words)
+    planned = tmp_path / "planned.toml"
+    found = answer(capsys, *words, "--recipe", str(planned))
     assert found["lengths"] == "wlb"
     best = found["mappings"][0]
     assert set(best["attention"]) == {"context", "placement", "attention_hosts"}
-    planned = tmp_path / "planned.toml"
-    assert main([*words, "--recipe", str(planned)]) == 0
+    is_written = f'context = "{best["attention"]["context"]}"' in planned.read_text()
+    assert is_written == (best["attention"]["context"] != "ring")
+    assert main([*start, "--explain", "tp=1 cp=2 pp=1 ep=2 mbs=1"]) == 0
     out = capsys.readouterr().out
     assert "attention:" in out
     assert "lengths:" in out
-    if best["attention"]["context"] != "ring":
-        assert f'context = "{best["attention"]["context"]}"' in planned.read_text()
-    explained = answer(capsys, *start, "--explain", "tp=1 cp=2 pp=1 ep=2 mbs=1")
-    assert explained["attention"] == best["attention"]
-    assert explained["rank"] >= 1
+    assert "rank:" in out
 
 
 def test_lengths_shows_the_balance_of_each_strategy(capsys):

@@ -18,6 +18,7 @@ from moefold.ops.sparse_attention import (
 
 S, B, A, G, D, J, K = 9, 2, 4, 2, 6, 3, 4
 SCALE = 0.3
+WEIGHTS = torch.tensor([[0.5, 0.0], [1.0, 0.25], [0.0, 2.0]], dtype=torch.float64).repeat(3, 1)
 
 
 def _random(*shape: int) -> Tensor:
@@ -69,7 +70,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask_SBN: Tensor, sinks: Tensor | No
 def _divergence(index: IndexTensors, mask_SBN: Tensor, sums_SBN: Tensor) -> Tensor:
     log_probs = _scores(index).masked_fill(~mask_SBN, -torch.inf).log_softmax(-1)
     target = (sums_SBN / sums_SBN.sum(-1, keepdim=True)).detach()
-    return (target * (target.log() - log_probs))[mask_SBN].sum()
+    terms = torch.where(mask_SBN, target * (target.log() - log_probs), 0.0).nan_to_num()
+    return sum(WEIGHTS[t, b] * terms[t, b][mask_SBN[t, b]].sum() for t in range(S) for b in range(B))
 
 
 def _assert_same_gradients(found: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
@@ -136,7 +138,7 @@ def test_loss_over_selected_keys():
     index = _index()
     selected = select_keys(index, _causal(), K)
     _, sums = sparse_attention(q, k, k, selected, value_dim=D, scale=SCALE)
-    loss = selected_index_loss(index, selected, sums / sums.sum(-1, keepdim=True))
+    loss = selected_index_loss(index, selected, sums / sums.sum(-1, keepdim=True), WEIGHTS)
     mask = _mask(selected)
     _assert_same_gradients(loss, _divergence(index, mask, _dense(q, k, k, mask, None)[1]), [*vars(index).values()])
 
@@ -150,7 +152,7 @@ def test_loss_over_visible_keys(has_sinks):
     sums = attention_sums(q, k, mask.transpose(0, 1), SCALE, sinks)
     expected = _dense(q, k, k, mask, sinks)[1]
     torch.testing.assert_close(sums, expected)
-    loss = visible_index_loss(index, mask.transpose(0, 1), (sums / sums.sum(-1, keepdim=True)).detach())
+    loss = visible_index_loss(index, mask.transpose(0, 1), (sums / sums.sum(-1, keepdim=True)).detach(), WEIGHTS)
     _assert_same_gradients(loss, _divergence(index, mask, expected), [*vars(index).values()])
 
 

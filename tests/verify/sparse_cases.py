@@ -38,6 +38,7 @@ OPTIONS = [
         ({"world_size": 2, "tp": 2}, SPARSE | {"attention_pattern": "WF", "sliding_window": 7}, {}),
         ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE, {"recompute": ("layer",)}),
         ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"q_lora_rank": 0}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT | {"attention_gate": True}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {"recompute": ("norms", "moe")}),
         ({"world_size": 2, "tp": 2}, SPARSE | {"rope_pattern": "RN"}, {"optimizer": "muon"}),
         ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
@@ -55,7 +56,7 @@ WARMUP = [
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT, {}),
         ({"world_size": 2, "pp": 2}, SPARSE | {"tie_embeddings": True, "mtp_layers": 1}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE, {"recompute": ("layer",)}),
-        ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}, SPARSE, {}),
+        ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded", "moe": {"llep_min_tokens": 1}}, SPARSE, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
     )
 ]

@@ -14,6 +14,7 @@ from moefold.verify.distributed_run import DistributedRecord, run_distributed, r
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
+from tests.verify.sparse_cases import SPARSE, SPARSE_LATENT
 from tests.verify.test_routing import KINDS, MAPPINGS
 
 pytestmark = pytest.mark.parity
@@ -87,6 +88,27 @@ def test_every_kind_of_routing(pool, mapping, kinds):
     for number, cfg in enumerate(cfgs):
         worst = compare_records(_oracle(cfg), [records[number] for records in ranks])[0]
         assert worst.error <= TOLERANCE, (kinds[number], worst)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "model", "stage"),
+    [
+        ({"world_size": 2, "tp": 2}, SPARSE, "sparse"),
+        *slow(
+            [
+                ({"world_size": 2, "tp": 2}, SPARSE, "warmup"),
+                ({"world_size": 4, "cp": 2, "ep": 2, "context": "allgather"}, SPARSE_LATENT, "sparse"),
+                ({"world_size": 4, "cp": 2, "pp": 2, "context": "allgather"}, SPARSE_LATENT, "warmup"),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_indexers_do_not_learn_from_padding(pool, mapping, model, stage):
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "indexer_stage": stage}
+    cfg = tiny(model=model, train=train, data={"kind": "program"}, **mapping)
+    worst = compare_records(_oracle(cfg), pool.run(mapping["world_size"], _run, cfg))[0]
+    assert worst.error <= TOLERANCE, worst
 
 
 LOAN = {"llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}

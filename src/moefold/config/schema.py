@@ -316,7 +316,8 @@ class TrainConfig:
     attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
     indexer_loss: float = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
-    mean over the tokens, sum over the layers. No other weight has a gradient from it; 0: the indexers do not learn."""
+    mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
+    do not learn."""
     eval_every: int = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_samples: int = 16

@@ -25,17 +25,19 @@ class MultimodalFolder:
 
     Attributes:
         model_type: of the folder; `text_config` of its config.json describes the text model.
-        text_prefix: first words of the names of the text model's tensors, for "model.".
+        text_prefix: first words of the names of the text model's tensors, for `text_root`.
         other_tensors: regular expression of the tensors of the other models.
+        text_root: first words of the same names in a folder of the text model alone.
     """
 
     model_type: str
     text_prefix: str
     other_tensors: str
+    text_root: str = "model."
 
     def text_name(self, name: str) -> str:
         """Return the name that a tensor has in a folder of the text model alone."""
-        return f"model.{name.removeprefix(self.text_prefix)}" if name.startswith(self.text_prefix) else name
+        return f"{self.text_root}{name.removeprefix(self.text_prefix)}" if name.startswith(self.text_prefix) else name
 
     def text_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of the text model.

@@ -5,7 +5,16 @@ from typing import Any
 
 from moefold.config.model import ATTENTION_KINDS, ROPE_KINDS, ModelConfig
 from moefold.convert.config_fields import AttentionBias, Constant, Json, Renamed, is_int, num_layers_of
-from moefold.convert.family import BACKBONE, BIASES, Family, NumExperts, family_sizes, layer_rules, merge_rules
+from moefold.convert.family import (
+    BACKBONE,
+    BIASES,
+    Family,
+    MultimodalFolder,
+    NumExperts,
+    family_sizes,
+    layer_rules,
+    merge_rules,
+)
 from moefold.convert.layer_fields import letters_of, shorten_pattern
 from moefold.convert.tensor_mapping import FusedColumns
 from moefold.errors import ConfigError
@@ -164,6 +173,9 @@ LLAMA4_FAMILIES = (
             Constant("router_probs_on_input", True),
         ),
         (_TENSORS,),
+        multimodal=MultimodalFolder(
+            "llama4", "language_model.", r"(vision_model|multi_modal_projector)\..*", text_root=""
+        ),
         default_keys={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "num_local_experts": 16},
     ),
 )

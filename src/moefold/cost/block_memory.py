@@ -474,6 +474,7 @@ def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
     saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
     # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
     saved["attention"] += sizes.gathered_bytes(sizes.heads * (model.head_size + key + model.v_head_dim) + key)
+    saved["attention"] += _saved_by_gate(sizes)
     return saved + saved_by_core_attention(sizes, rank) + _saved_by_selection(sizes, key)
 
 

@@ -191,7 +191,12 @@ class LightningIndexer(nn.Module):
         return self.sequence_parallel.gather(select_keys(index, of_own_rows, self.top_k))
 
     def attach_selected_loss(
-        self, attended: Tensor, index: IndexTensors, selected_SBK: Tensor, sums_SBK: Tensor
+        self,
+        attended: Tensor,
+        index: IndexTensors,
+        selected_SBK: Tensor,
+        sums_SBK: Tensor,
+        documents: PackedDocuments | None,
     ) -> Tensor:
         """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
 
@@ -200,12 +205,13 @@ class LightningIndexer(nn.Module):
             index: projections of this rank's own queries.
             selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
             sums_SBK: attention probabilities summed over this rank's heads.
+            documents: with the weights of the tokens, if there is padding.
         """
         if not self._learns:
             return attended
         own_selected = self.sequence_parallel.own_rows(selected_SBK)
         target = _normalized(self.sequence_parallel.scatter(sums_SBK))
-        return self._attach(attended, selected_index_loss(index, own_selected, target), index)
+        return self._attach(attended, selected_index_loss(index, own_selected, target, self._weights(index, documents)))
 
     def attach_dense_loss(
         self,
@@ -214,6 +220,7 @@ class LightningIndexer(nn.Module):
         visible: VisibleKeys,
         query: Tensor,
         key: Tensor,
+        documents: PackedDocuments | None,
         *,
         scale: float,
         sinks: Tensor | None,
@@ -228,6 +235,7 @@ class LightningIndexer(nn.Module):
             visible: keys that the queries of the context shard see.
             query: queries of attention, [S/cp, B, A, D].
             key: keys of whole samples, [S, B, G, D].
+            documents: with the weights of the tokens, if there is padding.
             scale: factor of the scores of attention.
             sinks: of attention.
         """
@@ -238,6 +246,7 @@ class LightningIndexer(nn.Module):
         parts = len(query) // num_own
         heads = max(query.shape[2] * parts, index.query.shape[2])
         size = block_rows(index.query, heads * num_keys * query.shape[1])
+        weights_SB = self._weights(index, documents)
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)
@@ -252,19 +261,25 @@ class LightningIndexer(nn.Module):
                 target = _normalized(self.sequence_parallel.scatter(sums))
                 is_visible_own = self.sequence_parallel.own_rows(is_visible_BSN.transpose(0, 1)).transpose(0, 1)
             block = IndexTensors(index.query[start:stop], index.weight[start:stop], index.key)
-            losses.append(visible_index_loss(block, is_visible_own, target))
-        return self._attach(attended, torch.stack(losses).sum(), index)
+            losses.append(visible_index_loss(block, is_visible_own, target, weights_SB[start:stop]))
+        return self._attach(attended, torch.stack(losses).sum())
 
     @property
     def _learns(self) -> bool:
         return self.training and self._coefficient > 0
 
-    def _attach(self, attended: Tensor, loss: Tensor, index: IndexTensors) -> Tensor:
-        """Attach this rank's part of the loss: the mean over the tokens of the micro-batch, then over micro-batches."""
-        scale = self._coefficient * self._loss_scale / index.key.shape[:2].numel()
-        attached = attach_aux_loss(attended, loss, scale)
+    def _weights(self, index: IndexTensors, documents: PackedDocuments | None) -> Tensor:
+        """Return the share of each of this rank's own queries in the loss, [S, B]: equal, or 0 for padding."""
+        if documents is not None and documents.token_weights is not None:
+            return self.sequence_parallel.own_rows(documents.token_weights.t())
+        share = self._loss_scale / index.key.shape[:2].numel()
+        return torch.full(index.query.shape[:2], share, dtype=torch.float64, device=index.query.device)
+
+    def _attach(self, attended: Tensor, loss: Tensor) -> Tensor:
+        """Attach this rank's part of the loss."""
+        attached = attach_aux_loss(attended, loss, self._coefficient)
         if attached.requires_grad:
-            part = loss.detach().double() * scale
+            part = loss.detach().double() * self._coefficient
 
             def count(grad: Any) -> None:
                 if self.loss_sum.device != part.device:

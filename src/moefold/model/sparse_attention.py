@@ -46,7 +46,9 @@ class SparseAttention(Attention):
             index = indexer.project(x, x, rope)
             visible = indexer.visible_keys(len(query), documents, query.shape[1])
             all_keys = indexer.keys.gather(key)
-            return indexer.attach_dense_loss(attended, index, visible, query, all_keys, scale=scale, sinks=sinks)
+            return indexer.attach_dense_loss(
+                attended, index, visible, query, all_keys, documents, scale=scale, sinks=sinks
+            )
         if indexer.cache is not None:
             index = indexer.project_rows(x, x, rope)
             keys, values, selected = indexer.cache.extend(index, key, value, indexer.top_k, self.window)
@@ -59,7 +61,7 @@ class SparseAttention(Attention):
         attended, sums = sparse_attention(
             query, keys, values, selected, value_dim=value.shape[-1], scale=scale, sinks=sinks
         )
-        return indexer.attach_selected_loss(attended, index, selected, sums)
+        return indexer.attach_selected_loss(attended, index, selected, sums, documents)
 
 
 class SparseLatentAttention(LatentAttention):
@@ -100,7 +102,9 @@ class SparseLatentAttention(LatentAttention):
         keys = indexer.keys.gather(key)
         if indexer.is_dense:
             attended = super()._attend(x, own, gathered, rope, documents)
-            return indexer.attach_dense_loss(attended, index, visible, query, keys, scale=self._scale, sinks=None)
+            return indexer.attach_dense_loss(
+                attended, index, visible, query, keys, documents, scale=self._scale, sinks=None
+            )
         selected = indexer.select(index, visible)
         attended, sums = sparse_attention(query, keys, None, selected, value_dim=rank, scale=self._scale)
-        return self._expand_values(indexer.attach_selected_loss(attended, index, selected, sums))
+        return self._expand_values(indexer.attach_selected_loss(attended, index, selected, sums, documents))

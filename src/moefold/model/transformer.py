@@ -325,10 +325,17 @@ class Transformer(nn.Module):
     ) -> tuple[Rope, TokenColumns, PackedDocuments | None]:
         """Return the arguments of all blocks: RoPE, columns of the MoE layers and documents."""
         document_starts = columns.get("document_starts")
+        weights = columns.get("token_weights")
         documents = None
         if document_starts is not None:
             starts_SB = document_starts.t()
-            documents = PackedDocuments.of_starts(starts_SB) if bounds is None else PackedDocuments(bounds, starts_SB)
+            bounds = bounds or DocumentBounds.of_starts(document_starts)
+            documents = PackedDocuments(bounds, starts_SB, weights)
+        elif weights is not None and self.cfg.model.index_topk:
+            # Padding in samples of one document each, of which the indexers' losses must know.
+            length = self.cfg.train.seq_len
+            starts_SB = torch.zeros(length, len(weights), dtype=torch.int64, device=weights.device)
+            documents = PackedDocuments(DocumentBounds(((0, length),) * len(weights)), starts_SB, weights)
         positions = columns.get("positions")
         token_columns = TokenColumns(
             columns.get("sample_ids"), columns.get("token_weights"), positions, columns.get("token_samples")

@@ -65,6 +65,8 @@ class PackedDocuments:
     bounds: DocumentBounds
     starts_SB: Tensor
     """Position at which the document of each token begins, int64 [S, B], on the device."""
+    token_weights: Tensor | None = None
+    """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None: there is no padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _in_chunks: dict[int, "PackedDocuments"] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -238,19 +238,20 @@ def attention_sums(q: Tensor, k: Tensor, is_visible_BSN: Tensor, scale: float, s
     return (scores - lse).exp().sum((1, 2)).transpose(0, 1)
 
 
-def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: Tensor) -> Tensor:
-    """Compute the KL divergence of the indexer's softmax over the selected keys from a target, summed over queries.
+def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: Tensor, weights_SB: Tensor) -> Tensor:
+    """Compute the KL divergence of the indexer's softmax over the selected keys from a target: a weighted sum.
 
     Args:
         index: projections of the queries and of all keys.
         selected_SBK: keys of each query, int32, -1 in empty places.
         target_SBK: probability of each selected key; those of a query sum to 1.
+        weights_SB: weight of each query.
 
     Returns:
         0-dim, in nats, float32 at least; its gradient goes to the projections.
     """
     loss: Tensor = _IndexLoss.apply(
-        index.query, index.weight, index.key, selected_SBK, target_SBK, torch.is_grad_enabled()
+        index.query, index.weight, index.key, selected_SBK, target_SBK, weights_SB, torch.is_grad_enabled()
     )
     return loss
 
@@ -260,7 +261,14 @@ class _IndexLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, weight: Tensor, key: Tensor, selected_SBK: Tensor, target_SBK: Tensor, is_needed: bool
+        ctx: Any,
+        query: Tensor,
+        weight: Tensor,
+        key: Tensor,
+        selected_SBK: Tensor,
+        target_SBK: Tensor,
+        weights_SB: Tensor,
+        is_needed: bool,
     ) -> Tensor:
         dtype = accumulation_dtype(query.dtype)
         total = torch.zeros((), dtype=dtype, device=query.device)
@@ -274,7 +282,10 @@ class _IndexLoss(torch.autograd.Function):
             query_RJD, weight_RJ = (x[rows, sample].to(dtype) for x in (query, weight))
             dots_RJK = query_RJD @ key_RKD.mT
             loss, dscores_RK = _divergence(
-                (weight_RJ.unsqueeze(1) @ dots_RJK.relu()).squeeze(1), selected_RK >= 0, target_SBK[rows, sample]
+                (weight_RJ.unsqueeze(1) @ dots_RJK.relu()).squeeze(1),
+                selected_RK >= 0,
+                target_SBK[rows, sample],
+                weights_SB[rows, sample],
             )
             total += loss
             if is_needed:
@@ -288,22 +299,23 @@ class _IndexLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None
+        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
 
 
-def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: Tensor) -> Tensor:
-    """Compute the KL divergence of the indexer's softmax over all visible keys from a target, summed over queries.
+def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: Tensor, weights_SB: Tensor) -> Tensor:
+    """Compute the KL divergence of the indexer's softmax over all visible keys from a target: a weighted sum.
 
     Args:
         index: projections of a block of queries and of all keys.
         is_visible_BSN: keys that each query sees.
         target_SBN: probability of each key; those of a query sum to 1.
+        weights_SB: weight of each query.
 
     Returns:
         As `selected_index_loss`.
     """
     loss: Tensor = _VisibleIndexLoss.apply(
-        index.query, index.weight, index.key, is_visible_BSN, target_SBN, torch.is_grad_enabled()
+        index.query, index.weight, index.key, is_visible_BSN, target_SBN, weights_SB, torch.is_grad_enabled()
     )
     return loss
 
@@ -313,7 +325,14 @@ class _VisibleIndexLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, weight: Tensor, key: Tensor, is_visible_BSN: Tensor, target_SBN: Tensor, needed: bool
+        ctx: Any,
+        query: Tensor,
+        weight: Tensor,
+        key: Tensor,
+        is_visible_BSN: Tensor,
+        target_SBN: Tensor,
+        weights_SB: Tensor,
+        needed: bool,
     ) -> Tensor:
         dtype = accumulation_dtype(query.dtype)
         total = torch.zeros((), dtype=dtype, device=query.device)
@@ -322,7 +341,10 @@ class _VisibleIndexLoss(torch.autograd.Function):
             query_SJD, weight_SJ, key_ND = (x[:, sample].to(dtype) for x in (query, weight, key))
             dots_SJN = query_SJD @ key_ND.t()
             loss, dscores_SN = _divergence(
-                (weight_SJ.unsqueeze(1) @ dots_SJN.relu()).squeeze(1), is_visible_BSN[sample], target_SBN[:, sample]
+                (weight_SJ.unsqueeze(1) @ dots_SJN.relu()).squeeze(1),
+                is_visible_BSN[sample],
+                target_SBN[:, sample],
+                weights_SB[:, sample],
             )
             total += loss
             if needed:
@@ -336,17 +358,18 @@ class _VisibleIndexLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None
+        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
 
 
-def _divergence(scores: Tensor, is_present: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL divergence of the target from the softmax of the scores, and the gradient of the scores."""
+def _divergence(scores: Tensor, is_present: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the KL divergences of the rows, and the gradient of the scores."""
+    weights = weights.to(scores.dtype).unsqueeze(-1)
     log_probs = scores.masked_fill(~is_present, -torch.inf).log_softmax(-1)
     probs = log_probs.exp()
     target = target.to(scores.dtype)
     # A target of 0 contributes nothing, whatever the score.
     terms = torch.xlogy(target, target) - torch.where(target > 0, target * log_probs, 0.0)
-    return terms.sum(), probs - target
+    return (weights * terms).sum(), weights * (probs - target)
 
 
 def block_rows(query: Tensor, elements_per_row: int) -> int:

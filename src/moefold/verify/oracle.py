@@ -172,8 +172,7 @@ class Oracle:
             * torch.cat([b.logits[b.is_token].logsumexp(-1).square() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        num_micro_batches = len(batch.tokens) // size
-        indexer = torch.stack([lm.new_zeros(()), *self._index_losses]).sum() / num_micro_batches
+        indexer = torch.stack([lm.new_zeros(()), *self._index_losses]).sum() / batch.is_token.sum()
         return _LossTerms(lm, aux, z, mtp, indexer * self.cfg.train.indexer_loss, routed)
 
     def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
@@ -200,7 +199,9 @@ class Oracle:
     ) -> Tensor:
         name = f"layers.{i}"
         factor = self.cfg.model.residual_multiplier
-        attended = self._attention(f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, i)
+        attended = self._attention(
+            f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, context.is_token, i
+        )
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
@@ -272,7 +273,7 @@ class Oracle:
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
-    def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
+    def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         if model.all_block_kinds[layer].endswith("L"):
             return linear_attention(model, self.weights, name, x, documents)
@@ -334,7 +335,8 @@ class Oracle:
                 probabilities.append(scores.softmax(-1))
             outputs.append(probabilities[-1] @ value[:, :, group])
         if index is not None:
-            self._index_losses.append(index.divergence(torch.stack(probabilities).sum(0).detach()))
+            divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
+            self._index_losses.append(divergence[is_token].sum())
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
             gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))

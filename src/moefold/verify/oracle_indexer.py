@@ -61,7 +61,7 @@ class OracleIndexer:
                 self.masked[sample, t, best] = False
 
     def divergence(self, sums: Tensor) -> Tensor:
-        """Return the mean KL divergence over the tokens.
+        """Return the KL divergence of each token, [B, S].
 
         Args:
             sums: attention probabilities summed over the heads, [B, S, S].
@@ -70,7 +70,7 @@ class OracleIndexer:
         weights = torch.where(self.masked, 0.0, self.scores.exp())
         log_probs = torch.where(self.masked, 0.0, self.scores) - weights.sum(-1, keepdim=True).log()
         log_target = torch.where(target > 0, target, 1.0).log()
-        return (target * (log_target - log_probs)).sum(-1).mean()
+        return (target * (log_target - log_probs)).sum(-1)
 
     def _rotate(self, z: Tensor) -> Tensor:
         """Apply RoPE to the first dims of [B, S, D]."""

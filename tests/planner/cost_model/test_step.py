@@ -222,3 +222,14 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
         assert backward == pytest.approx(2 * expected)
         (alone,) = (item.seconds for item in costs.mixer(0, tp=2, cp=1, mbs=3).forward if item.part == "cp_comm")
         assert alone == 0
+
+
+def test_the_backward_pass_of_linear_attention_recomputes_its_core():
+    """A layer of kind L recomputes its core in any case, which `core_attention` therefore does not: Megatron's does."""
+    model = load_model_spec("qwen3-next-80b-a3b")
+    ours = LayerCostModel(model, load_device("h100"), WORK).mixer(model.layers[0], 1, 1, 1)
+    theirs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True)).mixer(model.layers[0], 1, 1, 1)
+    core = dict(theirs.recompute)["core_attention"]
+    assert core > 0 == dict(ours.recompute)["core_attention"]
+    assert ours.backward_cost.compute_s == pytest.approx(theirs.backward_cost.compute_s + core)
+    assert ours.forward_cost == theirs.forward_cost

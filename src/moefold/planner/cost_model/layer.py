@@ -218,11 +218,17 @@ class _MixerCost:
             CostItem("tp_comm", gather, "tp"),
         )
         forward_kernels, backward_kernels = KERNEL_COUNTS["mixer"]
-        recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core)]
+        core_again = 0.0 if self._recomputes_core else core
+        recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core_again)]
         if mixer.latent_rank:
             up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
             recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
         return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, 0.0, tuple(recompute))
+
+    @property
+    def _recomputes_core(self) -> bool:
+        """Return whether the backward pass recomputes the core in any case: moefold's linear attention does."""
+        return self.mixer.kind == "linear" and not self.layer_costs.workload.is_megatron
 
     def _projections_s(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
@@ -259,7 +265,7 @@ class _MixerCost:
             seconds = self.layer_costs.gemm.memory_bound_s(
                 mixer.core_bytes * mixer.output_width * self.tokens / self.tp
             )
-            return seconds, 2 * seconds
+            return seconds, (3 if self._recomputes_core else 2) * seconds
         if self.load is None:
             keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
