@@ -303,6 +303,14 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
     assert saved[0] < saved[1] or parts
 
 
+def test_latent_attention_whose_work_moves_between_ranks_pads_its_values():
+    narrow = replace(CPU_KERNELS, narrow_values=True)
+    for keys, is_padded in (({"attention_hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
+        cfg = _config(model=LATENT | {"v_head_dim": 8}, world_size=2, context="planned", **keys)
+        saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
+        assert (saved[0] == saved[1]) == is_padded, keys
+
+
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
     plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
     measured = _on_one_rank(split)

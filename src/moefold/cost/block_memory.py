@@ -183,7 +183,8 @@ def _mla_head_widths(sizes: BlockSizes) -> int:
     """Return the saved numbers of a head for each token: of its query, its key and its value."""
     model = sizes.cfg.model
     p = sizes.cfg.parallel
-    attends_in_blocks = p.cp > 1 and p.context != "ulysses"
+    shares_work = p.context == "planned" and "balanced" in (p.attention_hosts, p.placement)
+    attends_in_blocks = shares_work or (p.cp > 1 and p.context != "ulysses")
     has_windows = any(model.layer_windows)
     if (
         sizes.kernels.narrow_values
