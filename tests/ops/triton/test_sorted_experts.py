@@ -235,7 +235,7 @@ MAPPINGS = [
 
 
 def _single(**mapping):
-    cfg = tiny(moe={"weight_in_expert": False}, train={"seq_len": 8}, **mapping)
+    cfg = tiny(model={"num_layers": 1}, moe={"weight_in_expert": False}, train={"seq_len": 8}, **mapping)
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 
 
