@@ -63,6 +63,7 @@ def expected() -> list[float]:
 
 
 LATENT_MODEL = LATENT | {
+    "num_layers": 2,
     "tie_embeddings": False,
     "qk_norm": False,
     "mtp_layers": 1,

@@ -182,7 +182,7 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
 
     def recipe(**mapping: int) -> Config:
         moe = {"aux_kind": "global_batch", "aux_loss": 0.5}
-        return tiny(moe=moe, train={"global_batch_size": 8}, **mapping)
+        return tiny(moe=moe, train={"global_batch_size": 4}, **mapping)
 
     same = [
         _aux_and_norm(pool, recipe(**mapping))
