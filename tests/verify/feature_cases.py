@@ -454,7 +454,7 @@ CASES = [
     *cases("documents", DOCUMENTS_MAPPED[1:3], [*DOCUMENTS_MAPPED[:1], *DOCUMENTS_MAPPED[3:], *DOCUMENTS_FOLDED]),
     *cases("documents of model kinds", DOCUMENT_KINDS[::4], [DOCUMENT_KINDS[i] for i in (1, 2, 3, 5, 6, 7)]),
     *cases("gpt-oss", GPT_OSS_AXES[1:2], [GPT_OSS_AXES[0], *GPT_OSS_AXES[2:], *GPT_OSS_FOLDED]),
-    *cases("gpt-oss with documents", GPT_OSS_DOCUMENTS[:2], GPT_OSS_DOCUMENTS[2:]),
+    *cases("gpt-oss with documents", GPT_OSS_DOCUMENTS[:1], GPT_OSS_DOCUMENTS[1:]),
     *cases("gpt-oss with least-loaded dispatch", GPT_OSS_LOANS[:1], GPT_OSS_LOANS[1:]),
     *cases("gpt-oss with dropping", GPT_OSS_DROPS),
     *cases("deepseek-v3", _with(V3, LATENT_AXES[1:3]), _with(V3, (LATENT_AXES[0], *LATENT_AXES[3:], *LATENT_FOLDED))),

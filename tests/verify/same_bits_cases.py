@@ -273,7 +273,7 @@ OPTIMIZER_OFFLOAD = [
 
 CASES: list[Case] = [
     *cases("recomputation on one rank", RECOMPUTE_ONE_RANK[-1:], RECOMPUTE_ONE_RANK[:-1]),
-    *cases("recomputation", RECOMPUTE_MAPPED[:2], RECOMPUTE_MAPPED[2:]),
+    *cases("recomputation", RECOMPUTE_MAPPED[:1], RECOMPUTE_MAPPED[1:]),
     *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
     *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
     *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP[1:]]),
