@@ -26,6 +26,7 @@ from tests.convert.hf_models import (
     tokens_of,
     transformers,
 )
+from tests.slow import slow
 
 
 def add_tokenizer(folder: Path) -> Path:
@@ -197,8 +198,24 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, ca
     torch.testing.assert_close(logits_of(loaded, tokens), logits_of(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-tied", "float32"),
+        ("mixtral", "bfloat16"),
+        ("gpt-oss", "float32"),
+        ("deepseek-v3", "bfloat16"),
+        *slow(
+            [
+                ("llama-tied", "bfloat16"),
+                ("mixtral", "float32"),
+                *(("qwen2-moe", dtype) for dtype in ("bfloat16", "float32")),
+                ("gpt-oss", "bfloat16"),
+                ("deepseek-v3", "float32"),
+            ]
+        ),
+    ],
+)
 def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, caplog, name, dtype):
     model = make_model(name)
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))

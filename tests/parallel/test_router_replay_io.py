@@ -37,7 +37,7 @@ MODELS = {
     "plain": {"num_layers": 4},
     "further tokens": {"num_layers": 3, "mtp_layers": 2},
     "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
-    "many experts": {"num_layers": 4, "num_experts": 264, "moe_ffn_hidden_size": 8},
+    "many experts": {"num_layers": 2, "mtp_layers": 1, "num_experts": 264, "moe_ffn_hidden_size": 8},
     "documents": {"vocab_size": 8},
 }
 
@@ -46,7 +46,7 @@ def _recipe(run_dir: Path, model: str = "plain", replay: str = "", **mapping: ob
     cfg = tiny(
         model=MODELS[model],
         moe={"trace_every": 1, "replay": replay},
-        train={"micro_batch_size": 1, "global_batch_size": 8},
+        train={"micro_batch_size": 1, "global_batch_size": 4},
         data={"document_end": 2} if model == "documents" else {},
         **mapping,
     )
@@ -90,7 +90,7 @@ def single(pool, tmp_path_factory):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[2], MAPPINGS[5]]), ids=str)
+@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[2]]), ids=str)
 def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
     pool.run(mapping["world_size"], _train, _recipe(tmp_path, **mapping), STEPS)
     assert sorted(_files(tmp_path)) == ["step-000001.npy", "step-000002.npy", "trace.json"]
@@ -98,7 +98,7 @@ def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("model", ["further tokens", "many experts", *slow([("dense-and-moe",)])])
+@pytest.mark.parametrize("model", ["many experts", *slow([("further tokens",), ("dense-and-moe",)])])
 def test_every_model_writes_the_same_bytes(pool, single, tmp_path, model):
     pool.run(4, _train, _recipe(tmp_path, model, world_size=4, pp=2, tp=2, ep=2), STEPS)
     assert _files(tmp_path) == _files(single(model))
@@ -108,7 +108,8 @@ def test_every_model_writes_the_same_bytes(pool, single, tmp_path, model):
 @pytest.mark.parity
 def test_the_trace_holds_two_experts_of_each_token(single):
     choices = np.stack([*RoutingTrace(single("plain"), "").step(1)])
-    assert choices.shape == (4, 8, 16, 2)
+    assert choices.shape == (4, 4, 16, 2)
+    assert choices.dtype == np.uint8
     assert len({tuple(step) for step in choices.reshape(-1, 2).tolist()}) > 20
     assert (choices[..., 0] != choices[..., 1]).all()
     assert not np.array_equal(choices, [*RoutingTrace(single("plain"), "").step(2)])
@@ -138,7 +139,7 @@ def oracles(scrambled) -> tuple[OracleRecord, OracleRecord]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow([{"world_size": 1}, *MAPPINGS], [MAPPINGS[2], MAPPINGS[6]]), ids=str)
+@pytest.mark.parametrize("mapping", few_else_slow([{"world_size": 1}, *MAPPINGS], [MAPPINGS[2]]), ids=str)
 def test_replay_under_every_mapping_equals_the_oracle(pool, scrambled, oracles, tmp_path, mapping):
     cfg = _recipe(tmp_path, replay=str(scrambled), **mapping)
     ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)

@@ -130,8 +130,7 @@ OFFLOAD = [
 MAPPED = [_hybrid(mapping) for mapping in AXES]
 
 CASES: list[Case] = [
-    *cases("linear attention", MAPPED[:1], [*MAPPED[1:], *MUON, *OFFLOAD]),
-    *cases("linear attention with documents", PACKED[:1], PACKED[1:]),
+    *cases("linear attention", PACKED[:1], [*PACKED[1:], *MAPPED, *MUON, *OFFLOAD]),
     *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
     *cases("other layers of kind L", OTHER_KINDS[:3], OTHER_KINDS[3:]),
 ]

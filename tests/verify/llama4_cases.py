@@ -34,11 +34,15 @@ def _llama4(
 PACKED = [
     _llama4(mapping, model, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
-        ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {"qk_norm_nope": True}, {}),
+        ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {}, {}),
         ({"world_size": 2, "cp": 2, "context": "allgather"}, {"top_k": 1, "attention_pattern": "C"}, {}),
         ({"world_size": 2, "cp": 2, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
         ({"world_size": 4, "cp": 4, "ep": 4}, {"attention_pattern": "WC", "sliding_window": 3}, {}),
-        ({"world_size": 2, "tp": 2, "zero": 3}, {}, {"recompute": ("norms", "core_attention", "moe")}),
+        (
+            {"world_size": 2, "tp": 2, "zero": 3},
+            {"qk_norm_nope": True},
+            {"recompute": ("norms", "core_attention", "moe")},
+        ),
         ({"world_size": 1}, {"mtp_layers": 1, "attention_sinks": True}, {}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
     )

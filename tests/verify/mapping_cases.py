@@ -47,7 +47,7 @@ NAMED = [
 """Mappings of eight ranks that the paper and the quickstart name."""
 ALL_EIGHT = legal_mappings(8)
 EIGHT = _with_rotating_kinds(NAMED + [m for m in ALL_EIGHT[:: len(ALL_EIGHT) // 24] if m not in NAMED][:24])
-FEW_EIGHT = [EIGHT[1], EIGHT[3]]
+FEW_EIGHT = [EIGHT[1]]
 MAPPINGS = [
     *cases("mapping of 1 rank", ONE_AND_TWO[:1]),
     *cases("mapping of 2 ranks", map(few, ONE_AND_TWO[1:])),
@@ -153,7 +153,7 @@ DROPPING = [
     for policy in ("probs", "position")
     for dispatcher in DISPATCHERS
 ]
-FEW_DROPPING = [DROPPING[0], DROPPING[7], DROPPING[10]]
+FEW_DROPPING = [DROPPING[0], DROPPING[7]]
 
 # Pipeline schedules and layouts.
 
@@ -266,8 +266,8 @@ LAYOUTS_MIXED = [
 
 CASES = [
     *MAPPINGS,
-    *cases("rank order", ORDERS[:2], ORDERS[2:]),
-    *cases("zero level", ZERO[:4], ZERO[4:]),
+    *cases("rank order", ORDERS[:1], ORDERS[1:]),
+    *cases("zero level", ZERO[3:4], [*ZERO[:3], *ZERO[4:]]),
     *_model_kinds(),
     *cases("dropping", FEW_DROPPING, [case for case in DROPPING if case not in FEW_DROPPING]),
     *cases("fewer experts than data-parallel ranks", [{"model": {"num_experts": 2}, "world_size": 4, "zero": 2}]),
@@ -284,7 +284,7 @@ CASES = [
             )
         ],
     ),
-    *cases("schedule", SCHEDULES[:3], SCHEDULES[3:]),
+    *cases("schedule", [SCHEDULES[0], SCHEDULES[2]], [SCHEDULES[1], *SCHEDULES[3:]]),
     *cases("split backward", SPLIT_BACKWARD, _split_backward_mixed()),
     *cases("schedule from a file", SCHEDULE_FROM_FILE[:1], SCHEDULE_FROM_FILE[1:]),
     *cases("pipeline layout", LAYOUTS, LAYOUTS_MIXED),

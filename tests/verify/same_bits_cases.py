@@ -272,15 +272,15 @@ OPTIMIZER_OFFLOAD = [
 ]
 
 CASES: list[Case] = [
-    *cases("recomputation on one rank", RECOMPUTE_ONE_RANK),
-    *cases("recomputation", RECOMPUTE_MAPPED[:2], RECOMPUTE_MAPPED[2:]),
+    *cases("recomputation on one rank", RECOMPUTE_ONE_RANK[-1:], RECOMPUTE_ONE_RANK[:-1]),
+    *cases("recomputation", RECOMPUTE_MAPPED[:1], RECOMPUTE_MAPPED[1:]),
     *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
     *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
     *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP[1:]]),
     *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
     *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
-    *cases("offload", OFFLOAD_MAPPED[:2], OFFLOAD_MAPPED[2:]),
-    *cases("offload under a schedule", OFFLOAD_SCHEDULED[:2], [*OFFLOAD_SCHEDULED[2:], *_offload_mixed()]),
+    *cases("offload", OFFLOAD_MAPPED[1:2], [OFFLOAD_MAPPED[0], *OFFLOAD_MAPPED[2:]]),
+    *cases("offload under a schedule", OFFLOAD_SCHEDULED[:1], [*OFFLOAD_SCHEDULED[1:], *_offload_mixed()]),
     *cases("offload under a schedule from a file", [], OFFLOAD_FROM_FILE),
     *cases("offload with expert overlap", OFFLOAD_OVERLAPPED[:1], OFFLOAD_OVERLAPPED[1:]),
     *cases("offload of routing", [], OFFLOAD_ROUTING),

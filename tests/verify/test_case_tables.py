@@ -11,13 +11,22 @@ from tests.verify.test_routing import KINDS
 
 CASES = [*ORACLE_CASES, *same_bits_cases.CASES]
 FAST = [case for case in CASES if not case.is_slow]
-ONLY_SLOW = {"mapping of 16 ranks", "offload under a schedule from a file", "offload of routing"}
-"""Wide cases of features of which `make test` has others."""
+ONLY_SLOW = {
+    "mapping of 16 ranks",
+    "schedule with plain",
+    "schedule with recompute",
+    "schedule with offload",
+    "llama 4",
+    "zero experts",
+    "offload under a schedule from a file",
+    "offload of routing",
+}
+"""Wide cases of features that fast cases of other names have."""
 FREE_TEXTS = ("pipeline_layout", "order", "moe_order", "schedule_csv")
 
 
 def _kinds(settings: Settings) -> set[tuple[str, object]]:
-    """Return the settings other than the defaults that choose one of several kinds: words and switches."""
+    """Return the settings that choose one of several kinds and are no defaults: words, switches, kinds of layers."""
     sections = (
         (settings, ParallelConfig()),
         (settings.get("model", {}), ModelConfig()),
@@ -25,10 +34,12 @@ def _kinds(settings: Settings) -> set[tuple[str, object]]:
         (settings.get("train", {}), TrainConfig()),
     )
     return {
-        (key, value)
+        (key, kind)
         for section, default in sections
         for key, value in section.items()
         if key not in FREE_TEXTS and isinstance(value, str | bool) and value != getattr(default, key)
+        # A pattern of layers has one letter for the kind of each.
+        for kind in (value if isinstance(value, str) and key.endswith("_pattern") else (value,))
     }
 
 

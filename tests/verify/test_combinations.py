@@ -194,10 +194,13 @@ def test_a_row_of_the_thin_table(pool, plain_run, tmp_path, row):
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])
 
 
+FAST_CLASSES = [("tp", "dtype", "bfloat16"), ("ep", "dtype", "bfloat16")]
+
+
 def _classes() -> list[object]:
-    """Every axis with every precision and type; slow but for bfloat16 alone, as the others have tests of their own."""
+    """Every axis with every precision and type; fast are two axes in bfloat16: the others have tests of their own."""
     return [
-        pytest.param(*levels, marks=() if levels[1:] == ("dtype", "bfloat16") else pytest.mark.slow)
+        pytest.param(*levels, marks=() if levels in FAST_CLASSES else pytest.mark.slow)
         for levels in product(AXES, PRECISIONS, DTYPES)
     ]
 

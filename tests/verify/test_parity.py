@@ -14,6 +14,7 @@ from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import MAX_WINDOW, shrink
+from tests.slow import slow
 from tests.verify import (
     feature_cases,
     linear_cases,
@@ -26,7 +27,8 @@ from tests.verify import (
     zero_expert_cases,
 )
 from tests.verify.cases import Case, cases
-from tests.verify.mapping_cases import DISPATCHERS, DROPPING
+from tests.verify.covering import few_else_slow
+from tests.verify.mapping_cases import DISPATCHERS, DROPPING, FEW_DROPPING
 from tests.verify.oracle import STEPS, assert_equals_oracle, oracle_of
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.same_bits_cases import OVERLAP
@@ -50,7 +52,7 @@ def test_equals_the_oracle(pool, tmp_path, case: Case):
     assert_equals_oracle(pool, case.config(tmp_path), case.steps)
 
 
-@pytest.mark.parametrize("settings", DROPPING)
+@pytest.mark.parametrize("settings", few_else_slow(DROPPING, FEW_DROPPING))
 def test_the_cases_of_dropping_drop(settings):
     assert oracle_of(tiny(**settings)).steps[0].dropped > 0
 
@@ -67,10 +69,19 @@ def _rows_per_expert(cfg: Config) -> set[int]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(
-    ("scope", "mapping"),
-    [("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}), ("full_sequence", {"ep": 4}), ("full_sequence", {"etp": 4})],
+    ("scope", "mapping", "dispatcher"),
+    [
+        ("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}, "alltoall"),
+        ("full_sequence", {"ep": 4}, "allgather"),
+        *slow(
+            [
+                ("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}, "allgather"),
+                ("full_sequence", {"ep": 4}, "alltoall"),
+                *(("full_sequence", {"etp": 4}, dispatcher) for dispatcher in DISPATCHERS),
+            ]
+        ),
+    ],
 )
 def test_a_padded_expert_gets_its_capacity_from_each_rank_and_no_more(pool, dispatcher, scope, mapping):
     moe = {"capacity_factor": 0.75, "drop_scope": scope, "pad_to_capacity": True}
@@ -98,7 +109,9 @@ def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=str
+    "mapping",
+    [{"tp": 2, "cp": 2, "ep": 4}, *slow([({"tp": 2, "pp": 2, "ep": 2},), ({"cp": 2, "etp": 2},)])],
+    ids=str,
 )
 def test_float32_agrees_on_the_first_step(pool, mapping):
     cfg = tiny(world_size=4, **mapping)
@@ -135,10 +148,9 @@ def test_the_papers_accuracy_run_in_miniature(pool):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 1},
         {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
-        {"world_size": 2, "zero": 3},
         {"world_size": 2, "pp": 2, "zero": 2},
+        *slow([({"world_size": 1},), ({"world_size": 2, "zero": 3},)]),
     ],
     ids=str,
 )

@@ -182,7 +182,7 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
 
     def recipe(**mapping: int) -> Config:
         moe = {"aux_kind": "global_batch", "aux_loss": 0.5}
-        return tiny(moe=moe, train={"global_batch_size": 8}, **mapping)
+        return tiny(moe=moe, train={"global_batch_size": 4}, **mapping)
 
     same = [
         _aux_and_norm(pool, recipe(**mapping))
@@ -212,10 +212,9 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
     assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
     for size, mapping in (
         (4, {}),
-        (1, {"world_size": 4}),
         (1, {"world_size": 4, "tp": 2, "ep": 4}),
         (2, {"world_size": 4, "pp": 2, "etp": 2}),
-        (8, {"world_size": 4, "cp": 4, "ep": 2}),
+        (8, {"world_size": 2, "cp": 2}),
     ):
         assert steps(size, **mapping) == [pytest.approx(step, rel=TOLERANCE) for step in one]
 

@@ -235,7 +235,8 @@ MAPPINGS = [
 
 
 def _single(**mapping):
-    cfg = tiny(moe={"weight_in_expert": False}, train={"seq_len": 8}, **mapping)
+    train = {"seq_len": 8, "global_batch_size": 2}
+    cfg = tiny(model={"num_layers": 1}, moe={"weight_in_expert": False}, train=train, **mapping)
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 
 
