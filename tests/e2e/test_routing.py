@@ -56,12 +56,14 @@ def test_a_new_start_has_nothing_of_an_old_one_which_stays(tmp_path):
     run_dir = tmp_path / "run"
     train(run_dir, *TRACED, "run.steps=3")
     before = _routing(run_dir)
-    train(run_dir, "run.steps=2", "metrics.expert_counts_every=2")
+    # Choices of zero-computation experts are in no count.
+    train(run_dir, "run.steps=2", "metrics.expert_counts_every=2", "model.zero_experts=3", "model.router_softmax=pre")
     assert not (tmp_path / "run-2" / "routing").exists()
     for path, steps in ((run_dir, [1, 2, 3]), (tmp_path / "run-2", [2])):
         counts = read_expert_counts(path)
         assert counts is not None
         assert counts.steps.tolist() == steps
+        assert counts.counts.shape[2] == 8
     assert _routing(run_dir) == before
 
 

@@ -20,7 +20,7 @@ from moefold.planner.search.constraints import (
 from moefold.planner.search.space import MappingSpace
 from moefold.validate.config import RULES, check_config
 from moefold.validate.memory import OFFLOAD_PARTS
-from tests.planner.recipes import RECIPES, on_ranks
+from tests.planner.recipes import RECIPES, SMALL, on_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem")
@@ -128,6 +128,14 @@ def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap
     accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_with(one))}
     assert accepted == {saver for saver in MappingSpace(legality).strategies if saver[0] in recomputes}
     assert len(accepted) < len(tried)
+
+
+def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
+    model = replace(SMALL, num_layers=4, layer_pattern="MD", moe_shortcut=True, shared_expert_ffn_hidden_size=16)
+    constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
+    one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
+    found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}
+    assert found == {1, 2}
 
 
 def test_no_rule_reads_what_it_does_not_say():

@@ -32,6 +32,7 @@ from moefold.validate.parallel import (
     validate_sequence_length,
 )
 from moefold.validate.planned_attention import validate_attention_pool
+from moefold.validate.shortcut import validate_shortcut
 from moefold.validate.train import validate_loss_chunk
 
 Rule = Callable[[Config], Iterator[str]]
@@ -128,6 +129,7 @@ STAGE_RULES = (
     _axis_rule("pp", "pp", "vpp"),
     MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
     MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
+    MappingRule(validate_shortcut, ("pp", "vpp")),
 )
 PIPELINE_RULES = (
     MappingRule(validate_batch_size, ("dp", "mbs")),

@@ -75,7 +75,7 @@ class RunLog:
     def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
         """Log one step."""
         if self._counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
-            self._counts.write(metrics.step, expert_counts)
+            self._counts.write(metrics.step, expert_counts[:, : self._cfg.model.num_experts])
         self._writer.write(metrics)
         self._progress.update(metrics)
 
@@ -155,7 +155,7 @@ class RunLog:
             truncate_expert_counts(self._dir, resume_step)
             truncate_trace(self._dir, resume_step)
             if cfg.metrics.expert_counts_every and shape.layers:
-                counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
+                counts = ExpertCountsWriter(self._dir, shape.layers, cfg.model.num_experts, resume_step=resume_step)
                 self._counts = stack.enter_context(counts)
             if cfg.moe.trace_every:
                 self.trace_writer = RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
