@@ -269,6 +269,15 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
     assert formula_divided - formula == measured_divided - measured == (1 + mtp_layers) * 128 * 256 * 4
 
 
+def test_output_gates_of_sparse_latent_attention_are_counted_to_the_byte():
+    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 0}
+    sizes |= {"num_attention_heads": 16, "v_head_dim": 64}
+    cfgs = [_config(model=sizes | {"attention_gate": gate}, moe={"choice": "topk"}) for gate in (False, True)]
+    measured, gated = (_on_one_rank(cfg).activations for cfg in cfgs)
+    formula, formula_gated = (_formulas(cfg)[0].activations.total for cfg in cfgs)
+    assert formula_gated - formula == gated - measured > 0
+
+
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
 def test_linear_attention_by_torch_operations(kind):
     cfg = _config(model=LINEAR | {"linear_attention": kind})
