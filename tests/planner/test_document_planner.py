@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, DataConfig
+from moefold.config.schema import Config, DataConfig, MoEConfig
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.document_planner import DocumentPlanner, candidate_strategies
+from moefold.planner.export_recipe import write_recipe
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import ListedLengths
 from moefold.planner.lengths.samples import StreamedSamples
@@ -16,6 +17,7 @@ from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Restriction
+from moefold.recipe import load_config
 from tests.planner.recipes import RECIPES, on_ranks
 from tests.planner.search.test_search import every_mapping
 
@@ -92,6 +94,21 @@ def test_the_recipes_own_strategy_wins_ties():
     # Without context parallelism on one rank there is nothing to share.
     alone = DocumentPlanner(request(1)).best()
     assert alone.attention == AttentionStrategy()
+
+
+@pytest.mark.parametrize("kind", [DocumentPlanner, Planner])
+def test_a_planned_recipe_has_no_key_of_attention_without_effect(kind, tmp_path):
+    own = AttentionStrategy(context="planned", placement="documents", hosts="balanced", tolerance=0.2, pool=4, block=64)
+    asked = request(8, pp=1, tp=2)
+    cfg = replace(asked.base_config, parallel=own.apply(asked.base_config.parallel), moe=MoEConfig())
+    loads = asked.workload.attention
+    asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads.with_strategy(own)))
+    planner = kind(asked)
+    assert {plan.mapping.cp for plan in planner.plans} >= {1, 2}
+    for number, plan in enumerate(planner.plans):
+        path = tmp_path / f"{number}.toml"
+        write_recipe(planner.config_for(plan), path, [], {})
+        load_config(path)
 
 
 def test_no_mapping_is_an_error_as_without_documents():

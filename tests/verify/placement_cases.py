@@ -6,6 +6,8 @@ from tests.verify.planned_cases import BALANCED, DOCUMENTS, TWO_SAMPLES, WINDOWS
 
 PLACED = {"context": "planned", "placement": "balanced", "attention_block": 1}
 BY_DOCUMENT = PLACED | {"placement": "documents"}
+ZERO = {"zero_experts": 3, "router_softmax": "pre", "expert_bias": True, "active_experts": 1.6, "mtp_layers": 1}
+TEMPERATURE = {"rope_pattern": "RN", "nope_temperature_scale": 0.5, "nope_temperature_tokens": 4}
 V3 = {"router_score": "sigmoid", "expert_bias": True, "num_groups": 4, "top_groups": 2}
 
 
@@ -36,6 +38,8 @@ KINDS = [
     _placed({"world_size": 4, "ep": 4, "dispatcher": "dedup_alltoall"}, moe={"choice": "round_robin"}),
     _placed({"world_size": 4, "cp": 2, "ep": 4} | BALANCED, GPT_OSS_MODEL | WINDOWS, TWO_SAMPLES),
     _placed({"world_size": 4, "cp": 2, "order": "pp-cp-dp-tp", "zero": 1} | BALANCED, MLA, TWO_SAMPLES),
+    _placed({"world_size": 4, "cp": 2, "ep": 4, "zero": 3} | BALANCED, ZERO, TWO_SAMPLES, moe={"aux_kind": "sequence"}),
+    _placed({"world_size": 4, "cp": 2} | BALANCED, TEMPERATURE, TWO_SAMPLES),
 ]
 MAPPINGS = [
     _placed({"world_size": 2, "ep": 2, "zero": 0}),

@@ -19,6 +19,7 @@ from moefold.recipe import load_config
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.pipeline_layout import format_layout
 from moefold.validate.config import check_config
+from moefold.validate.unused_planned import without_idle_attention_keys
 
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe contains even where they are the default."""
@@ -67,6 +68,8 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     if cfg.train.offload:
         # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
+    # Another mapping may leave nothing to share, and such keys are refused.
+    cfg = without_idle_attention_keys(cfg)
     check_config(cfg)
     return cfg
 

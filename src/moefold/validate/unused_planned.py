@@ -1,5 +1,9 @@
 """Keys without effect where attention is not planned, or has nothing to balance."""
 
+from dataclasses import replace
+
+from moefold.config.schema import Config
+from moefold.config.suggestions import default_of
 from moefold.validate.cuda_graphs import has_documents
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -41,3 +45,14 @@ PLANNED_ATTENTION_RULES = (
         "choose one of these",
     ),
 )
+"""Rules on placements and hosts come first: others depend on them."""
+
+
+def without_idle_attention_keys(cfg: Config) -> Config:
+    """Return a recipe whose keys of planned attention without effect have their defaults."""
+    for rule in PLANNED_ATTENTION_RULES:
+        if rule.condition(cfg):
+            keys = [key.removeprefix("parallel.") for key in rule.keys.split()]
+            defaults = {key: default_of("parallel", key) for key in keys}
+            cfg = replace(cfg, parallel=replace(cfg.parallel, **defaults))
+    return cfg
