@@ -33,6 +33,12 @@ def test_dry_has_a_row_for_each_stage_and_finds_the_model_as_computed(capsys):
     assert all(rank["total"] > rank["states"]["weights"] > 0 for rank in found["ranks"])
 
 
+def test_dry_has_no_moments_of_frozen_weights(capsys):
+    words = ["model.num_layers=2", "model.layer_pattern=DM", "train.indexer_stage=warmup"]
+    assert main(["memory", "recipes/sparse.toml", *words, "--json", "--dry"]) == 0
+    assert json.loads(capsys.readouterr().out)["faults"] == []
+
+
 @pytest.mark.parametrize("dispatcher", ["symm_mem", "deepep", "auto"])
 def test_dry_needs_no_kernels_of_the_dispatcher(capsys, dispatcher):
     found = _json(capsys, "--dry", *TWO, f"parallel.dispatcher={dispatcher}", "run.device=cuda", "run.dtype=bfloat16")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.main import main
 from moefold.cli.plan_options import parse_stragglers
 from moefold.cli.simulate import run
 from moefold.cost.peak_memory import compute_rank_memory
@@ -159,3 +160,11 @@ def test_simulating_needs_no_torch(recipe):
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_the_warmup_of_indexers_has_no_price(tmp_path, capsys, command):
+    recipe = tmp_path / "warmup.toml"
+    recipe.write_text('[model]\nindex_topk = 64\n[train]\nindexer_stage = "warmup"\n')
+    assert main([command, str(recipe), "--gpu", "h100", *(["--num-gpus", "1"] if command == "plan" else [])]) == 2
+    assert "train.indexer_stage='warmup' has no predicted step time" in capsys.readouterr().err

@@ -61,6 +61,10 @@ MAPPINGS = {
         "parallel.attention_pool=3 must be a multiple of parallel.cp=2 that divides dp*cp=8; choose one of 2, 4, 8, or "
         "0 for all ranks"
     ),
+    f"{BALANCED_HOSTS} attention_block=512 data.document_end=0 train.seq_len=256": (
+        "parallel.attention_block=512 must be at most train.seq_len=256, as no document of a sample is longer; choose "
+        "256 or less"
+    ),
     f"{BALANCED_HOSTS} data.kind=task rl.group_size=4": (
         "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
         "alone; choose parallel.attention_hosts='home'"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
 from moefold.cli.command_parser import CommandParser
+from moefold.config.limits import MAX_BY_KEY, MAX_MICRO_BATCHES, check_at_most
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.planner.lengths.distribution import histogram_names, load_distribution
@@ -16,6 +17,10 @@ from moefold.progress import WorkProgress
 if TYPE_CHECKING:
     from moefold.bench.documents import MethodTime
 
+MAX_RANKS = 64
+"""Most ranks: each is a process on this machine."""
+MAX_SEED = 2**32 - 1
+"""Largest seed that numpy takes."""
 MS_PER_S = 1e3
 MIB = 2**20
 
@@ -27,6 +32,12 @@ def run(argv: list[str]) -> int:
         value = getattr(args, name.replace("-", "_"))
         if value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed} must be at least 0")
+    check_at_most("--seed", args.seed, MAX_SEED)
+    check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
+    check_at_most("--cp times --dp", args.cp * args.dp, MAX_RANKS)
+    check_at_most("--micro-batches", args.micro_batches, MAX_MICRO_BATCHES)
     if args.seq_len % (2 * args.cp):
         raise ConfigError(
             f"--seq-len {args.seq_len} must be a multiple of 2*cp={2 * args.cp}: ring attention gives each rank two "
@@ -117,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seq-len", type=int, default=4096, metavar="S", help="tokens per sample (default 4096)")
     add("--cp", type=int, default=4, help="ranks of a sample (default 4)")
-    add("--dp", type=int, default=2, help="samples at a time (default 2)")
+    add("--dp", type=int, default=2, help="data-parallel ranks, of one sample at a time (default 2)")
     add("--micro-batches", type=int, default=2, metavar="N", help="micro-batches of a step (default 2)")
     add("--seed", type=int, default=0, help="seed of the lengths (default 0)")
     add("--steps", type=int, default=5, help="measured rounds (default 5)")

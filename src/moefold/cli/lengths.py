@@ -8,6 +8,7 @@ from typing import Any
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_documents import describe_documents
 from moefold.config.limits import MAX_BY_KEY, check_at_most
+from moefold.config.suggestions import nearest_multiples
 from moefold.errors import ConfigError
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import histogram_names
@@ -73,10 +74,13 @@ def _check(args: argparse.Namespace) -> None:
         if (value := getattr(args, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
     check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
-    check_at_most("--cp x --dp", args.cp * args.dp, MAX_RANKS)
+    check_at_most("--cp times --dp", args.cp * args.dp, MAX_RANKS)
     check_at_most("--micro-batch-size", args.micro_batch_size, MAX_RANKS)
     if args.seq_len % (2 * args.cp):
-        raise ConfigError(f"--seq-len {args.seq_len} must be a multiple of 2*cp={2 * args.cp}; choose another cp")
+        raise ConfigError(
+            f"--seq-len {args.seq_len} must be a multiple of 2*cp={2 * args.cp}; choose "
+            f"{nearest_multiples(args.seq_len, 2 * args.cp)}, or another --cp"
+        )
     if not 0 <= args.tolerance <= 1:
         raise ConfigError(f"--tolerance {args.tolerance:g} must lie between 0 and 1: 0.1 keeps 10 % above the mean")
 
@@ -131,12 +135,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     names = ", ".join(histogram_names())
-    parser.add_argument("names", nargs="+", metavar="NAME|FILE|RUN", help=f"{names}, a file, or a run's data")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME|FILE|RUN", help=f"lengths of the documents: {names}, a file, or a run's data"
+    )
     parser.add_argument("--seq-len", type=int, default=131072, metavar="S", help="tokens per sample (default 131072)")
     parser.add_argument("--cp", type=int, default=8, help="ranks of a sample (default 8)")
-    parser.add_argument("--dp", type=int, default=4, help="samples at a time, by micro-batch size (default 4)")
-    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="B", help="samples of a dp rank (default 1)")
-    parser.add_argument("--tolerance", type=float, default=0.1, metavar="X", help="of balanced hosts (default 0.1)")
-    parser.add_argument("--block", type=int, default=128, metavar="N", help="of balanced hosts (default 128)")
+    parser.add_argument("--dp", type=int, default=4, help="data-parallel ranks (default 4)")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        default=1,
+        metavar="B",
+        help="samples of a data-parallel rank in a round (default 1)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.1, metavar="X", help="parallel.attention_tolerance (default 0.1)"
+    )
+    parser.add_argument("--block", type=int, default=128, metavar="N", help="parallel.attention_block (default 128)")
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON array")
     return parser

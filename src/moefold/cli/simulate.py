@@ -34,6 +34,7 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.round_export import write_rounds
@@ -71,6 +72,7 @@ def run(argv: list[str]) -> int:
     if args.overlap:
         cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
     check_config(cfg)
+    check_priced_stage(cfg)
     for path in args.timeline:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)

@@ -313,8 +313,8 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
         )
     reasons = [f"{family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
     raise ConfigError(
-        "no family of Hugging Face models computes what this model does; the nearest are\n  "
-        + "\n  ".join(sorted(reasons, key=len)[:3])
+        "no family of Hugging Face models computes what this model does; the nearest are (there: this model, here: "
+        "the family)\n  " + "\n  ".join(sorted(reasons, key=len)[:3])
     )
 
 

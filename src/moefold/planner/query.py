@@ -22,6 +22,7 @@ from moefold.planner.lengths.document_source import check_documents, open_docume
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, read_model
+from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 
@@ -78,6 +79,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     options = query.options
     device = load_device(query.gpu)
     base, shape = read_model(query.model)
+    check_priced_stage(base)
     is_recipe = query.model.endswith(".toml")
     p = base.parallel
     train = base.train

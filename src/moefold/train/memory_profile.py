@@ -135,7 +135,8 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         else:
             weights = sum(map(_tensor_bytes, parameters.values()))
             gathered = _cast_copy_bytes(cfg, parameters)
-        optimizer = make_optimizer(parameters, cfg, groups.attn.stage)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        optimizer = make_optimizer(trained, cfg, groups.attn.stage)
         moments = sum(
             0 if name != "step" and _is_offloaded(cfg.train, local_tensor(x)) else _tensor_bytes(local_tensor(x))
             for state in optimizer.state.values()

@@ -94,7 +94,12 @@ RANGES = (
     RangeRule("must be at least 0 (0: 1/sqrt(head_dim))", lambda scale: scale >= 0, "model", "attention_scale"),
     RangeRule(*POSITIVE, "model", "embedding_multiplier residual_multiplier logits_divisor"),
     RangeRule(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages receive_factor attention_block"),
-    RangeRule("must be at least 0", lambda tolerance: tolerance >= 0, "parallel", "attention_tolerance"),
+    RangeRule(
+        "must lie between 0 and 1: 0.1 keeps 10 % above the mean",
+        lambda tolerance: 0 <= tolerance <= 1,
+        "parallel",
+        "attention_tolerance",
+    ),
     RangeRule("must be at least 0 (0: all ranks)", lambda ranks: ranks >= 0, "parallel", "attention_pool"),
     RangeRule("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
     RangeRule(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ParallelConfig
 from moefold.topology.layout import divisors
 
 
@@ -27,6 +27,17 @@ def validate_attention_pool(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_attention_block(cfg: Config) -> Iterator[str]:
+    """Refuse a block that no document of a sample can exceed; the default goes with shorter samples too."""
+    p = cfg.parallel
+    is_read = p.context == "planned" and (p.attention_hosts == "balanced" or p.placement == "documents")
+    if is_read and p.attention_block > max(cfg.train.seq_len, ParallelConfig().attention_block):
+        yield (
+            f"parallel.attention_block={p.attention_block} must be at most train.seq_len={cfg.train.seq_len}, as no "
+            f"document of a sample is longer; choose {cfg.train.seq_len} or less"
+        )
+
+
 def validate_placement(cfg: Config) -> Iterator[str]:
     """Check that the source of samples can take the hosts; `validate/placement.py` checks the placement."""
     p = cfg.parallel
@@ -45,4 +56,4 @@ def validate_placement(cfg: Config) -> Iterator[str]:
         )
 
 
-PLANNED_ATTENTION_CHECKS = (validate_attention_pool, validate_placement)
+PLANNED_ATTENTION_CHECKS = (validate_attention_pool, validate_attention_block, validate_placement)

@@ -28,25 +28,25 @@ LINEAR_ATTENTION_RULES = (
         "model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim model.linear_value_head_dim",
         lambda cfg: _has_kind(cfg, "short_convolution"),
         "model.linear_attention='short_convolution' has no heads",
-        "leave them out, or choose another model.linear_attention",
+        "choose another model.linear_attention",
     ),
     UnusedKeyRule(
         "model.linear_conv_kernel",
         lambda cfg: _has_kind(cfg, "gla"),
         "model.linear_attention='gla' has no convolution",
-        "leave it out, or choose another model.linear_attention",
+        "choose another model.linear_attention",
     ),
     UnusedKeyRule(
         "model.linear_gate_rank",
         lambda cfg: _has_kind(cfg, "gated_deltanet", "kda", "short_convolution"),
         "only model.linear_attention='gla' has it",
-        "leave it out, or choose 'gla'",
+        "choose 'gla'",
     ),
     UnusedKeyRule(
         "model.linear_full_rank_gates model.linear_decay_bound",
         lambda cfg: _has_kind(cfg, "gated_deltanet", "gla", "short_convolution"),
         "only model.linear_attention='kda' has them",
-        "leave them out, or choose 'kda'",
+        "choose 'kda'",
     ),
     UnusedKeyRule(
         "model.attention model.num_attention_heads model.num_query_groups model.head_dim model.qk_norm model.qkv_bias "

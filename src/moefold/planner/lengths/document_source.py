@@ -25,7 +25,7 @@ def open_document_samples(name: str, seq_len: int) -> DocumentSamples:
         ConfigError: there is no such histogram, file or run, or the run has no documents or other samples.
     """
     folder = Path(name)
-    if folder.is_dir():
+    if name and folder.is_dir():
         return _samples_of_run(folder, seq_len)
     return StreamedSamples(load_distribution(name))
 

@@ -1,0 +1,17 @@
+"""Refuse training stages whose step time the planner does not predict."""
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+
+def check_priced_stage(cfg: Config) -> None:
+    """Check that the time model has the passes of a recipe's training stage.
+
+    Raises:
+        ConfigError: the recipe is the warm-up of indexers, whose attention is dense.
+    """
+    if cfg.trains_indexers_only:
+        raise ConfigError(
+            "train.indexer_stage='warmup' has no predicted step time: the time model has attention over selected keys "
+            "alone; choose 'sparse' to price the stage that follows, or model.index_topk=0 to price dense attention"
+        )
