@@ -153,6 +153,15 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
     assert "; set train.optimizer and train.muon_groups as they were, or begin a new run" in errors[0]
 
 
+def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    cfg = replace(cfg, model=replace(cfg.model, index_topk=4))
+    pool.run(1, _save_broken, replace(cfg, train=replace(cfg.train, indexer_stage="warmup")), "", "")
+    (error,) = pool.run(1, _load, cfg)
+    assert "is of a run with train.indexer_stage='warmup', which trained the indexers alone; begin the sparse" in error
+    assert f"checkpoint.init_from='{tmp_path}" in error
+
+
 def test_a_missing_expert_is_named(pool, tmp_path):
     pool.run(1, _save_broken, recipe(tmp_path), "", f"model.{EXPERTS}")
     errors = pool.run(2, _load, recipe(tmp_path, world_size=2, ep=2))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
+from moefold.data.sample import PADDING_DOCUMENT
+from moefold.planner.lengths.document_source import open_document_samples
 from moefold.recipe import load_config
 
 RECIPE = """
@@ -119,6 +121,20 @@ def test_the_data_of_a_run(recipe, tmp_path, capsys):
     assert "samples of 4096 tokens" in err
     (run_dir / "config.json").unlink()
     assert "holds no run" in message(capsys, "simulate", recipe, "--lengths", str(run_dir))
+
+
+def test_padding_of_a_run_counts_as_the_short_documents_that_attention_sees(recipe, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.txt").write_text("x" * 2500)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    changes = [f"data.path={text}", "data.validation_fraction=0", "data.packing=best_fit"]
+    (run_dir / "config.json").write_text(json.dumps(asdict(load_config(Path(recipe), changes))))
+    sample = open_document_samples(str(run_dir), 4096).draw(4096, 1, 0)[0]
+    # A document with its end, and 1,595 tokens of padding.
+    assert sample == (2501, *[PADDING_DOCUMENT] * 12, 59)
 
 
 BAD = [

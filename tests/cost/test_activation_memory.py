@@ -269,6 +269,15 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
     assert formula_divided - formula == measured_divided - measured == (1 + mtp_layers) * 128 * 256 * 4
 
 
+def test_output_gates_of_sparse_latent_attention_are_counted_to_the_byte():
+    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 0}
+    sizes |= {"num_attention_heads": 16, "v_head_dim": 64}
+    cfgs = [_config(model=sizes | {"attention_gate": gate}, moe={"choice": "topk"}) for gate in (False, True)]
+    measured, gated = (_on_one_rank(cfg).activations for cfg in cfgs)
+    formula, formula_gated = (_formulas(cfg)[0].activations.total for cfg in cfgs)
+    assert formula_gated - formula == gated - measured > 0
+
+
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
 def test_linear_attention_by_torch_operations(kind):
     cfg = _config(model=LINEAR | {"linear_attention": kind})
@@ -292,6 +301,14 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
     _assert_close(cfg, [_on_one_rank(cfg)], narrow)
     saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
     assert saved[0] < saved[1] or parts
+
+
+def test_latent_attention_whose_work_moves_between_ranks_pads_its_values():
+    narrow = replace(CPU_KERNELS, narrow_values=True)
+    for keys, is_padded in (({"attention_hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
+        cfg = _config(model=LATENT | {"v_head_dim": 8}, world_size=2, context="planned", **keys)
+        saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
+        assert (saved[0] == saved[1]) == is_padded, keys
 
 
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():

@@ -78,3 +78,17 @@ def test_the_loss_is_counted_once_and_never_in_evaluation():
     assert min(counted) > 0
     model.eval()(_tokens()).sum().backward()
     assert [float(indexer.loss_sum) for indexer in model.indexers()] == counted
+
+
+@pytest.mark.parametrize("length", [S - 3, S + 5])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_padded_texts_of_any_length_are_evaluated(stage, length):
+    model = _model(INDEXER | {"index_topk": 3}, {"indexer_stage": stage}).eval()
+    model.set_positions(torch.arange(length))
+    tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
+    weights = torch.ones(2, length)
+    weights[1, 4:] = 0.0
+    padded = model(tokens, token_weights=weights)
+    expected = model(tokens)
+    torch.testing.assert_close(padded[:, 0], expected[:, 0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(padded[:4, 1], expected[:4, 1], rtol=1e-12, atol=1e-12)

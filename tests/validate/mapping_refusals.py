@@ -53,6 +53,10 @@ PLACEMENTS = {
 }
 
 MAPPINGS = {
+    "world_size=4 context=planned attention_hosts=balanced attention_pool=1 data.document_end=0": (
+        "parallel.attention_pool=1 leaves all work on its rank, as parallel.attention_hosts='home' does; choose one of "
+        "2, 4, 0 for all ranks, or attention_hosts='home'"
+    ),
     f"{BALANCED_HOSTS} attention_pool=3 data.document_end=0": (
         "parallel.attention_pool=3 must be a multiple of parallel.cp=2 that divides dp*cp=8; choose one of 2, 4, 8, or "
         "0 for all ranks"

@@ -313,7 +313,18 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
                 f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer "
                 "and train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
             )
+        if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained the indexers "
+                "alone; begin the sparse stage as a new run with its weights, in another run.dir: "
+                f"checkpoint.init_from={str(path)!r}"
+            )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
+
+
+def _has_moments_of_indexers_alone(metadata: Metadata) -> bool:
+    moments = [name for name in metadata.state_dict_metadata if name.startswith("optimizer.")]
+    return bool(moments) and all(".indexer." in name for name in moments)
 
 
 def check_tensor_files(path: Path, metadata: Metadata) -> None:

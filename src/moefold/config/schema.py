@@ -118,7 +118,7 @@ class ParallelConfig:
     visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
     placement: Literal["samples", "documents", "balanced"] = "samples"
     """Tokens of a rank (context "planned"). samples: two chunks of each sample. documents: two chunks of each document
-    of its samples. balanced: documents of all dp x cp ranks, so that their attention work is nearly equal."""
+    of its samples. balanced: documents of all dp x cp ranks, whole where they fit, so that few keys are sent."""
     attention_hosts: Literal["home", "balanced"] = "home"
     """Ranks that compute the attention of a token (context "planned"). home: the rank that holds it. balanced: rows of
     queries leave ranks with too much attention work, and their outputs return (arXiv:2510.18121)."""

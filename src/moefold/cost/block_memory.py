@@ -163,20 +163,28 @@ def _saved_by_mla(sizes: BlockSizes) -> BytesByPart:
     saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + rope)
     saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + rank + rope)
     saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
-    saved["attention"] += _saved_by_gate(sizes)
-    if model.attention_gate and query_rank and sizes.cfg.parallel.tp > 1:
-        # The norm's output, of which the gate's projection has its own all-gather.
-        saved["attention"] += sizes.hidden_bytes
+    saved["attention"] += _saved_by_latent_gate(sizes)
     if "mla_up" not in sizes.recompute:
         saved["attention"] += sizes.gathered_bytes(sizes.heads * _mla_head_widths(sizes))
     return saved + saved_by_core_attention(sizes, model.v_head_dim)
+
+
+def _saved_by_latent_gate(sizes: BlockSizes) -> int:
+    """Return the bytes of the output gate of latent attention."""
+    model = sizes.cfg.model
+    saved = _saved_by_gate(sizes)
+    if model.attention_gate and model.q_lora_rank and sizes.cfg.parallel.tp > 1:
+        # The norm's output, of which the gate's projection has its own all-gather.
+        saved += sizes.hidden_bytes
+    return saved
 
 
 def _mla_head_widths(sizes: BlockSizes) -> int:
     """Return the saved numbers of a head for each token: of its query, its key and its value."""
     model = sizes.cfg.model
     p = sizes.cfg.parallel
-    attends_in_blocks = p.cp > 1 and p.context != "ulysses"
+    shares_work = p.context == "planned" and "balanced" in (p.attention_hosts, p.placement)
+    attends_in_blocks = shares_work or (p.cp > 1 and p.context != "ulysses")
     has_windows = any(model.layer_windows)
     if (
         sizes.kernels.narrow_values
@@ -471,9 +479,9 @@ def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
     saved["attention"] += sizes.gathered_bytes((query_rank or model.hidden_size) + rank + model.qk_rope_head_dim)
     saved["attention"] += sizes.tokens * sizes.item_bytes * (query_rank + key)
     saved["norms"] += sizes.norm(sizes.tokens, query_rank + rank)
+    saved["attention"] += _saved_by_latent_gate(sizes)
     # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
     saved["attention"] += sizes.gathered_bytes(sizes.heads * (model.head_size + key + model.v_head_dim) + key)
-    saved["attention"] += _saved_by_gate(sizes)
     return saved + saved_by_core_attention(sizes, rank) + _saved_by_selection(sizes, key)
 
 

@@ -331,8 +331,9 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             bounds = bounds or DocumentBounds.of_starts(document_starts)
             documents = PackedDocuments(bounds, starts_SB, weights)
-        elif weights is not None and self.cfg.model.index_topk:
-            # Padding in samples of one document each, of which the indexers' losses must know.
+        elif weights is not None and self.cfg.model.index_topk and self.training:
+            # Padding in samples of one document each, of which the indexers' losses must know. Outside of training there
+            # is no such loss, and texts may have any length.
             length = self.cfg.train.seq_len
             starts_SB = torch.zeros(length, len(weights), dtype=torch.int64, device=weights.device)
             documents = PackedDocuments(DocumentBounds(((0, length),) * len(weights)), starts_SB, weights)

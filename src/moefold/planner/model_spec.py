@@ -65,8 +65,12 @@ class TokenMixer:
     """Tokens of an attention chunk; 0: no chunks."""
     selected_keys: int = 0
     """Keys of a query that an indexer selects (sparse attention); 0: all."""
+    values_in_keys: bool = False
+    """True: the first dims of the keys are the values (sparse latent attention), so that no values are exchanged."""
     index_params: int = 0
     """Of `num_params`, the weights of the indexer, which tp replicates; each rank projects its own tokens."""
+    index_width: int = 0
+    """Numbers of the indexer's key of a token, which context parallelism exchanges."""
     index_flops: int = 0
     """FLOPs of the indexer's score of one key for one token, forward."""
     state_flops: int = 0
@@ -77,6 +81,11 @@ class TokenMixer:
     """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
     segment_tokens: int = 0
     """Numbers of the last tokens of a segment that the convolutions of the next one read."""
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of the key and value of a KV head."""
+        return self.head_size if self.values_in_keys else self.head_size + self.value_head_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +219,9 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
         value_head_size=model.kv_lora_rank if is_sparse_latent else model.value_head_size,
         window=window,
         selected_keys=model.index_topk,
+        values_in_keys=is_sparse_latent,
         index_params=sum(weight.numel for weight in indexer),
+        index_width=model.index_head_dim if model.index_topk else 0,
         index_flops=2 * model.index_heads * (model.index_head_dim + 1) if model.index_topk else 0,
     )
 

@@ -124,7 +124,7 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             f"{name} stores its thresholds in the expert bias, with which evaluation and generation route, and "
             "model.expert_bias=false; set model.expert_bias=true"
         )
-    if moe.choice == "quantile" and model.top_k == model.num_experts:
+    if moe.choice == "quantile" and model.top_k == model.num_router_choices:
         yield (
             f"{name} has nothing to balance: model.top_k={model.top_k} is every expert; choose top_k of at most "
             f"{model.num_experts - 1}, or choice='topk'"

@@ -7,14 +7,20 @@ from moefold.topology.layout import divisors
 
 
 def validate_attention_pool(cfg: Config) -> Iterator[str]:
-    """Check that a pool holds whole samples, and that pools divide the ranks of a round."""
+    """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = cfg.parallel
     pool = p.attention_pool
     if not pool or p.attention_hosts != "balanced":
         return
     ranks = p.dp * p.cp
-    if pool % p.cp or ranks % pool:
-        legal = ", ".join(str(p.cp * count) for count in divisors(p.dp))
+    if pool == 1 < ranks and p.cp == 1:
+        legal = ", ".join(map(str, divisors(ranks)[1:]))
+        yield (
+            "parallel.attention_pool=1 leaves all work on its rank, as parallel.attention_hosts='home' does; choose "
+            f"one of {legal}, 0 for all ranks, or attention_hosts='home'"
+        )
+    elif pool % p.cp or ranks % pool:
+        legal = ", ".join(str(p.cp * count) for count in divisors(p.dp) if p.cp * count > 1)
         yield (
             f"parallel.attention_pool={pool} must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}; "
             f"choose one of {legal}, or 0 for all ranks"

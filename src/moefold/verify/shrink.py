@@ -23,8 +23,9 @@ MIN_SEQ_LEN = 16
 MAX_ATTENTION_BLOCK = 2
 """Documents of small recipes have about as many tokens as the vocabulary."""
 MAX_WINDOW = 5
-MAX_INDEX_TOPK = 4
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
+MAX_INDEX_TOPK = MAX_WINDOW - 1
+"""Limit of the selected keys: below the sliding window, so that a selection in a window leaves keys out."""
 MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2

@@ -224,6 +224,24 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
         assert alone == 0
 
 
+def test_context_parallelism_exchanges_latents_once_and_index_keys():
+    """Values of sparse latent attention are part of the keys: a token has 512 + 64 numbers, and its index key."""
+    device = load_device("h100")
+    link = device.links[0]
+    received = 3 * 4096 / 4 * 2 / (link.bytes_per_s * link.fraction)
+
+    def exchange_s(index_head_dim):
+        sizes = {"kv_lora_rank": 512, "index_topk": 256, "index_head_dim": index_head_dim}
+        model = ModelConfig(hidden_size=512, attention="mla", qk_rope_head_dim=64, **sizes)
+        spec = model_spec_from_config(model)
+        assert spec.kinds[0].mixer.key_value_size == 512 + 64
+        block = LayerCostModel(spec, device, WORK).mixer(0, tp=1, cp=4, mbs=1)
+        (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
+        return forward
+
+    assert exchange_s(192) - exchange_s(128) == pytest.approx(64 * received)
+
+
 def test_the_backward_pass_of_linear_attention_recomputes_its_core():
     """A layer of kind L recomputes its core in any case, which `core_attention` therefore does not: Megatron's does."""
     model = load_model_spec("qwen3-next-80b-a3b")

@@ -315,7 +315,7 @@ class _MixerCost:
         scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0]
         heads = max(1.0, mixer.num_kv_heads / self.tp)
         # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
-        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * width)
+        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * mixer.key_value_size)
         return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
     def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
@@ -329,8 +329,9 @@ class _MixerCost:
             return self._state_exchange_s()
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
-        kv_bytes = self.tokens * mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        kv_bytes *= (mixer.head_size + mixer.value_head_size) * self.layer_costs.workload.value_bytes
+        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        kv_bytes = self.tokens * (kv_heads * mixer.key_value_size + mixer.index_width)
+        kv_bytes *= self.layer_costs.workload.value_bytes
         step = link.latency_s + kv_bytes / (link.bytes_per_s * link.fraction)
         forward_s = (cp - 1) * step
         backward_s = 2 * (cp - 1) * step

@@ -6,6 +6,7 @@ import numpy as np
 
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
+from moefold.data.sample import Sample, stack_samples
 from moefold.errors import ConfigError
 from moefold.inference.source import parse_run_config, read_json_object
 from moefold.planner.lengths.distribution import load_distribution
@@ -76,9 +77,13 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
         cfg.data, seq_len=seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     ).train
     indices = data.next_sample_indices(0, min(len(data), MAX_RUN_SAMPLES))
-    found: list[SampleLengths] = []
-    for index in indices:
-        ids = data.annotated_sample(index).document_ids
-        bounds = [] if ids is None else (np.flatnonzero(np.diff(ids[:seq_len])) + 1).tolist()
-        found.append(tuple(np.diff([0, *bounds, seq_len]).tolist()))
+    found = [_document_lengths(data.annotated_sample(index), seq_len) for index in indices]
     return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))
+
+
+def _document_lengths(sample: Sample, seq_len: int) -> SampleLengths:
+    """Return the lengths of the documents of a sample as attention sees them, so also of its padding."""
+    starts = stack_samples([sample], seq_len).document_starts()
+    assert starts is not None, "stacked samples have documents"
+    bounds = np.flatnonzero(starts[0] == np.arange(seq_len))
+    return tuple(np.diff([*bounds.tolist(), seq_len]).tolist())
