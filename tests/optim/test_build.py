@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +38,14 @@ def test_matrices_and_experts_decay_norms_and_biases_do_not():
         "layers.0.ffn.experts.b_up": 0.0,
         "layers.0.ffn_norm.weight": 0.0,
     }
+
+
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_an_optimizer_of_no_parameters_does_nothing(moment_dtype):
+    optimizer = build_optimizer({}, replace(CFG, moment_dtype=moment_dtype))
+    set_learning_rate(optimizer, 0.01)
+    optimizer.step()
+    assert not optimizer.state_dict()["state"]
 
 
 def test_weights_without_a_gradient_still_decay_by_lr_times_weight_decay():

@@ -1,3 +1,6 @@
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +64,17 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
         "output_norm.weight", "ffn.shared_gate", "embedding.weight", "head.weight", "head.norm.weight",
     }  # fmt: skip
     assert set(MUON_GROUP_PATTERNS.values()) == set(groups)
+
+
+def test_the_oracle_takes_the_same_matrices():
+    model = replace(MODEL, moe_hidden_size=4)
+    weights = model_weights(model)
+    for group in TrainConfig().muon_groups:
+        taken = {name for name in weights if weights[name].in_muon_groups((group,))}
+        assert taken == {
+            name for name in weights for pattern, of in MUON_GROUP_PATTERNS.items() if of == group
+            if re.search(pattern, name)
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])

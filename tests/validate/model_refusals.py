@@ -107,6 +107,10 @@ SIZES = {
     "model.index_topk=8 train.indexer_stage=warmup train.indexer_loss=0": (
         "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     ),
+    "model.preset=deepseek-v3.2 model.attention_pattern=L train.indexer_stage=warmup train.seq_len=2048": (
+        "train.indexer_stage='warmup' trains the indexers alone, and linear attention, all layers of "
+        "model.attention_pattern='L', has none; choose a pattern with F, or leave indexer_stage out"
+    ),
     "model.index_topk=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (
         "train.indexer_stage='warmup' freezes the weights that rl.group_size=4 would train; choose 'sparse', or leave "
         "rl.group_size=4 out"

@@ -306,6 +306,7 @@ MUON_KINDS = [
     for model, train, mapping in (
         (LATENT | {"mtp_layers": 1}, {}, {"zero": 3, "tp": 2, "ep": 2}),
         ({"moe_bias": True, "qkv_bias": True, "router_bias": True}, {}, {"zero": 3, "tp": 2, "ep": 2}),
+        ({"moe_hidden_size": 6}, {}, {"zero": 2, "tp": 2, "ep": 2}),
         ({"num_experts": 2}, {}, {"zero": 2}),
         (TIED, {"muon_groups": ("experts", "router")}, {"zero": 3, "tp": 2, "ep": 2}),
     )

@@ -58,6 +58,9 @@ WARMUP = [
         ({"world_size": 2, "tp": 2}, SPARSE, {"recompute": ("layer",)}),
         ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded", "moe": {"llep_min_tokens": 1}}, SPARSE, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
+        # Half of the stages have no indexer, and train nothing.
+        ({"world_size": 4, "pp": 4}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "F2L2", "num_layers": 4}, {"optimizer": "muon"}),
     )
 ]
 MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]

@@ -146,6 +146,9 @@ def build_optimizer(
         ConfigError: there is not enough memory or disk space for the moments.
     """
     groups: dict[bool, list[nn.Parameter]] = {}
+    if not parameters:
+        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
+        groups[False] = []
     for name, parameter in parameters.items():
         # Biases of experts have two dims: one row per expert.
         decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)

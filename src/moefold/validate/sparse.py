@@ -47,6 +47,12 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
     name = "train.indexer_stage='warmup'"
     if not cfg.train.indexer_loss:
         yield f"{name} trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+    if not cfg.model.has_softmax_attention:
+        yield (
+            f"{name} trains the indexers alone, and linear attention, all layers of "
+            f"model.attention_pattern={cfg.model.attention_pattern!r}, has none; choose a pattern with F, or leave "
+            "indexer_stage out"
+        )
     if cfg.is_rl or cfg.align.method != "none":
         what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method={cfg.align.method!r}"
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"

@@ -18,7 +18,7 @@ MUON_GROUP_PATTERNS = {
     r"\.attention\.indexer\.w(q|k)$": "attention",
     r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
     r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
-    r"\.ffn\.shared\.w_(gate|up|down)$": "shared_experts",
+    r"\.ffn\.(shared\.w_(gate|up|down)|latent_(down|up)\.weight)$": "shared_experts",
     r"\.ffn\.router\.weight$": "router",
     r"\.projection$": "mtp",
 }
