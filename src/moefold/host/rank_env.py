@@ -1,18 +1,52 @@
-"""Rank and rendezvous of this process from the environment of torchrun or SLURM. Torch-free.
+"""Rank and rendezvous of this process from the environment of its launcher. Torch-free.
+
+Launchers: torchrun, SLURM, Open MPI, Flux, PMI (MPICH, Intel MPI, PALS) and SkyPilot.
 
 The only reader of these environment variables.
 """
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moefold.errors import ConfigError
 
-_FIRST_SLURM_PORT = 20000
-_NUM_SLURM_PORTS = 20000
+_FIRST_DERIVED_PORT = 20000
+_NUM_DERIVED_PORTS = 20000
 _MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class _ProcessManager:
+    """Environment variables of a launcher that tells a process its ranks, but not the address of rank 0."""
+
+    rank: str
+    local_rank: tuple[str, ...]
+    """Names used by several implementations; the first that is set counts."""
+    world_size: str
+    local_world_size: tuple[str, ...]
+    job: tuple[str, ...]
+    """Names of the job's id, from which the port is derived."""
+
+
+_OPEN_MPI = _ProcessManager(
+    "OMPI_COMM_WORLD_RANK",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ("PMIX_NAMESPACE",),
+)
+_FLUX = _ProcessManager("FLUX_TASK_RANK", ("FLUX_TASK_LOCAL_ID",), "FLUX_JOB_SIZE", (), ("FLUX_JOB_ID",))
+# MPICH's and Intel MPI's Hydra write MPI_LOCALRANKID; Cray's PALS writes PMI_LOCAL_RANK and PALS_LOCAL_RANKID.
+_PMI = _ProcessManager(
+    "PMI_RANK",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    "PMI_SIZE",
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ("PALS_APID", "PMI_JOBID"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,17 +70,30 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
 
     torchrun sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` sets SLURM_PROCID,
     SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port
-    derived from the job id.
+    derived from the job id. Open MPI, Flux and the PMI of MPICH, Intel MPI and PALS set ranks alone: on several
+    machines the user sets MASTER_ADDR. SkyPilot starts one process for each node, which is a rank where nodes have at
+    most one GPU. Under mpiexec or Flux inside a SLURM step, the ranks of mpiexec or Flux count.
 
     Raises:
-        ConfigError: a launcher's variables are incomplete or invalid.
+        ConfigError: a launcher's variables are incomplete or invalid, or one process was started for a whole node of
+            several, as by PyTorchJob, TrainJob and SkyPilot.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
+        _check_is_not_a_pod(environment)
         return _parse_env(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+    for manager in (_OPEN_MPI, _FLUX):
+        if manager.rank in environment and manager.world_size in environment:
+            return _parse_managed_env(environment, manager)
+    is_slurm_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
+    # `srun --mpi=pmi2` sets PMI_RANK and no local rank. Where a local rank is set, mpiexec started this process.
+    has_pmi = _PMI.rank in environment and _PMI.world_size in environment
+    if has_pmi and (not is_slurm_step or any(name in environment for name in _PMI.local_rank)):
+        return _parse_managed_env(environment, _PMI)
+    if is_slurm_step:
         filled = {**_slurm_master(environment), **environment}
         return _parse_env(filled, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-    return None
+    _check_is_not_a_pod(environment)
+    return _parse_skypilot_env(environment)
 
 
 def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0) -> None:
@@ -122,12 +169,102 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
     return environment[name]
 
 
+def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager) -> RankEnv:
+    """Parse the environment of a launcher that sets ranks, and add an address on one machine and a port."""
+    local_rank = _first_set(environment, manager.local_rank) or manager.local_rank[0]
+    world_size = environment[manager.world_size]
+    filled = dict(environment)
+    if name := _first_set(environment, manager.local_world_size):
+        filled["LOCAL_WORLD_SIZE"] = environment[name]
+    elif (nodes := environment.get("FLUX_JOB_NNODES", "")).isdecimal() and int(nodes) and world_size.isdecimal():
+        filled["LOCAL_WORLD_SIZE"] = str(-(-int(world_size) // int(nodes)))
+    if "MASTER_ADDR" not in filled:
+        if filled.get("LOCAL_WORLD_SIZE") != world_size:
+            raise ConfigError(
+                f"the environment has {manager.rank} but not MASTER_ADDR, and this launcher does not tell where rank 0 "
+                "is; set MASTER_ADDR to the host of rank 0 for all ranks (mpirun -x MASTER_ADDR=HOST, "
+                "mpiexec -genv MASTER_ADDR HOST, flux run --env=MASTER_ADDR=HOST)"
+            )
+        filled["MASTER_ADDR"] = "127.0.0.1"
+    if "MASTER_PORT" not in filled:
+        job = _first_set(environment, manager.job)
+        if not job:
+            raise ConfigError(
+                f"the environment has {manager.rank} but not MASTER_PORT; set it to a free port of the host of rank 0, "
+                "the same for all ranks"
+            )
+        filled["MASTER_PORT"] = _port_of_job(environment[job])
+    return _parse_env(filled, manager.rank, local_rank, manager.world_size)
+
+
+def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the first name that is set; "" if none is."""
+    return next((name for name in names if environment.get(name)), "")
+
+
+def _port_of_job(job: str) -> str:
+    """Return a port from 20000 to 39999 that is the same for all ranks of a job."""
+    return str(_FIRST_DERIVED_PORT + zlib.crc32(job.encode()) % _NUM_DERIVED_PORTS)
+
+
+TORCHRUN_LINE = "torchrun --no-python moefold train RECIPE"
+
+
+def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
+    """Reject a process that is a whole node of a PyTorchJob or TrainJob instead of one rank.
+
+    Kubeflow's operators set PET_* variables for torchrun. RANK and WORLD_SIZE of a PyTorchJob count pods.
+
+    Raises:
+        ConfigError: the variables are those of a pod.
+    """
+    if "PET_NNODES" not in environment or "LOCAL_RANK" in environment:
+        return
+    if "RANK" in environment:
+        raise ConfigError(
+            "the environment has RANK but not LOCAL_RANK, as in a pod of a PyTorchJob, whose RANK counts pods; "
+            f"make torchrun the command of the container, which reads the PET_ variables: {TORCHRUN_LINE}"
+        )
+    if environment["PET_NNODES"] not in ("", "1", "1:1"):
+        raise ConfigError(
+            f"PET_NNODES={environment['PET_NNODES']!r} in the environment means one of several pods of a TrainJob, and "
+            f"no rank is set; make torchrun the command of the container, which reads the PET_ variables: "
+            f"{TORCHRUN_LINE}"
+        )
+
+
+def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
+    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot.
+
+    Raises:
+        ConfigError: the node has several GPUs, of which each needs a process of its own.
+    """
+    if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
+        return None
+    gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    if gpus not in ("0", "1"):
+        raise ConfigError(
+            f"SKYPILOT_NUM_GPUS_PER_NODE={gpus} in the environment needs {gpus} processes on each node, and SkyPilot "
+            f"starts one; start torchrun in `run:`, or unset SKYPILOT_NUM_NODES for a job on this node alone"
+        )
+    filled = {
+        "MASTER_ADDR": environment.get("SKYPILOT_NODE_IPS", "").split("\n")[0].strip(),
+        "MASTER_PORT": _port_of_job(environment.get("SKYPILOT_TASK_ID", "")),
+        **environment,
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    if not filled["MASTER_ADDR"]:
+        raise ConfigError("the environment has SKYPILOT_NODE_RANK but not SKYPILOT_NODE_IPS; set MASTER_ADDR")
+    return _parse_env(filled, "SKYPILOT_NODE_RANK", "LOCAL_RANK", "SKYPILOT_NUM_NODES")
+
+
 def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the master address and port as far as they are not set in the environment."""
     master = {}
     if "MASTER_PORT" not in environment:
         job = environment.get("SLURM_JOB_ID", "0")
-        master["MASTER_PORT"] = str(_FIRST_SLURM_PORT + (int(job) if job.isdecimal() else 0) % _NUM_SLURM_PORTS)
+        master["MASTER_PORT"] = str(_FIRST_DERIVED_PORT + (int(job) if job.isdecimal() else 0) % _NUM_DERIVED_PORTS)
     if "MASTER_ADDR" not in environment:
         master["MASTER_ADDR"] = _first_slurm_node(environment)
     return master

@@ -1,0 +1,67 @@
+"""`moefold template`: print a job file for a cluster, filled from a recipe."""
+
+import argparse
+from pathlib import Path
+
+from moefold.cli.command_parser import CommandParser
+from moefold.launch.job_file import DEFAULT_GRACE_S, SCHEDULERS, JobRequest, write_job_file
+from moefold.recipe import load_config
+from moefold.terminal import print_escaped
+from moefold.validate.config import check_config
+
+EPILOG = (
+    "schedulers:\n"
+    + "\n".join(f"  {name:10}  {summary}" for name, summary in SCHEDULERS.items())
+    + """
+
+example:
+  moefold template slurm recipes/mixtral-8x7b.toml run.dir=/shared/mixtral --nodes 8 --gpus-per-node 8
+"""
+)
+
+
+def run(argv: list[str]) -> int:
+    """Print the job file.
+
+    Raises:
+        ConfigError: the recipe is wrong, or the job contradicts it.
+    """
+    arguments = vars(_parser().parse_intermixed_args(argv))
+    recipe = arguments.pop("recipe")
+    overrides = arguments.pop("overrides")
+    cfg = load_config(Path(recipe), overrides)
+    check_config(cfg)
+    request = JobRequest(**arguments)
+    print_escaped(write_job_file(cfg, recipe, overrides, request), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold template",
+        description="Print a job file that trains a recipe on a cluster; save it with > FILE.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("scheduler", choices=SCHEDULERS, metavar="SCHEDULER", help="one of those below")
+    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, by the path that the nodes have")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="GPUs of a node, a rank on each")
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="R", help="starts after a failure, from the newest checkpoint (3)"
+    )
+    parser.add_argument("--time", default="", metavar="T", help="time limit, [DAYS-]HH:MM:SS (slurm, pytorchjob)")
+    parser.add_argument(
+        "--grace",
+        type=int,
+        metavar="S",
+        help=f"seconds from SIGTERM to the end ({DEFAULT_GRACE_S}; slurm, pytorchjob)",
+    )
+    parser.add_argument(
+        "--image", default="", metavar="I", help="container image with moefold (trainjob, pytorchjob, skypilot)"
+    )
+    parser.add_argument(
+        "--claim", default="", metavar="NAME", help="shared volume with run.dir (trainjob, pytorchjob, skypilot)"
+    )
+    parser.add_argument("--gpu", default="", metavar="NAME", help="name of the GPU, such as H100 (skypilot)")
+    return parser

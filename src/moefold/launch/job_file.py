@@ -1,0 +1,262 @@
+"""Job files of cluster schedulers, filled from a recipe and checked against it. Torch-free.
+
+A template is a Jinja file in `job_templates/`.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+
+from moefold.config.limits import MAX_RANKS
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+SCHEDULERS = {
+    "slurm": "sbatch script: srun starts one task for each GPU",
+    "trainjob": "TrainJob of Kubeflow Trainer v2, on Kubernetes",
+    "pytorchjob": "PyTorchJob of Kubeflow's training operator v1, on Kubernetes",
+    "skypilot": "SkyPilot task",
+}
+OPTIONS = {
+    "image": ("trainjob", "pytorchjob", "skypilot"),
+    "claim": ("trainjob", "pytorchjob", "skypilot"),
+    "gpu": ("skypilot",),
+    "time": ("slurm", "pytorchjob"),
+    "grace": ("slurm", "pytorchjob"),
+}
+"""Schedulers that read each option."""
+REQUIRED = ("image", "claim", "gpu")
+"""Options that the schedulers which read them need."""
+
+DEFAULT_GRACE_S = 300
+MIN_GRACE_S = 30
+"""Least time from SIGTERM to the end: the limit of torchrun, in which a step is finished and saved."""
+SRUN_WAIT_S = 120
+"""Time that `srun --wait` gives the other ranks after the first has ended, to report its failure and to end."""
+MAX_NAME_CHARS = 40
+_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_IMAGE = re.compile(r"[a-z0-9][\w.\-/:@]*", re.ASCII)
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?")
+_GPU = re.compile(r"[A-Za-z0-9][\w\-]*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """Settings of a job file that a recipe does not have."""
+
+    scheduler: str
+    nodes: int
+    gpus_per_node: int
+    restarts: int = 3
+    """Number of times that the ranks are started again after a failure."""
+    image: str = ""
+    claim: str = ""
+    """Name of the shared volume: a PersistentVolumeClaim, or a volume of SkyPilot."""
+    gpu: str = ""
+    """Name of the GPU, as SkyPilot knows it."""
+    time: str = ""
+    """Time limit, [DAYS-]HOURS:MINUTES:SECONDS."""
+    grace: int | None = None
+    """Seconds from SIGTERM to the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Values that the templates insert."""
+
+    recipe: str
+    name: str
+    nodes: int
+    gpus_per_node: int
+    restarts: int
+    image: str
+    claim: str
+    gpu: str
+    time: str
+    time_s: int
+    grace_s: int
+    wait_s: int
+    mount: str
+    words: list[str]
+    command: str
+
+
+def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: JobRequest) -> str:
+    """Return the text of a job file that trains a recipe.
+
+    Args:
+        cfg: the recipe with the overrides, as `check_config` passed it.
+        recipe: path of the recipe, as the job's nodes know it.
+        overrides: settings `section.key=value` that the job passes on.
+        request: scheduler, size and limits of the job.
+
+    Raises:
+        ConfigError: the request contradicts the recipe or itself.
+    """
+    _check_words(recipe, overrides)
+    _check_options(request)
+    _check_size(cfg, request)
+    _check_storage(cfg, request)
+    time_s = _parse_time(request.time)
+    _check_times(cfg, request, time_s)
+    words = ["moefold", "train", recipe, *overrides]
+    job = _Job(
+        recipe=recipe,
+        name=job_name(recipe),
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        restarts=request.restarts,
+        image=request.image,
+        claim=request.claim,
+        gpu=request.gpu,
+        time=request.time,
+        time_s=time_s,
+        grace_s=DEFAULT_GRACE_S if request.grace is None else request.grace,
+        wait_s=SRUN_WAIT_S,
+        mount=str(PurePosixPath(cfg.run.dir).parent),
+        words=words,
+        command=shlex.join(words),
+    )
+    return _fill(request.scheduler, job)
+
+
+def job_name(recipe: str) -> str:
+    """Return the name of the job: the recipe's, in the characters that Kubernetes accepts."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")[:MAX_NAME_CHARS].strip("-")
+    return name if name[:1].isalpha() else f"moefold-{name}".strip("-")
+
+
+def _fill(scheduler: str, job: _Job) -> str:
+    # Lazy import: an error of the request is reported without it.
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
+    )
+    # jinja's own tojson escapes <, >, & and ' for HTML.
+    environment.filters["tojson"] = json.dumps
+    text = (files("moefold.launch") / "job_templates" / f"{scheduler}.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text).render(job=job)
+
+
+def _check_words(recipe: str, overrides: Sequence[str]) -> None:
+    for word in (recipe, *overrides):
+        if not word.isprintable():
+            raise ConfigError(f"{word!r} has control characters, which a job file cannot hold; remove them")
+        if "$(" in word or "{{" in word:
+            raise ConfigError(f"{word!r} has $( or {{{{, which Kubernetes or SkyPilot would expand; write it without")
+
+
+def _check_options(request: JobRequest) -> None:
+    """Check that the scheduler reads each option that is set, and that those it needs are set and valid."""
+    scheduler = request.scheduler
+    for option, readers in OPTIONS.items():
+        value = getattr(request, option)
+        is_set = value not in ("", None)
+        if is_set and scheduler not in readers:
+            raise ConfigError(f"--{option} has no effect on {scheduler}, only on {', '.join(readers)}; leave it out")
+        if not is_set and option in REQUIRED and scheduler in readers:
+            raise ConfigError(f"{scheduler} needs --{option}; {_MEANING[option]}")
+    for option, pattern in (("image", _IMAGE), ("claim", _CLAIM), ("gpu", _GPU)):
+        value = getattr(request, option)
+        if value and not pattern.fullmatch(value):
+            raise ConfigError(f"--{option}={value!r} is not a legal name; {_MEANING[option]}")
+    if not 0 <= request.restarts <= 1000:
+        raise ConfigError(f"--restarts={request.restarts} must be 0 to 1000; 0 never starts the ranks again")
+
+
+_MEANING = {
+    "image": "name a container image that contains moefold, such as registry/team/moefold:1",
+    "claim": "name the shared volume that holds run.dir: lower-case letters, digits and hyphens",
+    "gpu": "name the GPU as `sky show-gpus` does, such as H100",
+}
+
+
+def _check_size(cfg: Config, request: JobRequest) -> None:
+    p = cfg.parallel
+    nodes = request.nodes
+    gpus = request.gpus_per_node
+    for option, count in (("--nodes", nodes), ("--gpus-per-node", gpus)):
+        if not 0 < count <= MAX_RANKS:
+            raise ConfigError(f"{option}={count} must be 1 to {MAX_RANKS}")
+    if nodes * gpus != cfg.num_job_ranks:
+        sampling = f" plus rollout.ranks={cfg.rollout.ranks}" if cfg.rollout.ranks else ""
+        raise ConfigError(
+            f"--nodes={nodes} times --gpus-per-node={gpus} is {nodes * gpus} and must equal "
+            f"parallel.world_size={p.world_size}{sampling}; change one of them "
+            f"(parallel.world_size={max(1, nodes * gpus - cfg.rollout.ranks)} as an argument)"
+        )
+    if nodes > 1 and gpus % p.tp:
+        raise ConfigError(
+            f"--gpus-per-node={gpus} must be divisible by parallel.tp={p.tp}, so that tensor parallelism stays inside "
+            "a node; choose another tp or number of nodes"
+        )
+    if cfg.run.device == "cpu":
+        raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
+
+
+def _check_storage(cfg: Config, request: JobRequest) -> None:
+    """Check that the run is written where all nodes and the next start find it, and that it can resume."""
+    for key, folder in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
+        if not folder and key == "checkpoint.dir":
+            continue
+        path = PurePosixPath(folder)
+        if not path.is_absolute() or path.parts[1:2] in (("tmp",), ("dev",)) or path.parts[1:3] == ("var", "tmp"):
+            raise ConfigError(
+                f"{key}={folder!r} must be an absolute path on storage that all nodes share, not in /tmp; "
+                f"add {key}=/SHARED/{path.name or 'run'} as an argument"
+            )
+    mount = PurePosixPath(cfg.run.dir).parent
+    if request.claim and str(mount) == "/":
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r} must be a folder inside the mounted volume; "
+            "add run.dir=/shared/run as an argument"
+        )
+    if request.claim and cfg.checkpoint.dir and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
+        raise ConfigError(
+            f"checkpoint.dir={cfg.checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
+            "is mounted; leave it out for RUN_DIR/checkpoints"
+        )
+    if request.restarts and not cfg.checkpoint.every:
+        raise ConfigError(
+            f"checkpoint.every=0 leaves nothing to resume from for --restarts={request.restarts}; set "
+            "checkpoint.every, or --restarts 0"
+        )
+    if request.restarts and cfg.checkpoint.resume != "auto":
+        raise ConfigError(
+            f"checkpoint.resume={cfg.checkpoint.resume!r} would lose the steps since then at each of "
+            f"--restarts={request.restarts}; set checkpoint.resume=auto, or --restarts 0"
+        )
+
+
+def _parse_time(text: str) -> int:
+    """Return a time limit in seconds; 0 without one."""
+    if not text:
+        return 0
+    found = _TIME.fullmatch(text)
+    seconds = 0
+    if found:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if not seconds:
+        raise ConfigError(f"--time={text!r} must be [DAYS-]HOURS:MINUTES:SECONDS above zero, such as 24:00:00")
+    return seconds
+
+
+def _check_times(cfg: Config, request: JobRequest, time_s: int) -> None:
+    if request.grace is not None and request.grace < MIN_GRACE_S:
+        raise ConfigError(
+            f"--grace={request.grace} must be at least {MIN_GRACE_S} s: after SIGTERM a step is finished and saved"
+        )
+    grace_s = DEFAULT_GRACE_S if request.grace is None else request.grace
+    if time_s and time_s <= grace_s:
+        raise ConfigError(f"--time={request.time} must be longer than --grace={grace_s} s, which ends it")
+    if time_s and cfg.faults.timeout_s >= time_s:
+        raise ConfigError(
+            f"faults.timeout_s={cfg.faults.timeout_s:g} must be less than --time={request.time}, or a hang is never "
+            "reported; lower it, or raise --time"
+        )

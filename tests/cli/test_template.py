@@ -1,0 +1,213 @@
+"""Job files: valid for their schedulers, equal to the recipe, refused where they contradict it."""
+
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from moefold.cli.main import main
+from tests.cli.example_command import ROOT, check_command
+
+RECIPE = str(ROOT / "recipes/mixtral-8x7b.toml")
+WORDS = ["run.dir=/shared/mixtral", "data.path=/shared/it's <here> & there.bin"]
+SIZE = ["--nodes", "8", "--gpus-per-node", "8"]
+OPTIONS = {
+    "slurm": ["--time", "2-00:00:00"],
+    "trainjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared"],
+    "pytorchjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared", "--time", "24:00:00"],
+    "skypilot": ["--image", "moefold:1", "--claim", "shared", "--gpu", "H100"],
+}
+TRAIN = ["moefold", "train", RECIPE, *WORDS]
+
+# Facts of the published schemas (trainer.kubeflow.org/v1alpha1, kubeflow.org/v1; SkyPilot's task YAML): the keys of an
+# object, and their types.
+FIELDS = {
+    "trainjob": {
+        "": {"apiVersion": str, "kind": str, "metadata": dict, "spec": dict},
+        "spec": {"runtimeRef": dict, "trainer": dict, "podTemplateOverrides": list},
+        "spec.trainer": {
+            "image": str,
+            "numNodes": int,
+            "numProcPerNode": int,
+            "command": list,
+            "args": list,
+            "resourcesPerNode": dict,
+        },
+    },
+    "pytorchjob": {
+        "": {"apiVersion": str, "kind": str, "metadata": dict, "spec": dict},
+        "spec": {"nprocPerNode": str, "runPolicy": dict, "pytorchReplicaSpecs": dict},
+        "spec.runPolicy": {"cleanPodPolicy": str, "backoffLimit": int, "activeDeadlineSeconds": int},
+        "spec.pytorchReplicaSpecs": {"Master": dict, "Worker": dict},
+        "spec.pytorchReplicaSpecs.Master": {"replicas": int, "restartPolicy": str, "template": dict},
+        "spec.pytorchReplicaSpecs.Worker": {"replicas": int, "restartPolicy": str, "template": dict},
+        "spec.pytorchReplicaSpecs.Worker.template.spec": {
+            "terminationGracePeriodSeconds": int,
+            "volumes": list,
+            "containers": list,
+        },
+    },
+    "skypilot": {
+        "": {
+            "name": str,
+            "num_nodes": int,
+            "workdir": str,
+            "resources": dict,
+            "volumes": dict,
+            "run": str,
+        },
+        "resources": {"accelerators": str, "image_id": str, "job_recovery": dict},
+        "resources.job_recovery": {"strategy": str, "max_restarts_on_errors": int},
+    },
+}
+
+
+def template(capsys, scheduler, *more):
+    assert main(["template", scheduler, RECIPE, *WORDS, *SIZE, *OPTIONS[scheduler], *more]) == 0
+    return capsys.readouterr().out
+
+
+def inside(tree, path):
+    for key in filter(None, path.split(".")):
+        tree = tree[key]
+    return tree
+
+
+@pytest.mark.parametrize("scheduler", FIELDS)
+def test_yaml_has_the_fields_of_the_schema(capsys, scheduler):
+    tree = yaml.safe_load(template(capsys, scheduler))
+    for path, fields in FIELDS[scheduler].items():
+        found = inside(tree, path)
+        assert {key: type(value) for key, value in found.items()} == fields, path
+
+
+def test_slurm(capsys):
+    text = template(capsys, "slurm", "--restarts", "2", "--grace", "120")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    directives = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert directives == [
+        "job-name=mixtral-8x7b",
+        "nodes=8",
+        "ntasks-per-node=8",
+        "gpus-per-node=8",
+        "time=2-00:00:00",
+        "signal=TERM@120",
+        "requeue",
+        "open-mode=append",
+        "output=mixtral-8x7b-%j.log",
+    ]
+    # A directive after the first command would be ignored by sbatch.
+    assert text.rindex("#SBATCH") < text.index("set -euo")
+    assert "for attempt in {0..2}" in text
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("srun ")]
+    assert shlex.split(line.removesuffix(" || status=$?")) == ["srun", "--kill-on-bad-exit=0", "--wait=120", *TRAIN]
+
+
+def test_trainjob(capsys):
+    tree = yaml.safe_load(template(capsys, "trainjob"))
+    assert (tree["apiVersion"], tree["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = tree["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (8, 8)
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert trainer["command"] == ["torchrun"]
+    assert trainer["args"][-len(TRAIN) :] == TRAIN
+    assert "--max-restarts=3" in trainer["args"]
+    pod = tree["spec"]["podTemplateOverrides"][0]["spec"]
+    assert pod["volumes"] == [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}]
+
+
+def test_pytorchjob(capsys):
+    tree = yaml.safe_load(template(capsys, "pytorchjob", "--grace", "60"))
+    assert (tree["apiVersion"], tree["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert tree["spec"]["runPolicy"] == {
+        "cleanPodPolicy": "None",
+        "backoffLimit": 3,
+        "activeDeadlineSeconds": 86400,
+    }
+    replicas = tree["spec"]["pytorchReplicaSpecs"]
+    assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 7)
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    pod = replicas["Master"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 60
+    # The operator finds the container by this name.
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"
+    assert container["args"][-len(TRAIN) :] == TRAIN
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_pytorchjob_of_one_node_has_no_workers(capsys):
+    degrees = ["parallel.world_size=8", "parallel.tp=1", "parallel.pp=2", "parallel.cp=1", "parallel.ep=4"]
+    text = template(capsys, "pytorchjob", *degrees, "--nodes", "1")
+    assert list(yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+def test_skypilot_starts_torchrun_on_each_node(capsys, tmp_path):
+    tree = yaml.safe_load(template(capsys, "skypilot"))
+    assert tree["num_nodes"] == 8
+    assert tree["resources"]["accelerators"] == "H100:8"
+    assert tree["volumes"] == {"/shared": "shared"}
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "8",
+        "SKYPILOT_TASK_ID": "sky-1",
+    }
+    done = subprocess.run(["bash", "-c", tree["run"]], env=variables, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    assert words[-len(TRAIN) :] == TRAIN
+    assert words[words.index("--rdzv-endpoint") + 1] == "10.0.0.1:29500"
+    assert words[words.index("--nnodes") + 1] == "8"
+
+
+def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
+    assert shlex.join(TRAIN) in template(capsys, "slurm")
+    check_command(shlex.join(TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "more", "message"),
+    [
+        ("slurm", ["--nodes", "4"], "--nodes=4 times --gpus-per-node=8 is 32 and must equal parallel.world_size=64"),
+        ("slurm", ["--nodes", "0"], "--nodes=0 must be 1 to"),
+        ("slurm", ["--nodes", "64", "--gpus-per-node", "1"], "--gpus-per-node=1 must be divisible by parallel.tp="),
+        ("slurm", ["run.dir=runs/x"], "run.dir='runs/x' must be an absolute path on storage that all nodes share"),
+        ("slurm", ["run.dir=/tmp/x"], "run.dir='/tmp/x' must be an absolute path"),
+        ("slurm", ["checkpoint.dir=c"], "checkpoint.dir='c' must be an absolute path"),
+        ("slurm", ["checkpoint.every=0"], "checkpoint.every=0 leaves nothing to resume from for --restarts=3"),
+        ("slurm", ["checkpoint.resume=never"], "checkpoint.resume='never' would lose the steps"),
+        ("slurm", ["run.device=cpu"], "run.device='cpu' does not use the GPUs"),
+        ("slurm", ["--time", "tomorrow"], "--time='tomorrow' must be [DAYS-]HOURS:MINUTES:SECONDS"),
+        ("slurm", ["--time", "0:00:00"], "--time='0:00:00' must be"),
+        ("slurm", ["--time", "0:04:00"], "--time=0:04:00 must be longer than --grace=300 s"),
+        ("slurm", ["--time", "0:09:00"], "faults.timeout_s=600 must be less than --time=0:09:00"),
+        ("slurm", ["--grace", "5"], "--grace=5 must be at least 30 s"),
+        ("slurm", ["--restarts", "-1"], "--restarts=-1 must be 0 to 1000"),
+        ("slurm", ["--image", "a"], "--image has no effect on slurm, only on trainjob, pytorchjob, skypilot"),
+        ("skypilot", ["--time", "1:00:00"], "--time has no effect on skypilot"),
+        ("trainjob", ["--grace", "60"], "--grace has no effect on trainjob"),
+        ("trainjob", ["--image", ""], "trainjob needs --image"),
+        ("skypilot", ["--gpu", ""], "skypilot needs --gpu"),
+        ("trainjob", ["--image", "a b"], "--image='a b' is not a legal name"),
+        ("trainjob", ["--claim", "My_Claim"], "--claim='My_Claim' is not a legal name"),
+        ("trainjob", ["run.dir=/run"], "run.dir='/run' must be a folder inside the mounted volume"),
+        ("trainjob", ["checkpoint.dir=/other/c"], "checkpoint.dir='/other/c' must be inside /shared"),
+        ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
+        ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
+    ],
+)
+def test_contradictions_are_one_message(capsys, scheduler, more, message):
+    assert main(["template", scheduler, RECIPE, *WORDS, *SIZE, *OPTIONS[scheduler], *more]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_no_restarts_need_no_checkpoints(capsys):
+    assert "{0..0}" in template(capsys, "slurm", "--restarts", "0", "checkpoint.every=0")
