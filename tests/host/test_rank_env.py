@@ -103,7 +103,7 @@ def test_local_ranks_default_to_all(told):
     assert read_rank_env({**TORCHRUN, "LOCAL_WORLD_SIZE": told}).local_world_size == 8
 
 
-# Environments of real launchers, shortened to the variables that name ranks, nodes and jobs.
+# The variables of launchers that name ranks, nodes and jobs, as their documentation describes them: not recorded.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",

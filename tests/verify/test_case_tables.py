@@ -38,8 +38,8 @@ def _kinds(settings: Settings) -> set[tuple[str, object]]:
         for section, default in sections
         for key, value in section.items()
         if key not in FREE_TEXTS and isinstance(value, str | bool) and value != getattr(default, key)
-        # A pattern of layers has one letter for the kind of each.
-        for kind in (value if isinstance(value, str) and key.endswith("_pattern") else (value,))
+        # A pattern of layers has letters for their kinds; digits repeat a letter.
+        for kind in (filter(str.isalpha, value) if key.endswith("_pattern") else (value,))
     }
 
 
