@@ -88,8 +88,10 @@ def interrupt_forked(
 
 def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
     os.setsid()
-    # A shell's background job ignores Ctrl-C, and so would all that it starts.
+    # A shell's background job ignores Ctrl-C, and so would all that it starts. A fork server that the pool of workers
+    # started blocks it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
