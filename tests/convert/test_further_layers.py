@@ -116,15 +116,14 @@ def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_tied, is_s
     assert manifest["tensors"].keys() == {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
-def test_the_further_loss_is_that_of_transformers(tmp_path, name):
-    """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
-    made = published(tmp_path / "hf", layers=1, name=name)
+def assert_mtp_loss_of_transformers(made: SimpleNamespace) -> None:
+    """Fail if the MTP layer of a folder has another loss than the drafting layer of transformers."""
     cfg = Config(
         run=RunConfig(device="cpu", dtype="float32"),
         model=read_model_config(made.folder),
         train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=2, micro_batch_size=2),
     )
+    assert cfg.model.mtp_layers == 1
     ours = build_model(cfg)
     source = HfSource(open_hf_folder(made.folder))
     load_shards(source, {**dict(ours.named_parameters()), **dict(ours.named_buffers())}, "folder")
@@ -140,6 +139,13 @@ def test_the_further_loss_is_that_of_transformers(tmp_path, name):
         logits = made.model.lm_head(hidden)
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ahead.flatten())
     assert mine.item() == pytest.approx(cfg.train.mtp_loss * theirs.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_the_further_loss_is_that_of_transformers(tmp_path, name):
+    """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
+    made = published(tmp_path / "hf", layers=1, name=name)
+    assert_mtp_loss_of_transformers(made)
 
 
 @pytest.mark.parity

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.cli.main import main
-from moefold.config.schema import Config, RunConfig, TrainConfig
-from moefold.convert.hf_config import read_model_config
-from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.weights import HfSource, load_shards
-from moefold.model.transformer import build_model
 from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of
-from tests.convert.test_further_layers import SEQ_LEN, WEIGHTS, _as_published, assert_loads
+from tests.convert.test_further_layers import (
+    SEQ_LEN,
+    WEIGHTS,
+    _as_published,
+    assert_loads,
+    assert_mtp_loss_of_transformers,
+)
 from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
 
 OWN = {
@@ -57,27 +58,7 @@ def published(folder: Path, name: str, **counted: int) -> SimpleNamespace:
 @pytest.mark.parametrize("name", COUNT_KEYS)
 def test_the_loss_of_the_mtp_layer_is_that_of_transformers(tmp_path, name):
     made = published(tmp_path / "hf", name)
-    cfg = Config(
-        run=RunConfig(device="cpu", dtype="float32"),
-        model=read_model_config(made.folder),
-        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=2, micro_batch_size=2),
-    )
-    assert cfg.model.mtp_layers == 1
-    ours = build_model(cfg)
-    source = HfSource(open_hf_folder(made.folder))
-    load_shards(source, {**dict(ours.named_parameters()), **dict(ours.named_buffers())}, "folder")
-    ours.set_positions(torch.arange(SEQ_LEN))
-    tokens = tokens_of(2, SEQ_LEN + 2)
-    now, after, ahead = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
-    shares = torch.full((2, 1, SEQ_LEN), 1 / (2 * SEQ_LEN))
-    with torch.no_grad():
-        columns = {"labels": after, "weights": torch.zeros(2, SEQ_LEN)}
-        mine = ours.train()(now, **columns, mtp_labels=ahead[:, None], mtp_weights=shares)[1]
-        hidden = made.model.model(input_ids=now).last_hidden_state
-        hidden = made.further.forward_layer(0, hidden, torch.arange(SEQ_LEN)[None], None, input_ids=after)
-        logits = made.model.lm_head(hidden)
-    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ahead.flatten())
-    assert mine.item() == pytest.approx(cfg.train.mtp_loss * theirs.item(), rel=1e-5)
+    assert_mtp_loss_of_transformers(made)
 
 
 @pytest.mark.parametrize("name", COUNT_KEYS)

@@ -250,14 +250,26 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
     Returns:
         0-dim, in nats, float32 at least; its gradient goes to the projections.
     """
-    loss: Tensor = _IndexLoss.apply(
+    loss: Tensor = _SelectedIndexLoss.apply(
         index.query, index.weight, index.key, selected_SBK, target_SBK, weights_SB, torch.is_grad_enabled()
     )
     return loss
 
 
 class _IndexLoss(torch.autograd.Function):
-    """Computes the gradients in the forward pass, as the loss is a scalar: nothing else is saved."""
+    """Computes the gradients in the forward pass, as the loss is a scalar: nothing else is saved.
+
+    Inputs of a subclass: queries, weights and keys, which have gradients, and four more.
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
+
+
+class _SelectedIndexLoss(_IndexLoss):
+    """Divergence over the selected keys."""
 
     @staticmethod
     def forward(
@@ -296,11 +308,6 @@ class _IndexLoss(torch.autograd.Function):
         ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (query, weight, key), strict=False)))
         return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
-
 
 def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: Tensor, weights_SB: Tensor) -> Tensor:
     """Compute the KL divergence of the indexer's softmax over all visible keys from a target: a weighted sum.
@@ -320,8 +327,8 @@ def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: 
     return loss
 
 
-class _VisibleIndexLoss(torch.autograd.Function):
-    """Computes the gradients in the forward pass, as `_IndexLoss` does."""
+class _VisibleIndexLoss(_IndexLoss):
+    """Divergence over all visible keys."""
 
     @staticmethod
     def forward(
@@ -332,11 +339,11 @@ class _VisibleIndexLoss(torch.autograd.Function):
         is_visible_BSN: Tensor,
         target_SBN: Tensor,
         weights_SB: Tensor,
-        needed: bool,
+        is_needed: bool,
     ) -> Tensor:
         dtype = accumulation_dtype(query.dtype)
         total = torch.zeros((), dtype=dtype, device=query.device)
-        grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if needed else []
+        grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if is_needed else []
         for sample in range(query.shape[1]):
             query_SJD, weight_SJ, key_ND = (x[:, sample].to(dtype) for x in (query, weight, key))
             dots_SJN = query_SJD @ key_ND.t()
@@ -347,18 +354,13 @@ class _VisibleIndexLoss(torch.autograd.Function):
                 weights_SB[:, sample],
             )
             total += loss
-            if needed:
+            if is_needed:
                 ddots_SJN = dscores_SN.unsqueeze(1) * weight_SJ.unsqueeze(2) * (dots_SJN > 0)
                 grads[0][:, sample] = ddots_SJN @ key_ND
                 grads[1][:, sample] = (dots_SJN.relu() @ dscores_SN.unsqueeze(2)).squeeze(2)
                 grads[2][:, sample] = ddots_SJN.flatten(0, 1).t() @ query_SJD.flatten(0, 1)
         ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (query, weight, key), strict=False)))
         return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
 
 
 def _divergence(scores: Tensor, is_present: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

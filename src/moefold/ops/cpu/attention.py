@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
 from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.tensor_view import TensorView
 from moefold.ops.documents import Segments
 from moefold.ops.interface import unit_stride
 
@@ -30,18 +31,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (37, 2, 4, 2, 24)
 """Tokens, samples, query heads, key/value heads and head dim of the self-test: no multiples of vector widths."""
-
-
-class _HeadsStruct(ctypes.Structure):
-    """C struct `heads_view`: address of [S, B, heads, D], strides of the first three dims in elements, and dtype."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("token", ctypes.c_int64),
-        ("sample", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-    )
 
 
 class _LimitsStruct(ctypes.Structure):
@@ -74,9 +63,9 @@ class CAttention:
         self._forward = library.attention_forward
         self._backward = library.attention_backward
         buffers = [ctypes.c_void_p] * 2
-        self._forward.argtypes = [*[_HeadsStruct] * 4, *buffers, _LimitsStruct, *sizes, threads]
+        self._forward.argtypes = [*[TensorView] * 4, *buffers, _LimitsStruct, *sizes, threads]
         self._forward.restype = None
-        tensors = [*[_HeadsStruct] * 5, buffers[0], *[_HeadsStruct] * 3, buffers[1]]
+        tensors = [*[TensorView] * 5, buffers[0], *[TensorView] * 3, buffers[1]]
         self._backward.argtypes = [*tensors, _LimitsStruct, *sizes, threads]
         self._backward.restype = None
         self.is_fast: bool = library.attention_vector_width() >= MIN_FAST_VECTOR_WIDTH
@@ -118,7 +107,7 @@ class CAttention:
         wide_sinks = None if sinks is None else sinks.float().contiguous()
         limits = _to_limits_struct(block_mask, tokens, wide_sinks)
         scratch, *sizes = self._scratch_and_sizes(q, k, limits.longest)
-        self._forward(*map(_to_heads_struct, (*inputs, out)), lse.data_ptr(), scratch.data_ptr(), limits, *sizes)
+        self._forward(*map(TensorView.of, (*inputs, out)), lse.data_ptr(), scratch.data_ptr(), limits, *sizes)
         return out, lse.permute(2, 0, 1)
 
     def backward(
@@ -134,7 +123,7 @@ class CAttention:
         lse_BAS = lse.permute(1, 2, 0).contiguous()
         limits = _to_limits_struct(block_mask, len(q), None)
         scratch, *sizes = self._scratch_and_sizes(q, k, limits.longest)
-        args = *map(_to_heads_struct, inputs), lse_BAS.data_ptr(), *map(_to_heads_struct, (dq, dk, dv))
+        args = *map(TensorView.of, inputs), lse_BAS.data_ptr(), *map(TensorView.of, (dq, dk, dv))
         self._backward(*args, scratch.data_ptr(), limits, *sizes)
         if is_shared:
             dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) for x in (dk, dv))
@@ -218,7 +207,3 @@ def _address(ends: Tensor) -> int:
     assert ends.dtype == torch.int32, ends.dtype
     assert ends.is_contiguous(), ends.stride()
     return ends.data_ptr()
-
-
-def _to_heads_struct(x: Tensor) -> _HeadsStruct:
-    return _HeadsStruct(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.tensor_view import TensorView
 from moefold.ops.interface import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 
@@ -35,27 +36,15 @@ SELF_TEST_SHAPE = (41, 2, 2, 4, 12, 9)
 _CHUNK_TENSORS = ("read_keys", "scores", "write_keys", "solved", "decay", "products")
 
 
-class _TokensStruct(ctypes.Structure):
-    """C struct `tokens_view`: address of [S, B, heads, ...], strides of the first three dims in elements, and dtype."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("token", ctypes.c_int64),
-        ("sample", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-    )
-
-
 class _InputsStruct(ctypes.Structure):
     """C struct `linear_inputs`."""
 
     _fields_ = (
-        ("q", _TokensStruct),
-        ("k", _TokensStruct),
-        ("v", _TokensStruct),
-        ("log_decay", _TokensStruct),
-        ("beta", _TokensStruct),
+        ("q", TensorView),
+        ("k", TensorView),
+        ("v", TensorView),
+        ("log_decay", TensorView),
+        ("beta", TensorView),
         ("starts", ctypes.c_void_p),
     )
 
@@ -122,9 +111,9 @@ class CLinearAttention:
         self._of_heads = _ChunkFunctions(load_library("linear_chunks"), "linear_chunks")
         self._of_channels = _ChunkFunctions(load_library("linear_channel_chunks"), "linear_channel_chunks")
         self._scan_forward = scan.linear_scan_forward
-        self._scan_forward.argtypes = [_ChunksStruct, pointer, _TokensStruct, *[pointer] * 4, _SizesStruct]
+        self._scan_forward.argtypes = [_ChunksStruct, pointer, TensorView, *[pointer] * 4, _SizesStruct]
         self._scan_backward = scan.linear_scan_backward
-        self._scan_backward.argtypes = [_TokensStruct, pointer, _ChunksStruct, pointer, pointer, _ChunksStruct]
+        self._scan_backward.argtypes = [TensorView, pointer, _ChunksStruct, pointer, pointer, _ChunksStruct]
         self._scan_backward.argtypes += [pointer, pointer, _SizesStruct]
         self._scan_scratch_floats = scan.linear_scan_scratch_floats
         self._scan_forward.restype = self._scan_backward.restype = None
@@ -193,7 +182,7 @@ class CLinearAttention:
             written = state.new_empty(*heads, sizes.rows, values)
         scratch, struct = self._scratch_and_sizes(sizes, self._scan_scratch_floats)
         pointers = (None if x is None else x.data_ptr() for x in (last, states, written, scratch))
-        self._scan_forward(_to_chunks_struct(chunks), state.data_ptr(), _to_tokens_struct(out), *pointers, struct)
+        self._scan_forward(_to_chunks_struct(chunks), state.data_ptr(), TensorView.of(out), *pointers, struct)
         return out, last, states, written
 
     def scan_backward(
@@ -210,7 +199,7 @@ class CLinearAttention:
         grad_state = torch.empty_like(grad_last)
         scratch, struct = self._scratch_and_sizes(sizes, self._scan_scratch_floats)
         self._scan_backward(
-            _to_tokens_struct(grad_out),
+            TensorView.of(grad_out),
             grad_last.data_ptr(),
             _to_chunks_struct(chunks),
             states.data_ptr(),
@@ -427,14 +416,10 @@ def _forward_backward(
     return out, last, *torch.autograd.grad((out, last), leaves, tuple(weights))
 
 
-def _to_tokens_struct(x: Tensor) -> _TokensStruct:
-    return _TokensStruct(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)
-
-
-def _to_token_structs(inputs: Sequence[Tensor]) -> list[_TokensStruct]:
+def _to_token_structs(inputs: Sequence[Tensor]) -> list[TensorView]:
     """Return the structs of q, k, v, log_decay and beta."""
-    structs = [_to_tokens_struct(x) for x in inputs]
-    return structs if len(structs) > 4 else [*structs, _TokensStruct()]
+    structs = [TensorView.of(x) for x in inputs]
+    return structs if len(structs) > 4 else [*structs, TensorView()]
 
 
 def _to_inputs_struct(inputs: Sequence[Tensor], starts: Tensor | None) -> _InputsStruct:
