@@ -1,22 +1,22 @@
 """`moefold import`: convert a Hugging Face folder to a checkpoint to train from."""
 
 import argparse
-from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
-from moefold.convert.preflight import check_import
+from moefold.convert.preflight import check_import, weights_path
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Run `moefold import` and return the exit status."""
     args = _parser().parse_args(argv)
-    folder = Path(args.folder)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
+        folder = weights_path(args.folder)
         check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
     with conversion_job("import") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.

@@ -33,6 +33,7 @@ from moefold.convert.preflight import (
     read_model,
     resolve_weights_folder,
     upcycle_scale,
+    weights_path,
     without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
@@ -40,6 +41,7 @@ from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatc
 from moefold.convert.weights import HfSource, WeightSource, load_shards, parameter_shapes
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.remote_path import is_remote
 
 
 def open_weights(path: Path) -> WeightSource:
@@ -68,8 +70,9 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     if not given:
         return ""
     world = current_world()
-    path: Path = world.all_gather_object(resolve_weights_folder(Path(given)))[0]
-    skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
+    named = weights_path(given)
+    path: Path = world.all_gather_object(resolve_weights_folder(named))[0]
+    skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
         check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
     source = open_weights(path)
@@ -221,4 +224,6 @@ def upcycle_folder(
 def _tokenizer_of(checkpoint: Path) -> str:
     """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
     found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    if is_remote(found):
+        return found
     return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""

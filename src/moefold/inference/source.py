@@ -19,9 +19,11 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.preflight import weights_path
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.errors import ConfigError
+from moefold.remote_path import is_remote
 from moefold.validate.config import check_model
 
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -67,7 +69,7 @@ def find_source(name: str) -> ModelSource:
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
     """
-    path = existing_path("MODEL", name)
+    path = weights_path(name) if is_remote(name) else existing_path("MODEL", name)
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
