@@ -6,6 +6,7 @@ download that is started again. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as
 
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ HubKind = Literal["model", "dataset"]
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"(?:(datasets)/)?({_PART}/{_PART}|{_PART})(?:@([^/]+))?(?:/(.+))?")
 _REPO = re.compile(rf"{_PART}/{_PART}")
+CARD_FILE = "README.md"
+"""The model card."""
 UNUSED_FILES = (
     *("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel"),
     *("original/*", "metal/*", "consolidated*.safetensors", "*.png", "*.jpg", "*.gif", "*.pdf", "*.mp4"),
@@ -100,7 +103,10 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     name = parse_hub_url(url, kind)
     check_hub_package(url)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     if name.path:
         patterns = (name.path, f"{name.path}/*")
     try:
@@ -120,6 +126,71 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     if not found.exists():
         raise ConfigError(f"{url!r} has no {name.path!r}; name a file or folder of the repository {name.repo}")
     return found
+
+
+def files_to_push(folder: Path) -> dict[str, int]:
+    """Return the size of each file of a folder in bytes, by relative name; hidden files are left out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        name.as_posix(): path.stat().st_size
+        for name, path in names.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
+    if not files:
+        raise ConfigError(f"{str(folder)!r} has no file to push")
+    return files
+
+
+def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> str:
+    """Upload the files of a folder to a model repository by one commit; return the URL of the commit.
+
+    The repository is created if it does not exist. Large files that an interrupted upload has sent are not sent again.
+
+    Args:
+        folder: the folder.
+        repo: ORG/NAME.
+        public: whether everyone may read the repository.
+        revision: branch to commit to, created if it does not exist; empty: the default branch.
+        message: of the commit.
+        overwrites_card: replace a README.md of the repository that differs, which somebody may have edited.
+
+    Raises:
+        ConfigError: the hub denies access, the repository is public and `public` is not set, or a transfer fails.
+    """
+    check_hub_package(repo)
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(library_name="moefold", library_version=__version__)
+    try:
+        created = api.create_repo(repo, repo_type="model", private=not public, exist_ok=True)
+        found = api.repo_info(created.repo_id, repo_type="model")
+        if not found.private and not public:
+            raise ConfigError(f"{repo!r} is public: everyone could read the model; add --public if you mean it")
+        if revision:
+            api.create_branch(created.repo_id, branch=revision, exist_ok=True)
+        existing = {sibling.rfilename for sibling in found.siblings or ()}
+        keeps_card = CARD_FILE in existing and not overwrites_card
+        commit = api.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision or None,
+            allow_patterns=list(files_to_push(folder)),
+            ignore_patterns=[CARD_FILE] if keeps_card else None,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The package, its network library and the file system raise many types.
+        raise hub_error(repo, error) from error
+    return str(commit.commit_url)
 
 
 def check_hub_package(name: str) -> None:

@@ -101,7 +101,9 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
-    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    # A copy on this machine is described by its source.
+    origin = given if is_remote(given) and is_hf_folder(path) else path
+    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 
 
