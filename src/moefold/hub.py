@@ -71,6 +71,12 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
     return HubName(match[2], "dataset" if match[1] else kind, unquote(match[3]) if match[3] else None, match[4] or "")
 
 
+def repo_of_snapshot(path: str) -> str:
+    """Return ORG/NAME of the model whose snapshot in the hub's cache a path is; empty for another path."""
+    found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
+    return found[1].replace("--", "/", 1) if found else ""
+
+
 def check_repo_name(name: str) -> str:
     """Return ORG/NAME of a repository to write to; hf:// before it is accepted.
 
@@ -103,7 +109,7 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     name = parse_hub_url(url, kind)
     check_hub_package(url)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -163,7 +169,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
     """
     check_hub_package(repo)
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -175,7 +181,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
             raise ConfigError(f"{repo!r} is public: everyone could read the model; add --public if you mean it")
         if revision:
             api.create_branch(created.repo_id, branch=revision, exist_ok=True)
-        existing = {sibling.rfilename for sibling in found.siblings or ()}
+        existing = {sibling.rfilename for sibling in getattr(found, "siblings", None) or ()}
         keeps_card = CARD_FILE in existing and not overwrites_card
         commit = api.upload_folder(
             repo_id=created.repo_id,

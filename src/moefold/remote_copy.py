@@ -32,6 +32,7 @@ def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
         ConfigError: there is nothing at this URL, it cannot be read, or the cache cannot be written.
     """
     remote = RemotePath(url)
+    target = _copy_path(remote)
     try:
         is_file = remote.is_file()
         files = {"": _file_entry(remote)} if is_file else remote.files()
@@ -39,7 +40,6 @@ def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
         files = {}
     if not files:
         raise ConfigError(f"{url!r} does not exist, or is an empty folder; name a file or a folder with files")
-    target = _copy_path(remote)
     try:
         with _lock(target):
             _delete_others(target, files)

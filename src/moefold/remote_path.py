@@ -24,7 +24,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HUB_SCHEME = "hf://"
 """Prefix of a name on the Hugging Face hub, see `hub`."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2"})
-"""Protocols of stores without folders: a key may contain slashes, and nothing is to be made before it is written."""
+"""Protocols of stores without folders: a key may contain slashes, and no folder is created before a file."""
 _ABSOLUTE_SCHEMES = frozenset({"file", "local"})
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _MAX_REASON_CHARS = 300
@@ -164,7 +164,7 @@ class RemotePath(PosixPath):
         return dict(sorted(listed.items()))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return kind, size and time of the last change; folders have no time, one request.
+        """Return kind, size and time of the last change; folders have no time.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -253,8 +253,7 @@ class RemotePath(PosixPath):
     def write_bytes(self, data: Any) -> int:
         """Write the file by one request: it then has its content, or is not there."""
         with self._requests() as (filesystem, key):
-            if self.scheme not in OBJECT_STORES:
-                filesystem.makedirs(filesystem._parent(key), exist_ok=True)
+            self._make_parents(filesystem, key)
             filesystem.pipe_file(key, bytes(data))
         return len(data)
 
@@ -273,6 +272,12 @@ class RemotePath(PosixPath):
         if self.scheme not in OBJECT_STORES:
             with self._requests() as (filesystem, key):
                 filesystem.makedirs(key, exist_ok=True)
+
+    def _make_parents(self, filesystem: Any, key: str) -> None:
+        """Create the folders above a file, where the file system has folders."""
+        above = key.rstrip("/").rpartition("/")[0]
+        if self.scheme not in OBJECT_STORES and above:
+            filesystem.makedirs(above, exist_ok=True)
 
     def rename(self, target: Any) -> Any:
         """Move a file: on an object store by a copy and a deletion."""
@@ -321,8 +326,7 @@ class RemotePath(PosixPath):
     def upload(self, source: Path) -> None:
         """Write the file from a file of this machine."""
         with self._requests() as (filesystem, key):
-            if self.scheme not in OBJECT_STORES:
-                filesystem.makedirs(filesystem._parent(key), exist_ok=True)
+            self._make_parents(filesystem, key)
             filesystem.put_file(str(source), key)
 
 

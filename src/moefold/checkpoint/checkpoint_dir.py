@@ -7,7 +7,6 @@ once it has the manifest.
 
 import json
 import re
-import shutil
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -125,7 +124,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def tmp_checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path under which a checkpoint is written before `commit`: its own in a remote folder."""
+    """Return the path under which a checkpoint is written before `commit.commit`: its own in a remote folder."""
     if isinstance(folder, RemotePath):
         return step_path(folder, step)
     return folder / f".step-{step:06d}.partial"
@@ -207,15 +206,15 @@ def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bo
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 
-    Each was complete once (see `commit`), so one that lacks a file is damaged. In a remote folder, those without a
-    manifest were never complete, and are left out.
+    Each was complete once (see `commit.commit`), so one that lacks a file is damaged. In a remote folder, those
+    without a manifest were never complete, and are left out.
     """
     if isinstance(folder, RemotePath):
-        return [path for path in _remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
+        return [path for path in remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
 
 
-def _remote_step_folders(folder: RemotePath) -> list[RemotePath]:
+def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
     """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
     try:
         entries = folder.entries()
@@ -435,63 +434,6 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         _check_whole_rounds(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.saves:
         _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
-
-
-def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name.
-
-    In a remote folder both names are the same, and the manifest, which was written last, has committed it.
-    """
-    if isinstance(final, RemotePath):
-        return
-    if final.exists():
-        remove_checkpoint(final)
-    tmp.rename(final)
-
-
-def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
-
-    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description.
-
-    Args:
-        newest: the checkpoint that was just written; it stays.
-        keep: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
-    """
-    folder = newest.parent
-    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    for path in done[:-keep] if keep else ():
-        if not keep_every or step_of(path) % keep_every:
-            remove_checkpoint(path)
-    if isinstance(folder, RemotePath):
-        kept = {path.name for path in named_checkpoints(folder)} | {newest.name}
-        for unfinished in _remote_step_folders(folder):
-            if unfinished.name not in kept:
-                unfinished.delete_tree()
-        return
-    for pattern in (".step-*.partial", ".step-*.old"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint atomically: after a kill, no partial folder remains under its name.
-
-    The manifest of a remote one goes first: without it, the rest is no checkpoint, and the next save deletes it.
-    """
-    if isinstance(path, RemotePath):
-        (path / MANIFEST_FILE).unlink(missing_ok=True)
-        path.delete_tree()
-        return
-    doomed = path.with_name(f".{path.name}.old")
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    if doomed.is_symlink():
-        doomed.unlink()
-    else:
-        shutil.rmtree(doomed)
 
 
 def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:

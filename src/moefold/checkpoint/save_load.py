@@ -26,11 +26,8 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
-    commit,
     model_sizes,
     read_meta,
-    remove_checkpoint,
-    remove_older,
     resume_candidate,
     sample_order,
     step_path,
@@ -38,6 +35,7 @@ from moefold.checkpoint.checkpoint_dir import (
     validate_files,
     write_meta,
 )
+from moefold.checkpoint.commit import commit, remove_checkpoint, remove_older
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
 from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata

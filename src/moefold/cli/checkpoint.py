@@ -18,9 +18,9 @@ from moefold.checkpoint.checkpoint_dir import (
     named_checkpoints,
     quick_validate,
     read_meta,
-    remove_checkpoint,
     step_of,
 )
+from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.inference_options import report_skipped_for
