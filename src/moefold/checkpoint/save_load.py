@@ -1,6 +1,7 @@
 """Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, for any mapping."""
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -40,11 +41,14 @@ from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, wri
 from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
 from moefold.comm.groups import current_world
+from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.optim.adamw import MOMENTS, MOMENTUM, named_moments, set_step_count
 from moefold.remote_path import RemoteError, RemotePath
 
+SETTINGS_FILE = "config.json"
+"""Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -186,7 +190,11 @@ def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDige
     if not isinstance(draft, RemotePath):
         _fsync_folder(draft)
     commit(draft, final)
-    if not isinstance(final, RemotePath):
+    if isinstance(final, RemotePath):
+        # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
+        text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
+        (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
+    else:
         _fsync_folder(final.parent)
     remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
 

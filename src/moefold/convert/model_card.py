@@ -161,7 +161,12 @@ def write_model_card(folder: Path, family: str, model: ModelConfig, run: Trainin
         "",
     ]
     if settings := _settings_text(run.config):
-        lines += ["## How it was trained", "", f"With moefold {__version__}; settings that differ from its defaults, and the main ones:", ""]
+        lines += [
+            "## How it was trained",
+            "",
+            f"With moefold {__version__}; settings that differ from its defaults, and the main ones:",
+            "",
+        ]
         lines += ["```toml", *settings, "```", ""]
     text = "\n".join(["---", *header, "---", *lines]) + "\n" + _USE
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
