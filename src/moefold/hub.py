@@ -151,8 +151,18 @@ def files_to_push(folder: Path) -> dict[str, int]:
     return files
 
 
-def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> str:
-    """Upload the files of a folder to a model repository by one commit; return the URL of the commit.
+@dataclass(frozen=True)
+class Pushed:
+    """Result of an upload."""
+
+    url: str
+    """Of the commit."""
+    keeps_card: bool
+    """Whether a README.md of the repository stayed in place of the folder's."""
+
+
+def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> Pushed:
+    """Upload the files of a folder to a model repository by one commit.
 
     The repository is created if it does not exist. Large files that an interrupted upload has sent are not sent again.
 
@@ -196,7 +206,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
     except Exception as error:
         # The package, its network library and the file system raise many types.
         raise hub_error(repo, error) from error
-    return str(commit.commit_url)
+    return Pushed(str(commit.commit_url), keeps_card)
 
 
 def check_hub_package(name: str) -> None:

@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         if args.dry_run:
             print_escaped(f"would push {total} to {where}; nothing was sent")
             return 0
-        url = push_folder(
+        pushed = push_folder(
             folder,
             repo,
             public=args.public,
@@ -38,7 +38,9 @@ def run(argv: list[str]) -> int:
             message=args.message,
             overwrites_card=args.overwrite,
         )
-        print_escaped(f"pushed {total} to {where}: {url}")
+        if pushed.keeps_card:
+            print_escaped("note: the README.md of the repository stays; --overwrite replaces it")
+        print_escaped(f"pushed {total} to {where}: {pushed.url}")
     return 0
 
 
