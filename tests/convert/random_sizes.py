@@ -6,7 +6,7 @@ What an axis cuts is even where a model has to run under mappings; everything el
 import random
 from typing import Any
 
-from tests.convert.hf_models import EVEN, LATENT, LLAMA3, QWEN_EXPERTS, YARN
+from tests.convert.hf_models import EVEN, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN
 
 Sizes = dict[str, Any]
 _ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
@@ -424,7 +424,24 @@ def _bailing_hybrid(rng: random.Random, is_cut: bool) -> Sizes:
     }
 
 
+def _phi_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, _, width = _experts(rng, is_cut)
+    sizes: Sizes = {
+        "num_local_experts": count,
+        "intermediate_size": width,
+        "attention_bias": rng.random() < 0.5,
+        "lm_head_bias": rng.random() < 0.7,
+        "sliding_window": rng.choice([None, 5]),
+        "router_jitter_noise": rng.choice([0.01, 0.4]),
+        "max_position_embeddings": 64,
+    }
+    if rng.random() < 0.7:
+        return sizes | {"head_dim": 4, "rope_parameters": LONGROPE | {"rope_theta": rng.uniform(50.0, 900.0)}}
+    return sizes
+
+
 NEWER_FAMILIES = {
+    "phi-moe": _phi_moe,
     "qwen3-5-moe": _qwen3_5_moe,
     "lfm2-moe": _lfm2_moe,
     "bailing-hybrid": _bailing_hybrid,

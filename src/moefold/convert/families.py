@@ -45,11 +45,13 @@ from moefold.convert.layer_fields import (
     SlidingWindowLayers,
     SparseLayers,
     UniformLayers,
+    UniformWindow,
 )
 from moefold.convert.lfm2_families import LFM2_FAMILIES
 from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
 from moefold.convert.llama4_families import LLAMA4_FAMILIES
 from moefold.convert.longcat_families import LONGCAT_FAMILIES
+from moefold.convert.phi_families import PHI_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -199,7 +201,7 @@ FAMILIES = {
                 Renamed("num_experts_per_tok", "top_k", 2),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 Constant("router_softmax", "post"),
-                AllowedValues("sliding_window", (None,)),
+                UniformWindow(),
             ),
             (
                 merge_rules(
@@ -379,6 +381,7 @@ FAMILIES = {
         *SIGMOID_FAMILIES,
         *LLAMA4_FAMILIES,
         *LONGCAT_FAMILIES,
+        *PHI_FAMILIES,
     )
 }
 

@@ -37,7 +37,8 @@ UNUSED_KEY_RULES = (
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
-        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch",
+        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch "
+        "model.sparsemixer_jitter moe.sparsemixer_sampling",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -124,12 +125,12 @@ UNUSED_KEY_RULES = (
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' scales nothing",
-        "choose model.rope_scaling='linear', 'llama3', 'yarn' or 'ntk'",
+        "choose model.rope_scaling='linear', 'llama3', 'yarn', 'ntk' or 'longrope'",
     ),
     UnusedKeyRule(
         "model.rope_original_seq_len",
-        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
-        "only model.rope_scaling='llama3' and 'yarn' read it",
+        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn", "longrope"),
+        "only model.rope_scaling='llama3', 'yarn' and 'longrope' read it",
         "choose one of these",
     ),
     UnusedKeyRule(
@@ -138,6 +139,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.rope_scaling != "yarn",
         "only model.rope_scaling='yarn' reads it",
         "choose model.rope_scaling='yarn'",
+    ),
+    UnusedKeyRule(
+        "model.rope_short_factors model.rope_long_factors model.rope_short_mscale model.rope_long_mscale",
+        lambda cfg: cfg.model.rope_scaling != "longrope",
+        "only model.rope_scaling='longrope' reads it",
+        "choose model.rope_scaling='longrope'",
     ),
     UnusedKeyRule(
         "model.rope_low_freq_factor model.rope_high_freq_factor",
@@ -162,6 +169,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.router_score != "softmax",
         "only model.router_score='softmax' reads it",
         "set model.router_normalize for other scores",
+    ),
+    UnusedKeyRule(
+        "model.sparsemixer_jitter moe.sparsemixer_sampling",
+        lambda cfg: cfg.model.router_softmax != "sparsemixer",
+        "only model.router_softmax='sparsemixer' reads it",
+        "choose model.router_softmax='sparsemixer'",
     ),
     UnusedKeyRule(
         "model.router_normalize",
