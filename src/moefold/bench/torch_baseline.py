@@ -23,6 +23,8 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
     """Return the reason why the baseline cannot compute a model; "" if it can."""
     if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias or model.zero_experts:
         return "its router supports only softmax and top-k"
+    if model.router_softmax == "sparsemixer":
+        return "its router is no SparseMixer"
     if not with_attention:
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
