@@ -392,6 +392,7 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "use_expert_bias": False,
             "conv_L_cache": 4,
+            "conv_bias": True,
             **NO_TOKENS,
         },
     ),

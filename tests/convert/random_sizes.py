@@ -401,6 +401,7 @@ def _lfm2_moe(rng: random.Random, is_cut: bool) -> Sizes:
         "moe_intermediate_size": width,
         "intermediate_size": _width(rng, is_cut),
         "conv_L_cache": rng.choice([2, 3, 5]),
+        "conv_bias": rng.random() < 0.5,
         "norm_topk_prob": rng.random() < 0.5,
         "use_expert_bias": rng.random() < 0.5,
         "routed_scaling_factor": rng.choice([1.0, 2.5]),

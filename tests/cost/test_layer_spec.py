@@ -41,6 +41,9 @@ MODELS = {
     "gated latent": replace(LATENT, attention_gate=True, mtp_layers=1),
     "gla": replace(MODEL, attention_pattern="LF", linear_attention="gla", linear_gate_rank=3, linear_value_head_dim=5),
     "short convolution": replace(MODEL, attention_pattern="FL", linear_attention="short_convolution", mtp_layers=1),
+    "short convolution, biases": replace(
+        MODEL, attention_pattern="FL", linear_attention="short_convolution", linear_conv_bias=True, qkv_bias=True
+    ),
     "kda, full rank": replace(
         MODEL,
         attention_pattern="LF",

@@ -97,6 +97,8 @@ CASES = [
     ("model.linear_key_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_value_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_conv_kernel=3", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", [], ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
     ("model.linear_gate_rank=8", ["model.attention_pattern=LF"], _GLA),
     ("model.linear_full_rank_gates=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
     ("model.linear_decay_bound=-5", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),

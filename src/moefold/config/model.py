@@ -217,6 +217,8 @@ class ModelConfig:
     """Width of a value head of a layer of kind L."""
     linear_conv_kernel: int = 4
     """Tokens that the causal convolution of each channel combines (kind L), itself included."""
+    linear_conv_bias: bool = False
+    """Biases on the convolution and on the projections of a short_convolution (LFM2)."""
     linear_gate_rank: int = 16
     """Width between the two projections that lead to the decays (gla)."""
     linear_full_rank_gates: bool = False

@@ -354,6 +354,10 @@ def short_convolution_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
     yield ParamSpec("conv", (hidden, model.linear_conv_kernel), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+    if model.linear_conv_bias:
+        for name in ("bb", "bc", "bv", "conv_bias"):
+            yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
+        yield ParamSpec("bo", (hidden,), "attention")
 
 
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
