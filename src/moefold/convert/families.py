@@ -2,6 +2,7 @@
 
 from moefold.convert.config_fields import (
     AllowedValues,
+    AttentionBias,
     ConfigField,
     Constant,
     GatedSharedExpert,
@@ -159,10 +160,10 @@ FAMILIES = {
                 *family_sizes(norm_eps=1e-6, rope_theta=1e4),
                 UniformLayers("D"),
                 Renamed("intermediate_size", "ffn_hidden_size"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 AllowedValues("mlp_bias", (False,)),
             ),
-            (merge_rules(BACKBONE, DENSE_FFN),),
+            (merge_rules(BACKBONE, BIASES, DENSE_FFN),),
         ),
         Family(
             "qwen2",
@@ -185,10 +186,10 @@ FAMILIES = {
                 *_NO_WINDOW,
                 UniformLayers("D"),
                 Renamed("intermediate_size", "ffn_hidden_size"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 Constant("qk_norm", True),
             ),
-            (merge_rules(BACKBONE, HEAD_NORMS, DENSE_FFN),),
+            (merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN),),
             default_keys={"num_key_value_heads": 32},
         ),
         Family(
@@ -236,11 +237,11 @@ FAMILIES = {
                 *_NO_WINDOW,
                 *_QWEN_EXPERTS,
                 NumExperts("num_experts"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 Constant("qk_norm", True),
             ),
             tuple(
-                merge_rules(BACKBONE, HEAD_NORMS, DENSE_FFN, ROUTER, experts)
+                merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN, ROUTER, experts)
                 for experts in (PER_EXPERT, STACKED_EXPERTS)
             ),
             default_keys={"num_key_value_heads": 4},
@@ -255,12 +256,14 @@ FAMILIES = {
                 Renamed("num_experts_per_tok", "top_k"),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 NormTopKProb(default=False),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 AllowedValues("clip_qkv", (None,)),
                 Constant("qk_norm", True),
                 Constant("qk_norm_width", "all_heads"),
             ),
-            tuple(merge_rules(BACKBONE, HEAD_NORMS, ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)),
+            tuple(
+                merge_rules(BACKBONE, BIASES, HEAD_NORMS, ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)
+            ),
         ),
         Family(
             "gpt_oss",

@@ -48,6 +48,7 @@ PHI_FAMILIES = (
             merge_rules(_TENSORS, layer_rules({"ffn.router.weight": "block_sparse_moe.gate.weight"}), MIXTRAL_EXPERTS),
             merge_rules(_TENSORS, layer_rules({"ffn.router.weight": "mlp.router.weight"}), STACKED_EXPERTS),
         ),
+        default_keys={"num_key_value_heads": 8},
     ),
 )
 """Families in the order in which an export without --family tries them."""
