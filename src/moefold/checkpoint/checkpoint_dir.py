@@ -50,7 +50,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
-_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
+_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax", "sparsemixer_jitter"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,9 @@ def step_of(path: Path) -> int:
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model], with the kind of each layer spelled out."""
-    return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
+    """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
+    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(model).items()}
+    return sizes | {"layer_kinds": "".join(model.layer_kinds)}
 
 
 WANT_KEY = "align.want"
@@ -320,7 +321,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
     sizes = meta.model
-    for name, default in asdict(ModelConfig()).items():
+    for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)
         if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
             raise TypeError(f"model.{name} is {sizes[name]!r}")

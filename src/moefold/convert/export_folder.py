@@ -148,7 +148,7 @@ def write_config(
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
-    is_scaled = model.rope_scaling in ("llama3", "yarn")
+    is_scaled = model.rope_scaling in ("llama3", "yarn", "longrope")
     scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
     return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
 

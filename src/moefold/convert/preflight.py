@@ -104,6 +104,11 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
             f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
         )
+    if model.router_softmax == "sparsemixer":
+        return (
+            "model.router_softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they do not "
+            "add up to the dense layer; choose 'pre' or 'post'"
+        )
     if model.moe_hidden_size:
         return (
             f"its feed-forward width has no counterpart of model.moe_hidden_size={model.moe_hidden_size}, the width of "

@@ -169,7 +169,7 @@ class ActivationMemory(BlockSizes):
         """Temporary bytes of a recomputed norm: its statistics and its output."""
         if "norms" not in self.recompute:
             return BytesByPart()
-        return BytesByPart(norms=self.norm(self.tokens, self.cfg.model.hidden_size) + self.hidden_bytes)
+        return BytesByPart(norms=self.hidden_norm() + self.hidden_bytes)
 
     @property
     def _loss_chunk_tokens(self) -> int:
@@ -190,7 +190,7 @@ class ActivationMemory(BlockSizes):
         model = self.cfg.model
         p = self.cfg.parallel
         saved = BytesByPart()
-        saved["norms"] += self.norm(self.tokens, model.hidden_size)
+        saved["norms"] += self.hidden_norm()
         gathers = p.tp > 1
         saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
         if model.logits_divisor != 1:
@@ -205,6 +205,6 @@ class ActivationMemory(BlockSizes):
     def mtp_layer(self) -> BytesByPart:
         """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
         saved = self.layer_saved(self.mtp_kind) + self.head()
-        saved["norms"] += 2 * self.norm(self.tokens, self.cfg.model.hidden_size)
+        saved["norms"] += 2 * self.hidden_norm()
         saved["residual stream"] += 4 * self.hidden_bytes
         return saved

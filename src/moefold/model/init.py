@@ -11,7 +11,7 @@ from moefold.config.model import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
-BIASES = ("bq", "bk", "bv", "bo", "ba", "bias", "b_gate", "b_up", "b_down")
+BIASES = ("bq", "bk", "bv", "bo", "ba", "bb", "bc", "bias", "conv_bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 WEIGHTED_NORMS = ("attention.norm.weight", "indexer.key_norm.weight")
 """Norms that multiply by their weight in models whose other norms multiply by 1 + weight."""
