@@ -15,8 +15,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_memory import LINEAR_CHUNK_SIZE, MAX_BLOCK_ELEMENTS
+from moefold.cost.block_memory import MAX_BLOCK_ELEMENTS
 from moefold.cost.expert_memory import ExpertMemory
+from moefold.cost.linear_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.metrics.memory_tracker import MemoryTracker
