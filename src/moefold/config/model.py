@@ -408,33 +408,6 @@ class ModelConfig:
         return self.block_kinds[-1].removesuffix("S")
 
     @property
-    def selection_sources(self) -> tuple[int, ...]:
-        """Layer that selects the keys of each layer, in order, MTP layers included; the layer itself if none does."""
-        sources: list[int] = []
-        last = 0
-        for number, kind in enumerate(self.all_block_kinds):
-            last = last if kind[1:] else number
-            sources.append(last if kind.endswith("S") else number)
-        return tuple(sources)
-
-    @property
-    def stage_starts(self) -> tuple[int, ...]:
-        """Layers at which a pipeline stage may begin, and `num_layers`: none parts layers that share a selection."""
-        starts = [self.num_layers]
-        earliest = self.num_layers
-        sources = self.selection_sources
-        for number in range(self.num_layers - 1, -1, -1):
-            earliest = min(earliest, sources[number])
-            if earliest == number:
-                starts.append(number)
-        return tuple(reversed(starts))
-
-    @property
-    def shares_selections(self) -> bool:
-        """Return whether some layers attend to the keys that an earlier layer selected."""
-        return any(kind.endswith("S") for kind in self.block_kinds)
-
-    @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Numbers of the MoE layers, MTP layers included."""
         return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")

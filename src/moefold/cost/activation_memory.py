@@ -19,6 +19,7 @@ from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
 """Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
@@ -57,7 +58,7 @@ class ActivationMemory(BlockSizes):
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
             saved = BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
-            is_shared = self.cfg.model.shares_selections and attention_name(self.cfg.model, kind).startswith("sparse")
+            is_shared = shares_selections(self.cfg.model) and attention_name(self.cfg.model, kind).startswith("sparse")
             # A selection, and what its loss needs, outlives the layer for those after it.
             return saved + selection_bytes(self) + index_bytes(self) if is_shared else saved
         saved = self._attention(kind).saved(self) + feed_forward.saved(self)

@@ -9,6 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.selection_groups import stage_starts
 
 MAX_SLOWDOWN_PCT = 10
 """Maximum excess of the busiest stage's FLOPs over the best partition, in per cent."""
@@ -60,7 +61,7 @@ def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
 
 def _unit_bounds(cfg: Config) -> frozenset[int]:
     """Return the units at which a stage may begin: the embedding, some layers by `stage_starts`, and the loss."""
-    return frozenset((0, *(number + 1 for number in cfg.model.stage_starts)))
+    return frozenset((0, *(number + 1 for number in stage_starts(cfg.model))))
 
 
 def _unit_costs(cfg: Config) -> list[StageCost]:

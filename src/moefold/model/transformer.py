@@ -28,6 +28,7 @@ from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
+from moefold.topology.selection_groups import selection_sources, shares_selections
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -59,8 +60,8 @@ class Block(nn.Module):
         self.has_rope = model.rope_layers[number]
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
-        if model.shares_selections and not model.all_block_kinds[number].endswith("L"):
-            self.shared_selection = model.selection_sources[number]
+        if shares_selections(model) and not model.all_block_kinds[number].endswith("L"):
+            self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope], Tensor] | None = None
@@ -276,7 +277,7 @@ class Transformer(nn.Module):
         num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.
-            coefficient = cfg.train.indexer_loss / model.selection_sources.count(number)
+            coefficient = cfg.train.indexer_loss / selection_sources(model).count(number)
             indexer.set_training(cfg.train.indexer_stage, coefficient, num_micro_batches)
         self.positions: Tensor | None = None
         self.rope: Rope | None = None

@@ -14,6 +14,7 @@ from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
 from moefold.topology.pipeline_layout import StageParts, even_stages
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import stage_starts
 
 
 def build_chunk(
@@ -142,7 +143,7 @@ class RecipeStageSplitter:
         model = self._cfg.model
         if model.num_layers % num_chunks or model.mtp_layers:
             return False
-        return all(stage.layers.start in model.stage_starts for stage in even_stages(model.num_layers, 0, num_chunks))
+        return all(stage.layers.start in stage_starts(model) for stage in even_stages(model.num_layers, 0, num_chunks))
 
 
 def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.schema import Config
 from moefold.topology.pipeline_layout import even_stages, parse_layout
+from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -47,7 +48,7 @@ def validate_shared_selections(cfg: Config) -> Iterator[str]:
             "layer of softmax attention be F"
         )
         return
-    for number, source in enumerate(model.selection_sources[: model.num_layers]):
+    for number, source in enumerate(selection_sources(model)[: model.num_layers]):
         if windows[number] != windows[source]:
             yield (
                 f"{name} lets layer {number} attend to the keys that layer {source} selects, and "
@@ -59,15 +60,22 @@ def validate_shared_selections(cfg: Config) -> Iterator[str]:
 
 def validate_selection_stages(cfg: Config) -> Iterator[str]:
     """Check that layers which share a selection are on one pipeline stage."""
-    p = cfg.parallel
+    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout)
+
+
+def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
+    """Yield the errors of `validate_selection_stages` with this layout instead of that of the recipe."""
     model = cfg.model
-    num_stages = p.pp * p.virtual_stages
     try:
-        starts = model.stage_starts
-        stages = parse_layout(p.pipeline_layout) if p.pipeline_layout not in ("", "auto") else ()
+        is_shared = shares_selections(model)
+        starts = stage_starts(model)
+        stages = parse_layout(pipeline_layout) if pipeline_layout not in ("", "auto") else ()
     except ValueError:
         return
-    if num_stages == 1 or not model.shares_selections:
+    if not is_shared:
+        return
+    num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
+    if num_stages == 1:
         return
     num_groups = len(starts) - 1
     name = f"model.index_pattern={model.index_pattern!r}"
@@ -78,13 +86,13 @@ def validate_selection_stages(cfg: Config) -> Iterator[str]:
             f"choose {num_groups + 2} or less"
         )
         return
-    if p.pipeline_layout == "auto":
+    if pipeline_layout == "auto":
         return
     for number, stage in enumerate(stages or even_stages(model.num_layers, model.mtp_layers, num_stages)):
         first = stage.layers.start
         if stage.layers and first not in starts:
             yield (
-                f"{name} lets layer {first} attend to the keys that layer {model.selection_sources[first]} selects, "
+                f"{name} lets layer {first} attend to the keys that layer {selection_sources(model)[first]} selects, "
                 f"and pipeline stage {number} of {num_stages} begins with layer {first}; choose "
                 f"parallel.pipeline_layout='auto', or stages that begin with one of the layers "
                 f"{', '.join(map(str, starts[:-1]))}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.topology.selection_groups import selection_sources
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -335,7 +336,7 @@ class Oracle:
             outputs.append(probabilities[-1] @ value[:, :, group])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
-            num_layers = model.selection_sources.count(model.selection_sources[layer])
+            num_layers = selection_sources(model).count(selection_sources(model)[layer])
             self._index_losses.append(divergence[is_token].sum() / num_layers)
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
@@ -347,8 +348,8 @@ class Oracle:
     def _index(self, name: str, x: Tensor, masked: Tensor, layer: int) -> OracleIndexer:
         """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
         model = self.cfg.model
-        if model.selection_sources[layer] != layer:
-            return self._indexers[model.selection_sources[layer]]
+        if selection_sources(model)[layer] != layer:
+            return self._indexers[selection_sources(model)[layer]]
         index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=model.rope_layers[layer])
         source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
         index.score(x.detach(), source.detach(), masked)

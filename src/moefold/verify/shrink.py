@@ -14,6 +14,7 @@ from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
 HEAD_SIZE = 8
@@ -187,7 +188,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
-    if model.moe_shortcut or model.shares_selections:
+    if model.moe_shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
     stage_sizes = [2] * stages
@@ -227,7 +228,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
         index_topk=min(model.index_topk, MAX_INDEX_TOPK),
         index_heads=min(model.index_heads, 3),
-        index_pattern=_shrink_index_pattern(attention_pattern, stage_sizes) if model.shares_selections else "F",
+        index_pattern=_shrink_index_pattern(attention_pattern, stage_sizes) if shares_selections(model) else "F",
         index_head_dim=HEAD_SIZE + 2,
         linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
         ffn_hidden_size=SHARD_WIDTH * p.tp,

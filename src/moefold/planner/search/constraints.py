@@ -33,7 +33,7 @@ from moefold.validate.parallel import (
 )
 from moefold.validate.planned_attention import validate_attention_pool
 from moefold.validate.shortcut import validate_shortcut
-from moefold.validate.sparse import validate_selection_stages
+from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
 
 Rule = Callable[[Config], Iterator[str]]
@@ -111,8 +111,7 @@ def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
 
 def _validate_selection_split(cfg: Config) -> Iterator[str]:
     """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
-    layout = cfg.parallel.pipeline_layout or "auto"
-    return validate_selection_stages(replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=layout)))
+    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
 
 
 def _moves_experts(dispatcher: str) -> bool:
