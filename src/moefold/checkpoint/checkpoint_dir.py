@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, attention_letters, layer_chunks, layer_windows, layers_with_rope
+from moefold.config.model import (
+    INDEX_KINDS,
+    ModelConfig,
+    attention_letters,
+    expand_layer_pattern,
+    layer_chunks,
+    layer_windows,
+    layers_with_rope,
+    shared_selections,
+)
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
@@ -40,6 +49,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "attention_chunk_size",
         "active_experts",
         "rope_pattern",
+        "index_pattern",
         "upcycle_from",
         "upcycle_router",
         "upcycle_scaling",
@@ -331,6 +341,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
     layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
+    expand_layer_pattern(sizes.get("index_pattern", "F"), INDEX_KINDS)
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -482,6 +493,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["layer_chunks"] = list(chunks)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
         sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["shared_selections"] = (
+            list(shared_selections(sizes["index_pattern"], letters)) if model.index_topk else []
+        )
         sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 

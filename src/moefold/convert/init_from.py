@@ -81,15 +81,15 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         # Counts of the last step of a run are no weights: without them the run starts from zeros.
         if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
     }
-    has_indexers = any(INDEXER in name for name in source.shapes)
-    stored = {name: w for name, w in model.named_parameters.items() if has_indexers or INDEXER not in name}
+    stored = {
+        name: weight for name, weight in model.named_parameters.items() if name in source.shapes or INDEXER not in name
+    }
     load_shards(source, {**stored, **buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
         save_sidecar_files(path, cfg)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
-    if cfg.model.index_topk and not has_indexers:
-        notes.append("with random indexers, as the weights are of dense attention")
+    notes += _indexer_messages(cfg, source)
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
     if (
@@ -100,6 +100,27 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
     return "; note: ".join([summary, *filter(None, notes)])
+
+
+def _indexer_messages(cfg: Config, source: WeightSource) -> list[str]:
+    """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
+    if not cfg.model.index_topk:
+        return []
+    ours = {name for name in parameter_shapes(cfg.model) if INDEXER in name}
+    theirs = {name for name in source.shapes if INDEXER in name}
+    if not theirs:
+        return ["with random indexers, as the weights are of dense attention"]
+    notes = []
+    if random := _layers_of(ours - theirs):
+        notes.append(f"with random indexers in layers {random}, which the weights lack")
+    if unused := _layers_of(theirs - ours):
+        notes.append(f"without the indexers of layers {unused}, which attend to the keys of earlier layers here")
+    return notes
+
+
+def _layers_of(names: set[str]) -> str:
+    """Return the numbers of the layers that parameters belong to."""
+    return ", ".join(map(str, sorted({int(name.split(".")[1]) for name in names})))
 
 
 INDEXER = ".attention.indexer."

@@ -216,9 +216,15 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
-    # Weights of a dense model: the indexers of sparse attention start at random.
-    model = cfg.model if weights_model.index_topk else replace(cfg.model, index_topk=0)
-    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), model)
+    model = cfg.model
+    if model.index_topk and weights_model.index_topk:
+        # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
+        # indexers that the weights lack start at random.
+        weights_model = replace(weights_model, index_topk=model.index_topk, index_pattern=model.index_pattern)
+    elif model.index_topk:
+        # Weights of a dense model: all indexers start at random.
+        model = replace(model, index_topk=0)
+    different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 

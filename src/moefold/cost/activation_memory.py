@@ -9,10 +9,17 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from moefold.config.schema import Config
-from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, BlockMemory, BlockSizes
+from moefold.cost.block_memory import (
+    ATTENTION_MEMORY,
+    FEED_FORWARD_MEMORY,
+    index_bytes,
+    selection_bytes,
+)
+from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
 """Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
@@ -50,7 +57,10 @@ class ActivationMemory(BlockSizes):
         feed_forward = FEED_FORWARD_MEMORY[kind[0]]
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
-            return BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
+            saved = BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
+            is_shared = shares_selections(self.cfg.model) and attention_name(self.cfg.model, kind).startswith("sparse")
+            # A selection, and what its loss needs, outlives the layer for those after it.
+            return saved + selection_bytes(self) + index_bytes(self) if is_shared else saved
         saved = self._attention(kind).saved(self) + feed_forward.saved(self)
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
@@ -69,7 +79,7 @@ class ActivationMemory(BlockSizes):
     @property
     def mtp_kind(self) -> str:
         """Kind of the MTP (multi-token prediction) layers."""
-        return self.cfg.model.block_kinds[-1]
+        return self.cfg.model.mtp_block_kind
 
     @property
     def num_mtp_layers(self) -> int:

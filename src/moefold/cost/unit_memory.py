@@ -244,7 +244,7 @@ class UnitMemory:
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
-            has_experts = name in ("M", "ML") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
+            has_experts = name in ("M", "ML", "MS") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,

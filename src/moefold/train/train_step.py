@@ -161,7 +161,7 @@ class TrainingStep:
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
-        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers()]
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics

@@ -27,7 +27,7 @@ from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
-from moefold.validate.sparse import SPARSE_TRAINING_RULES
+from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -203,6 +203,7 @@ RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
     *SHORTCUT_RULES,
+    *SELECTION_STAGE_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,

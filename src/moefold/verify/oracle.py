@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.topology.selection_groups import selection_sources
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -107,6 +108,7 @@ class Oracle:
             for name, w in weights.items()
         }
         self._index_losses: list[Tensor] = []
+        self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights)
         self._steps = 0
@@ -329,9 +331,7 @@ class Oracle:
             masked = masked | (chunk[:, :, None] != chunk[:, None, :])
         index = None
         if model.index_topk:
-            index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=has_rope)
-            source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
-            index.score(x.detach(), source.detach(), masked)
+            index = self._index(name, x, masked, layer)
             masked = index.masked
         outputs = []
         probabilities = []
@@ -347,13 +347,25 @@ class Oracle:
             outputs.append(probabilities[-1] @ value[:, :, group])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
-            self._index_losses.append(divergence[is_token].sum())
+            num_layers = selection_sources(model).count(selection_sources(model)[layer])
+            self._index_losses.append(divergence[is_token].sum() / num_layers)
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
             gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
             attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
+
+    def _index(self, name: str, x: Tensor, masked: Tensor, layer: int) -> OracleIndexer:
+        """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
+        model = self.cfg.model
+        if selection_sources(model)[layer] != layer:
+            return self._indexers[selection_sources(model)[layer]]
+        index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=model.rope_layers[layer])
+        source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
+        index.score(x.detach(), source.detach(), masked)
+        self._indexers[layer] = index
+        return index
 
     def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model

@@ -53,6 +53,11 @@ class Checkpointing(Callback):
             run.is_resumed = True
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+            if run.cfg.trains_indexers_only and not self.init_message:
+                self.init_message = (
+                    "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
+                    "to start with trained ones"
+                )
             run.data.start()
         return resume
 
