@@ -15,6 +15,9 @@ class LoraConfig:
     targets: tuple[str, ...] = ("all",)
     """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (a pair of
     each expert). A matrix: "wq", "w_up". A matrix of a part: "experts.w_up". "all": every matrix of these parts."""
+    init_from: str = ""
+    """Initial adapters: a checkpoint with adapters of the same rank and targets, or a run, which means its newest one.
+    Empty: new adapters, which change nothing at first (B is zero)."""
 
     @property
     def scale(self) -> float:

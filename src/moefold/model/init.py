@@ -32,8 +32,9 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
     (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
-    papers. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs), as in the library PEFT. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in
-    float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    papers. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs), as in the library PEFT. Each logical
+    tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in float32 on the CPU.
+    At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):

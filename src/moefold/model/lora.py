@@ -73,7 +73,7 @@ class LowRankAdapters(nn.Module):
         sequence_parallel: SequenceParallel,
         rows: Mapping[str, slice] | None = None,
     ) -> list[Tensor]:
-        """Add the adapters' terms to the outputs of matrices whose outputs are sharded over tp; one all-gather over tp.
+        """Add the adapters' terms to the outputs of matrices whose outputs are sharded; one all-gather over tp.
 
         Args:
             outputs: of each matrix, [S/cp, B, N/tp].
@@ -95,7 +95,7 @@ class LowRankAdapters(nn.Module):
         ]
 
     def add_row(self, y: Tensor, x: Tensor, name: str, sequence_parallel: SequenceParallel) -> Tensor:
-        """Add the adapter's term to the output of a matrix whose inputs are sharded over tp; one reduce-scatter over tp.
+        """Add the adapter's term to the output of a matrix whose inputs are sharded; one reduce-scatter over tp.
 
         Args:
             y: output of the matrix, [S/(cp*tp), B, N].

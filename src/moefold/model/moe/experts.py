@@ -129,8 +129,10 @@ class Experts(nn.Module):
     @staticmethod
     def _adapters(lora: LowRankAdapters, dtype: torch.dtype) -> ExpertAdapters:
         """Return the local adapters of the three matrices."""
-        names = ("w_gate", "w_up", "w_down")
-        return ExpertAdapters(*(lora.pair(name, dtype) if name in lora else NO_ADAPTER for name in names), lora.scale)
+        gate, up, down = (
+            lora.pair(name, dtype) if name in lora else NO_ADAPTER for name in ("w_gate", "w_up", "w_down")
+        )
+        return ExpertAdapters(gate, up, down, lora.scale)
 
 
 def _scale_input(expert_input: ExpertInput) -> ExpertInput:
