@@ -1,6 +1,6 @@
 """Weights with their adapters merged: W + (alpha / r) B A of each matrix, computed for the regions that are read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,10 +13,12 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import current_world
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.preflight import resolve_weights_folder
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.weights import HfSource, WeightSource, load_shards
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
+from moefold.model.lora import product_region
 
 
 def open_weights(path: Path, base: Path | None = None) -> WeightSource:
@@ -31,13 +33,17 @@ def open_weights(path: Path, base: Path | None = None) -> WeightSource:
     """
     if is_hf_folder(path):
         return HfSource(open_hf_folder(path))
+    return open_checkpoint(path, base)
+
+
+def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights":
+    """Open the weights of a checkpoint, as `open_weights`."""
     source = CheckpointSource(path)
     if not source.meta.lora:
         return source
-    base = Path(source.meta.lora["base"]) if base is None else base
+    base = Path(source.meta.lora["base"]) if base is None else resolve_weights_folder(base)
     check_base(source.meta.lora, base, str(path))
-    lora = source.meta.lora
-    return MergedSource(open_weights(base), source, lora["alpha"] / lora["rank"], str(path))
+    return AdaptedSource(open_weights(base), source)
 
 
 def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -54,23 +60,23 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
     load_shards(source, {**parameters, **stored}, str(path))
 
 
-class MergedSource:
+class AdaptedSource:
     """Weight source of a model with merged adapters; sums are computed in float32 at least.
 
     Args:
         base: the weights of the model.
-        adapters: the adapters, by the names of a model in training.
-        scale: factor of B A.
-        name: the checkpoint with the adapters, for messages.
+        adapters: the checkpoint with the adapters.
 
     Raises:
         ConfigError: the adapters are of another model.
     """
 
-    def __init__(self, base: WeightSource, adapters: WeightSource, scale: float, name: str) -> None:
+    def __init__(self, base: WeightSource, adapters: CheckpointSource) -> None:
         self._base = base
         self._adapters = adapters
-        self._scale = scale
+        self.path = adapters.path
+        self.meta = adapters.meta
+        self._scale = self.meta.lora["alpha"] / self.meta.lora["rank"]
         self.shapes: Mapping[str, Shape] = base.shapes
         pairs = {weight: adapter_names(weight) for weight in base.shapes}
         self.adapted = frozenset(weight for weight, (a, _) in pairs.items() if a in adapters.shapes)
@@ -79,7 +85,8 @@ class MergedSource:
         wrong += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
         if wrong:
             raise ConfigError(
-                f"{name!r} has adapters of another model than its base weights, which differ in {format_list(wrong)}"
+                f"checkpoint {str(self.path)!r} has adapters of another model than its base weights, which differ in "
+                f"{format_list(wrong)}"
             )
 
     def dtype(self, name: str) -> torch.dtype:
@@ -89,6 +96,10 @@ class MergedSource:
             return dtype
         return torch.promote_types(torch.promote_types(dtype, self._adapters.dtype(adapter_names(name)[0])), FLOAT)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor of the base weights."""
+        return self._base.dtype(name)
+
     def read(self, name: str, region: Region) -> Tensor:
         """Return the values of a region; reads the rows of A and the columns of B that it needs."""
         values = self._base.read(name, region)
@@ -97,7 +108,8 @@ class MergedSource:
         dtype = self.dtype(name)
         product = product_region(name, region, self._read_adapter).to(dtype)
         self._adapters.clear_cache()
-        return values.to(dtype) + self._scale * product
+        merged: Tensor = values.to(dtype) + self._scale * product
+        return merged
 
     def clear_cache(self) -> None:
         """Free the caches of both sources."""
@@ -111,25 +123,9 @@ class MergedSource:
         return torch.promote_types(self._adapters.dtype(name), FLOAT)
 
 
+CheckpointWeights = CheckpointSource | AdaptedSource
+"""The weights of a checkpoint: as they are stored, or with its adapters merged."""
 FLOAT = torch.float32
-EVERYTHING = slice(None)
-ReadRegion = Callable[[str, Region], Tensor]
-
-
-def product_region(name: str, region: Region, read: ReadRegion) -> Tensor:
-    """Return a region of B A of a matrix, or of A B of experts.
-
-    Args:
-        name: of the matrix.
-        region: of the matrix, [out, in]; of experts, [E, in, out].
-        read: returns a region of an adapter by its name.
-    """
-    name_a, name_b = adapter_names(name)
-    if len(region) == 3:
-        experts, inputs, outputs = region
-        return read(name_a, (experts, inputs, EVERYTHING)) @ read(name_b, (experts, EVERYTHING, outputs))
-    outputs, inputs = region
-    return read(name_b, (outputs, EVERYTHING)) @ read(name_a, (EVERYTHING, inputs))
 
 
 def _closed(region: Region, shape: Shape) -> Region:

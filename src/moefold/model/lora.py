@@ -5,19 +5,21 @@ sharded over tp, each rank computes A x of its own tokens, and the products are 
 sharded, each rank has a part of the sum A x, which is reduce-scattered, and B multiplies the rank's own tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.config.schema import Config
-from moefold.cost.adapter_spec import MODULE_NAME, adapted_weights, adapter_pair
+from moefold.cost.adapter_spec import MODULE_NAME, adapted_weights, adapter_names, adapter_pair
 from moefold.cost.param_spec import ParamSpec
 from moefold.model.local_param import local_param
 from moefold.model.tp_interface import SequenceParallel
 
 ALL_ROWS = slice(None)
+ReadRegion = Callable[[str, tuple[slice, ...]], Tensor]
+"""Returns a region of an adapter by its name."""
 
 
 class LowRankAdapters(nn.Module):
@@ -132,3 +134,19 @@ def freeze_all_but_adapters(stage: nn.Module) -> None:
     for module in stage.modules():
         if isinstance(module, LowRankAdapters):
             module.requires_grad_(True)
+
+
+def product_region(name: str, region: tuple[slice, ...], read: ReadRegion) -> Tensor:
+    """Return a region of B A of a matrix, or of A B of experts.
+
+    Args:
+        name: of the matrix.
+        region: of the matrix, [out, in]; of experts, [E, in, out].
+        read: of A and B; a slice without ends means all.
+    """
+    name_a, name_b = adapter_names(name)
+    if len(region) == 3:
+        experts, inputs, outputs = region
+        return read(name_a, (experts, inputs, ALL_ROWS)) @ read(name_b, (experts, ALL_ROWS, outputs))
+    outputs, inputs = region
+    return read(name_b, (outputs, ALL_ROWS)) @ read(name_a, (ALL_ROWS, inputs))
