@@ -19,12 +19,13 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
         has_adapters = (folder / "adapter_config.json").is_file()
+        if args.base is not None and not has_adapters:
+            raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
         if has_adapters:
+            _check_adapter_options(args)
             check_out(out, rank_env)
         else:
             check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
-        if args.base is not None and not has_adapters:
-            raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
     with conversion_job("import") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.import_folder import ImportOptions, import_folder
@@ -41,6 +42,15 @@ def run(argv: list[str]) -> int:
             print_escaped(conversion_summary(conversion, out, args.check))
             print_escaped(training_command(out))
     return 0
+
+
+def _check_adapter_options(args: argparse.Namespace) -> None:
+    """Refuse options without effect on a folder of PEFT."""
+    for option in ("check", "no_tokenizer", "without_mtp"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} has no effect on adapters, and {args.folder!r} has adapters"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
