@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
 from moefold.config.model import (
@@ -87,6 +88,9 @@ class TrainState:
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Adapters of a run that trains them alone: rank, alpha, targets, and the base weights (`adapter_settings`);
+    empty if the checkpoint has all weights."""
     rl: Any = None
     """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
 
@@ -327,6 +331,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
             raise TypeError(f"{name} is {value!r}")
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
+    check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
@@ -419,6 +424,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _check_same_model(path, meta, cfg)
+        if reason := adapters_unsupported_reason(meta.lora, cfg, str(path)):
+            raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
         _check_whole_rounds(path, meta, cfg)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, folder_digest
 from moefold.checkpoint.checkpoint_dir import (
     check_file_sizes,
     locate_checkpoint,
@@ -228,6 +229,37 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 
+def check_initial_adapters(cfg: Config) -> None:
+    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that there is a base.
+
+    Raises:
+        ConfigError: it has others, or none; or no weights are given that the adapters could belong to.
+    """
+    lora = cfg.lora
+    if not lora.rank:
+        return
+    if not cfg.checkpoint.init_from:
+        raise ConfigError(
+            f"lora.rank={lora.rank} trains adapters of given weights, and checkpoint.init_from names none; set it to a "
+            "Hugging Face folder, a checkpoint or a run"
+        )
+    if not lora.init_from:
+        return
+    path = resolve_weights_folder(Path(lora.init_from))
+    name = f"lora.init_from={lora.init_from!r}"
+    stored = {} if is_hf_folder(path) else read_meta(path).lora
+    if not stored:
+        raise ConfigError(f"{name} has no adapters; name a checkpoint of a run with lora.rank, or leave it out")
+    if reason := adapters_unsupported_reason(stored, cfg, str(path)):
+        raise ConfigError(f"{name} {reason}")
+    base = resolve_weights_folder(Path(cfg.checkpoint.init_from))
+    if folder_digest(base) != stored["base_digest"]:
+        raise ConfigError(
+            f"{name} has adapters of the weights in {stored['base']!r}, and checkpoint.init_from="
+            f"{cfg.checkpoint.init_from!r} has others; set checkpoint.init_from={stored['base']!r}"
+        )
+
+
 def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
     """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be created.
 
@@ -279,6 +311,11 @@ def check_merge(
     if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:
         raise ConfigError(f"{str(hf_folders[0])!r} is a Hugging Face folder; convert it with moefold import first")
     found = [locate_checkpoint(path) for path in checkpoints]
+    if adapters := [path for path in found if read_meta(path).lora]:
+        raise ConfigError(
+            f"{str(adapters[0])!r} has adapters alone, whose products are not averaged with them; export each with "
+            "moefold export --merge, and import the result"
+        )
     first = read_model(found[0])
     for path in found:
         check_file_sizes(path)

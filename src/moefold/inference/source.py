@@ -53,6 +53,8 @@ class ModelSource:
     imported from one and not trained further."""
     want: RewardPrompt | None = None
     """What prompts ask for: the model was trained with align.method="condition"."""
+    has_adapters: bool = False
+    """Whether the checkpoint has adapters alone, to be merged into the base weights that its metadata names."""
     skipped: tuple[str, ...] = ()
     """Later checkpoints of the run with missing metadata, each with the reason."""
 
@@ -112,7 +114,10 @@ def _checkpoint_source(path: Path) -> ModelSource:
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
     want = stored_reward_prompt(meta.order, str(path))
-    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want)
+    has_adapters = bool(meta.lora)
+    source = ModelSource(
+        path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want, has_adapters=has_adapters
+    )
     return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
 
 

@@ -18,6 +18,7 @@ from moefold.model.indexer import LightningIndexer, Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
+from moefold.model.lora import attach_adapters
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
@@ -266,6 +267,7 @@ class Transformer(nn.Module):
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
+        attach_adapters(self, cfg)
         num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.
@@ -339,9 +341,9 @@ class Transformer(nn.Module):
         return self._with_mtp_term(terms, mtp_losses)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; where only the indexers learn, the vectors have a gradient, which reaches every layer."""
+        """Embed tokens; where the embedding is frozen, the vectors have a gradient, which reaches every layer."""
         x: Tensor = self.embedding(tokens)
-        return x.requires_grad_() if self.cfg.trains_indexers_only and torch.is_grad_enabled() else x
+        return x.requires_grad_() if self.cfg.freezes_weights and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
         """Return the layers of this stage, without those of multi-token prediction."""

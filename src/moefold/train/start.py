@@ -95,6 +95,10 @@ def check_initial_weights(cfg: Config) -> None:
     Raises:
         ConfigError: they cannot be used.
     """
+    if cfg.trains_adapters_only:
+        from moefold.convert.preflight import check_initial_adapters
+
+        check_initial_adapters(cfg)
     initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
     if cfg.rl.reference != "start":
         initial_weights["rl.reference"] = cfg.rl.reference

@@ -220,7 +220,7 @@ class TrainingStep:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.moment_updates += 1
-            if not self._cfg.trains_indexers_only:
+            if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)

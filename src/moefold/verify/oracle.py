@@ -28,6 +28,7 @@ from moefold.verify.oracle_attention import (
 )
 from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
+from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -103,10 +104,8 @@ class Oracle:
     ) -> None:
         self.cfg = cfg
         self._objective = objective
-        self.weights = {
-            name: w.detach().double().requires_grad_(not cfg.trains_indexers_only or ".indexer." in name)
-            for name, w in weights.items()
-        }
+        leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
+        self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
         self._index_losses: list[Tensor] = []
         self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
@@ -128,7 +127,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not self.cfg.trains_indexers_only:
+            if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
@@ -409,6 +408,13 @@ class Oracle:
         if model.shared_expert_gate:
             shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
         return shared
+
+
+def _is_trained(cfg: Config, name: str) -> bool:
+    """Return whether a parameter has a gradient."""
+    if cfg.lora.rank:
+        return ".lora." in name
+    return not cfg.trains_indexers_only or ".indexer." in name
 
 
 def _gradient(weight: Tensor) -> Tensor:
