@@ -1,11 +1,12 @@
 """The checkpoint folder: list, describe, validate, commit and remove checkpoints; choose the one to resume. Torch-free.
 
-A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent.
+A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. A
+remote folder has no rename of folders: a checkpoint is written under its name, its manifest last, and counts as one
+once it has the manifest.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.rl.plateau import Plateau
 from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
@@ -122,7 +124,7 @@ class CheckpointMeta(TrainState):
 
 def checkpoint_folder(cfg: Config) -> Path:
     """Return the folder that contains the checkpoints of a run."""
-    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
+    return to_path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
 
 
 def checkpoint_folder_key(cfg: Config) -> str:
@@ -136,7 +138,9 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def tmp_checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path under which a checkpoint is written before `commit` renames it."""
+    """Return the path under which a checkpoint is written before `commit.commit`: its own in a remote folder."""
+    if isinstance(folder, RemotePath):
+        return step_path(folder, step)
     return folder / f".step-{step:06d}.partial"
 
 
@@ -217,9 +221,23 @@ def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bo
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 
-    Each was complete once (see `commit`), so one that lacks a file is damaged.
+    Each was complete once (see `commit.commit`), so one that lacks a file is damaged. In a remote folder, those
+    without a manifest were never complete, and are left out.
     """
+    if isinstance(folder, RemotePath):
+        return [path for path in remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
+
+
+def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
+    """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
+    try:
+        entries = folder.entries()
+    except FileNotFoundError:
+        return []
+    return sorted(
+        (folder / entry.name for entry in entries if entry.is_dir and step_of(folder / entry.name) >= 0), key=step_of
+    )
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -276,7 +294,11 @@ def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
         named = tree["checkpoint"]["dir"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
+    if not isinstance(named, str) or not named or named.startswith(HUB_SCHEME):
+        return None
+    folder = to_path(named)
+    # Whether a remote folder exists is asked when its checkpoints are listed, with an error if it cannot be.
+    return folder if is_remote(folder) or folder.is_dir() else None
 
 
 def locate_checkpoint(path: Path) -> Path:
@@ -384,7 +406,7 @@ def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
     if cfg.checkpoint.resume == "never":
         return None
     if cfg.checkpoint.resume != "auto":
-        return Path(cfg.checkpoint.resume)
+        return to_path(cfg.checkpoint.resume)
     named = named_checkpoints(checkpoint_folder(cfg))
     return next((path for path in reversed(named) if str(path) not in ignored), None)
 
@@ -431,45 +453,6 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         _check_whole_rounds(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.saves:
         _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
-
-
-def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name."""
-    if final.exists():
-        remove_checkpoint(final)
-    tmp.rename(final)
-
-
-def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
-
-    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description.
-
-    Args:
-        newest: the checkpoint that was just written; it stays.
-        keep: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
-    """
-    folder = newest.parent
-    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    for path in done[:-keep] if keep else ():
-        if not keep_every or step_of(path) % keep_every:
-            remove_checkpoint(path)
-    for pattern in (".step-*.partial", ".step-*.old"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint atomically: after a kill, no partial folder remains under its name."""
-    doomed = path.with_name(f".{path.name}.old")
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    if doomed.is_symlink():
-        doomed.unlink()
-    else:
-        shutil.rmtree(doomed)
 
 
 def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:

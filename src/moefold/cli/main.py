@@ -38,6 +38,7 @@ COMMANDS = {
     "lm-eval": "run the tasks of lm-eval on a model",
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",
+    "push": "upload a model to the Hugging Face hub",
     "upcycle": "turn a dense model into a model with experts",
     "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",

@@ -33,6 +33,7 @@ from moefold.convert.preflight import (
     read_model,
     resolve_weights_folder,
     upcycle_scale,
+    weights_path,
     without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
@@ -41,6 +42,7 @@ from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.remote_path import is_remote
 
 
 def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool, folder: Path | None = None) -> str:
@@ -66,8 +68,9 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     if not given:
         return ""
     world = current_world()
-    path: Path = folder or world.all_gather_object(resolve_weights_folder(Path(given)))[0]
-    skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
+    named = weights_path(given)
+    path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
+    skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
         check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
     source = open_weights(path)
@@ -98,7 +101,9 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
-    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    # A copy on this machine is described by its source.
+    origin = given if is_remote(given) and is_hf_folder(path) else path
+    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 
 
@@ -242,4 +247,6 @@ def upcycle_folder(
 def _tokenizer_of(checkpoint: Path) -> str:
     """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
     found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    if is_remote(found):
+        return found
     return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""
