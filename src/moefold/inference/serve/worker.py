@@ -19,6 +19,7 @@ from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.terminal import print_escaped
 
+
 def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, and serve until the process is interrupted; return the exit status."""
     with (
