@@ -44,6 +44,8 @@ class Page:
         self._session = ""
         self.problems: list[str] = []
         """Exceptions of scripts, errors in the console, and requests to other hosts than this one."""
+        self.requests: list[str] = []
+        """Addresses that were requested."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -58,6 +60,13 @@ class Page:
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def leave(self) -> None:
+        """Leave the page and forget its problems and requests."""
+        self._call("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
+        self.problems.clear()
+        self.requests.clear()
+
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -67,7 +76,9 @@ class Page:
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not self.evaluate(f"Boolean({condition})"):
+        # An element that does not exist yet is no error.
+        expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        while not self.evaluate(expression):
             assert time.monotonic() < deadline_s, f"{condition} stays false; problems: {self.problems}"
             time.sleep(0.05)
 
@@ -120,6 +131,7 @@ class Page:
             self.problems.append(json.dumps(parameters["entry"])[:2000])
         elif method == "Network.requestWillBeSent":
             url = parameters["request"]["url"]
+            self.requests.append(url)
             if not url.startswith(("http://127.0.0.1:", "file://", "data:", "about:")):
                 self.problems.append(f"request to {url}")
 

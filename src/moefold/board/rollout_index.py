@@ -3,13 +3,13 @@
 Texts are bytes of prompts and models: they are returned as plain strings, and no reader may interpret them.
 """
 
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moefold.board.json_tail import JsonTail
-from moefold.board.metric_table import GrowingArray
 from moefold.bounded_read import MIB
 from moefold.metrics.expert_balance import finite_number
 from moefold.metrics.writer import ROLLOUTS_FILE
@@ -60,13 +60,13 @@ class RolloutIndex:
         self._clear()
 
     def _clear(self) -> None:
-        self._offsets = GrowingArray("int64")
-        self._lengths = GrowingArray("int64")
-        self._steps = GrowingArray("int64")
-        self._rewards = GrowingArray("float64")
+        self._offsets = array("q")
+        self._lengths = array("q")
+        self._steps = array("q")
+        self._rewards = array("d")
 
     def __len__(self) -> int:
-        return self._offsets.count
+        return len(self._offsets)
 
     def read(self) -> None:
         """Read the new rollouts."""
@@ -90,9 +90,9 @@ class RolloutIndex:
             if len(found) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
                 next_before = i + 1
                 break
-            length = int(self._lengths.values[i])
+            length = self._lengths[i]
             num_bytes += length
-            record = self.tail.read_line(int(self._offsets.values[i]), length)
+            record = self.tail.read_line(self._offsets[i], length)
             if record is None:
                 continue
             rollout = shown_rollout(i, record)
@@ -103,8 +103,8 @@ class RolloutIndex:
     def _candidates(self, query: RolloutQuery) -> Iterator[int]:
         start = len(self) if query.before is None else max(0, min(query.before, len(self)))
         for i in range(start - 1, -1, -1):
-            reward = float(self._rewards.values[i])
-            if query.step is not None and self._steps.values[i] != query.step:
+            reward = self._rewards[i]
+            if query.step is not None and self._steps[i] != query.step:
                 continue
             # A rollout without a reward fulfils no limit.
             if query.min_reward is not None and not reward >= query.min_reward:

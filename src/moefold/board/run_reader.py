@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class RunReader:
         self._counts = ExpertCountsTail(run.path)
         self._rollouts = RolloutIndex(run.path)
         self._last_record: dict[str, Any] = {}
+        self._peeked_s: float | None = None
         self._settings: dict[str, Any] = {}
         self._settings_stamp: tuple[int, int] | None = None
         self._settings_problem = ""
@@ -93,7 +95,11 @@ class RunReader:
         """Read the settings and the last line of the metrics, for the list of runs; no more than that is kept."""
         with self._lock:
             self._read_settings()
-            self._last_record = last_record(self.run.path / METRICS_FILE) or {}
+            path = self.run.path / METRICS_FILE
+            modified_s = _modified_s(path)
+            if modified_s != self._peeked_s:
+                self._peeked_s = modified_s
+                self._last_record = last_record(path) or {}
 
     def _newest(self, section: str, name: str) -> float | None:
         """Return the newest value of a metric, of a run that was read or peeked at."""
@@ -286,11 +292,15 @@ class RunReader:
         numbers = tuple(layer.get("layer") for layer in layers)
         if not all(type(number) is int for number in numbers):
             return
+        try:
+            # None, of a value that was not finite, becomes NaN.
+            values = np.array([[layer.get(field) for layer in layers] for field in LAYER_FIELDS], dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            return
         if self._layer_ranges is None or numbers != self._layers:
             self._layers = numbers
             self._layer_ranges = StepRanges((len(LAYER_FIELDS), len(numbers)), MAX_LAYER_RANGES)
-        values = [[finite_number(layer.get(field)) for layer in layers] for field in LAYER_FIELDS]
-        self._layer_ranges.append(step, np.array(values))
+        self._layer_ranges.append(step, values)
 
     def _add_ranks(self, step: int, record: Mapping[str, Any]) -> None:
         memory = record.get("memory_by_part")
@@ -368,8 +378,8 @@ def _mapping(settings: Mapping[str, Any]) -> str:
     return f"{ranks}: {text}" if text else ranks
 
 
-def _modified_s(path: Any) -> float | None:
+def _modified_s(path: Path) -> float | None:
     try:
-        return float(os.stat(path).st_mtime)
+        return path.stat().st_mtime
     except OSError:
         return None

@@ -30,6 +30,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a run does not exist, the port is in use, or an option cannot work.
     """
     arguments = _parser().parse_args(argv)
+    _check_effect(arguments)
     if arguments.export is not None:
         return _export(arguments)
     check_port(arguments.port)
@@ -71,6 +72,23 @@ def _export(arguments: argparse.Namespace) -> int:
     index = arguments.export / "index.html"
     print_escaped(f"wrote {len(names)} run{'s' if len(names) > 1 else ''}; open {index} in a browser")
     return 0
+
+
+def _check_effect(arguments: argparse.Namespace) -> None:
+    """Check that every given option has an effect.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    if arguments.export is None:
+        if arguments.force:
+            raise ConfigError("--force replaces an export; name it with --export FOLDER")
+        return
+    defaults = _parser()
+    for name in ("host", "port", "allow_remote", "token"):
+        if getattr(arguments, name) != defaults.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--export serves nothing, so {option} has no effect; leave it out")
 
 
 def _check_packages() -> None:

@@ -46,7 +46,7 @@
 
   // --- list of runs ---
   const progress = (run) => {
-    if (run.read < 1 && state.chosen.includes(run.key)) return `reading, ${Math.floor(100 * run.read)} %`;
+    if (run.has_more && state.chosen.includes(run.key)) return `reading, ${Math.floor(100 * run.read)} %`;
     return run.steps ? `${run.step} of ${run.steps}` : String(run.step);
   };
 
@@ -167,13 +167,13 @@
     const startMs = performance.now();
     let waitMs = POLL_MS;
     try {
-      const { runs } = await Board.source.runs(state.chosen || []);
-      const isFirst = state.chosen === null;
-      state.runs = runs;
-      if (isFirst) {
+      let { runs } = await Board.source.runs(state.chosen || []);
+      if (state.chosen === null) {
         const newest = [...runs].sort((a, b) => (a.age_s ?? Infinity) - (b.age_s ?? Infinity));
         state.chosen = newest.slice(0, DEFAULT_CHOSEN).map((run) => run.key);
+        ({ runs } = await Board.source.runs(state.chosen));
       }
+      state.runs = runs;
       state.chosen = state.chosen.filter((key) => runs.some((run) => run.key === key));
       chooseSlots();
       drawRuns();
@@ -183,7 +183,7 @@
         lastSeen = seen;
         await refresh();
       }
-      const hasMore = isFirst || chosen.some((run) => run.has_more);
+      const hasMore = chosen.some((run) => run.has_more);
       waitMs = hasMore ? 0 : Math.max(POLL_MS, BUSY_FACTOR * (performance.now() - startMs));
       const running = runs.filter((run) => run.state === "running").length;
       if (Board.source.isLive) say(`${running} of ${runs.length} running`);
@@ -196,8 +196,6 @@
     if (isWanted || (Board.source.isLive && !document.hidden)) {
       timer = window.setTimeout(poll, isWanted ? 0 : waitMs);
       isWanted = false;
-    } else if (!Board.source.isLive && lastSeen === "[]" && state.runs.length) {
-      timer = window.setTimeout(poll, 0);
     }
   };
 
