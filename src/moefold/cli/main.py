@@ -31,6 +31,7 @@ COMMANDS = {
     "checkpoint": "list, show, verify, compare and remove checkpoints",
     "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
+    "board": "show runs side by side in a browser, live or as a static export",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
     "rollout": "sample completions of prompts, score them, and write them",
