@@ -83,7 +83,7 @@ class StepReporting(Callback):
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Report the step, and keep its metrics if it is the last one."""
-        assert run.metrics is not None, "metrics are computed first"
+        assert run.metrics is not None, "the metrics are computed before the callbacks of a program run"
         if step.is_last or step.signals:
             self.last = run.metrics.to_record()
         if self._on_step is not None:
