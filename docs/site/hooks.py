@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\]\()([^)\s]+)(\))")
@@ -37,9 +39,10 @@ TABS = {
 """The tab of the site under which the pages of a section of docs/README.md stand."""
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Append the pages that docs/README.md lists to the navigation, below those that mkdocs.yml lists."""
-    sys.path.insert(0, str(ROOT / "src"))
+    if str(ROOT / "src") not in sys.path:
+        sys.path.insert(0, str(ROOT / "src"))
     listed = set(_paths_of(config.nav))
     tabs: dict[str, list[object]] = {}
     for section, paths in _sections_of_readme():
@@ -63,21 +66,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Add the generated pages: the Python interface, and files outside docs/ that pages link to."""
-    linked = set(PAGES_OF_FILES) - {"README.md"}
-    for file in files.documentation_pages():
-        path = f"docs/{file.src_uri}"
-        linked |= {found for found in _linked_files(path, (ROOT / path).read_text()) if not found.startswith("docs/")}
-    for path in ("docs/README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        linked |= {f for f in _linked_files(path, (ROOT / path).read_text()) if not f.startswith("docs/")}
-    for path in sorted(linked - {"README.md"}):
+    from mkdocs.structure.files import File
+
+    renamed = set(PAGES_OF_FILES) - {"README.md"}
+    pages = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | renamed
+    linked = {found for path in pages for found in _linked_files(path, (ROOT / path).read_text())}
+    others = {path for path in linked if not path.startswith("docs/") and path != "README.md"}
+    for path in sorted(others | renamed):
         files.append(File.generated(config, _page_of(path), content=_content_of(path)))
     files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Adapt a page to the site: links to files outside docs/, and the blank lines that lists and tables need."""
     uri = page.file.src_uri
     names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
