@@ -466,7 +466,11 @@ SPARSE = {
 }
 NEWER_MODELS |= {
     "deepseek-v32": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN | MSCALE}),
-    "glm-moe-dsa": ("GlmMoeDsa", {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    # Every second layer from the third on shares the selection of the one before it.
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True, "index_topk_freq": 2},
+    ),
 }
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS

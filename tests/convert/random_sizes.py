@@ -362,6 +362,10 @@ def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
     return _glm4_moe_lite(rng, is_cut) | own | {"q_lora_rank": rng.choice([5, 7]), "rope_interleave": True}
 
 
+def _glm_moe_dsa(rng: random.Random, is_cut: bool) -> Sizes:
+    return _deepseek_v32(rng, is_cut) | {"index_topk_freq": 1 if is_cut else rng.choice([1, 2, 3])}
+
+
 def _kinds(rng: random.Random, layers: int, linear: str) -> list[str]:
     """Types of the layers, of which the first or the last is linear."""
     kinds = [linear, "full_attention"][:: rng.choice([1, -1])]
@@ -475,7 +479,7 @@ NEWER_FAMILIES = {
     "exaone-moe": _exaone_moe,
     "afmoe": _afmoe,
     "deepseek-v32": _deepseek_v32,
-    "glm-moe-dsa": _deepseek_v32,
+    "glm-moe-dsa": _glm_moe_dsa,
 }
 """Likewise; their blocks are those of the families below, so that most of their tests are slow."""
 FAMILIES = {

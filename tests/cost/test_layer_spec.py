@@ -58,6 +58,9 @@ MODELS = {
     ),
     "sparse": replace(MODEL, index_topk=4, index_heads=3, index_head_dim=8, attention_pattern="FL", mtp_layers=1),
     "sparse latent": replace(LATENT, index_topk=4, index_heads=3, index_head_dim=8),
+    "shared selections": replace(
+        LATENT, num_layers=4, index_topk=4, index_heads=3, index_head_dim=8, index_pattern="FS", mtp_layers=1
+    ),
     "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
     **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},
 }
@@ -68,7 +71,8 @@ def test_names_of_blocks_agree() -> None:
     assert set(ATTENTIONS) == set(ATTENTION_MEMORY)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_MEMORY)
     names = [name for key in ("attention", "linear_attention") for name in get_args(key_types("model")[key])]
-    names += [f"sparse_{name}" for name in get_args(key_types("model")["attention"])]
+    for form in ("sparse", "shared_sparse"):
+        names += [f"{form}_{name}" for name in get_args(key_types("model")["attention"])]
     assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(names)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_BUILDERS) == set(LAYER_KINDS)
 

@@ -136,6 +136,26 @@ SIZES = {
         "model.index_topk=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
         "model.attention_pattern without W"
     ),
+    "model.index_topk=8 model.index_pattern=SF": (
+        "model.index_pattern='SF' begins with a layer S, which attends to the keys that a layer before it selects; let "
+        "the first layer of softmax attention be F"
+    ),
+    "model.index_topk=8 model.index_pattern=FX": (
+        "model.index_pattern: unexpected 'X' in layer pattern 'FX'; use F and S, with counts: S, FS, F3S58"
+    ),
+    "model.index_topk=8 model.index_pattern=FS model.attention_pattern=FW model.sliding_window=9": (
+        "model.index_pattern='FS' lets layer 1 attend to the keys that layer 0 selects, and "
+        "model.attention_pattern='FW' gives them different sliding windows; let layer 1 be F in index_pattern"
+    ),
+    "model.index_topk=8 model.index_pattern=FS2F parallel.world_size=2 parallel.pp=2": (
+        "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
+        "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
+    ),
+    "model.index_topk=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 parallel.pipeline_layout=auto": (
+        "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
+        "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
+        "less"
+    ),
     "model.index_topk=8 train.indexer_stage=warmup train.indexer_loss=0": (
         "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     ),

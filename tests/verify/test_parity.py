@@ -19,6 +19,7 @@ from tests.verify import (
     feature_cases,
     linear_cases,
     llama4_cases,
+    lora_cases,
     mapping_cases,
     phi_cases,
     placement_cases,
@@ -49,6 +50,7 @@ ORACLE_CASES = [
     *planned_cases.CASES,
     *placement_cases.CASES,
     *sparse_cases.CASES,
+    *lora_cases.CASES,
     *OVERLAPPED,
 ]
 

@@ -8,8 +8,10 @@ LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
 SOFTMAX_LETTERS = "FWC"
 """Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
-BLOCK_KINDS = ("D", "M", "DL", "ML")
-"""Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
+BLOCK_KINDS = ("D", "M", "DL", "ML", "DS", "MS")
+"""Kinds of a layer by its parameters: its feed-forward network, then L for linear attention, or S for sparse attention
+with the selection of an earlier layer."""
+INDEX_KINDS = "FS"
 ROPE_KINDS = "RN"
 MAX_LAYERS = 10_000
 """Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
@@ -66,6 +68,17 @@ def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer, in order, applies RoPE."""
     unit = expand_layer_pattern(rope_pattern, ROPE_KINDS)
     return tuple(unit[i % len(unit)] == "R" for i in range(num_layers))
+
+
+def shared_selections(index_pattern: str, letters: str) -> tuple[int, ...]:
+    """Return the layers of sparse attention that attend to the keys which an earlier layer selected.
+
+    Args:
+        index_pattern: of `INDEX_KINDS`.
+        letters: letter of `ATTENTION_KINDS` of each layer.
+    """
+    unit = expand_layer_pattern(index_pattern, INDEX_KINDS)
+    return tuple(i for i, letter in enumerate(letters) if letter != "L" and unit[i % len(unit)] == "S")
 
 
 def _usage_hint(kinds: str) -> str:
@@ -234,6 +247,10 @@ class ModelConfig:
     """Heads of the indexer of sparse attention, J."""
     index_head_dim: int = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
+    index_pattern: str = "F"
+    """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
+    them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
+    have no indexer under either letter, MTP layers always have one."""
     index_rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -397,13 +414,20 @@ class ModelConfig:
     @property
     def block_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, one of `BLOCK_KINDS`."""
-        letters = self.attention_letters
-        return tuple(kind + "L" * (letter == "L") for kind, letter in zip(self.layer_kinds, letters, strict=True))
+        suffixes = _mixer_suffixes(
+            self.attention_pattern, self.index_pattern if self.index_topk else "F", self.num_layers
+        )
+        return tuple(kind + suffix for kind, suffix in zip(self.layer_kinds, suffixes, strict=True))
 
     @property
     def all_block_kinds(self) -> tuple[str, ...]:
         """`block_kinds` followed by those of the MTP (multi-token prediction) layers."""
-        return self.block_kinds + self.block_kinds[-1:] * self.mtp_layers
+        return self.block_kinds + (self.mtp_block_kind,) * self.mtp_layers
+
+    @property
+    def mtp_block_kind(self) -> str:
+        """Kind of the MTP (multi-token prediction) layers: that of the last layer, with an indexer of their own."""
+        return self.block_kinds[-1].removesuffix("S")
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
@@ -455,6 +479,14 @@ class ModelConfig:
 def _expand_attention_letters(pattern: str, num_layers: int) -> str:
     """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
     return attention_letters(pattern, num_layers)
+
+
+@lru_cache(maxsize=256)
+def _mixer_suffixes(attention_pattern: str, index_pattern: str, num_layers: int) -> tuple[str, ...]:
+    """Return what follows the feed-forward letter in the kind of each layer: "L", "S" or nothing."""
+    letters = attention_letters(attention_pattern, num_layers)
+    shared = shared_selections(index_pattern, letters)
+    return tuple("L" if letter == "L" else "S" * (i in shared) for i, letter in enumerate(letters))
 
 
 @lru_cache(maxsize=256)

@@ -23,19 +23,28 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
     return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
+def shared_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of grouped-query attention over keys that an earlier layer selected."""
+    return softmax_core_flops(model, min(keys, model.index_topk))
+
+
 def sparse_core_flops(model: ModelConfig, keys: float) -> float:
     """Return the FLOPs of grouped-query attention over the selected keys, and of the indexer's scores of all keys."""
-    return softmax_core_flops(model, min(keys, model.index_topk)) + _index_flops(model, keys)
+    return shared_core_flops(model, keys) + _index_flops(model, keys)
 
 
-def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
-    """Return the FLOPs of latent attention over the selected keys, in the space of the latents, and of the indexer.
+def shared_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over keys that an earlier layer selected, in the space of the latents.
 
     The up projection of the keys and values is multiplied with each query instead of each key: as many FLOPs.
     """
     widths = 2 * model.kv_lora_rank + model.qk_rope_head_dim
-    selected = 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
-    return selected + _index_flops(model, keys)
+    return 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
+
+
+def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over the selected keys, and of the indexer."""
+    return shared_latent_core_flops(model, keys) + _index_flops(model, keys)
 
 
 def _index_flops(model: ModelConfig, keys: float) -> float:
@@ -139,7 +148,7 @@ def mtp_layer_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     hidden = model.hidden_size
     return (
         ParamSpec("projection", (hidden, 2 * hidden), "mtp"),
-        *layer_weights(model, model.block_kinds[-1]),
+        *layer_weights(model, model.mtp_block_kind),
         *(weight for name in ("embedding_norm", "hidden_norm", "output_norm") for weight in _hidden_norm(model, name)),
     )
 
@@ -172,6 +181,8 @@ def attention_name(model: ModelConfig, kind: str) -> str:
     """Return the name of the attention of a layer of one of `BLOCK_KINDS`: a key of `ATTENTIONS`."""
     if kind.endswith("L"):
         return model.linear_attention
+    if kind.endswith("S"):
+        return f"shared_sparse_{model.attention}"
     return f"sparse_{model.attention}" if model.index_topk else model.attention
 
 
@@ -414,6 +425,13 @@ ATTENTIONS: dict[str, BlockSpec] = {
             weights=sparse_mla_weights,
             core_flops=sparse_latent_core_flops,
             cache_width=sparse_latent_cache_width,
+        ),
+        BlockSpec(name="shared_sparse_gqa", weights=gqa_weights, core_flops=shared_core_flops),
+        BlockSpec(
+            name="shared_sparse_mla",
+            weights=mla_weights,
+            core_flops=shared_latent_core_flops,
+            cache_width=latent_cache_width,
         ),
         BlockSpec(
             name="gated_deltanet",

@@ -1,6 +1,7 @@
 """Registry of the blocks of a layer: attention by `model.attention`, feed-forward networks by the layer's letter."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -41,6 +42,8 @@ ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "mla": LatentAttention,
     "sparse_gqa": SparseAttention,
     "sparse_mla": SparseLatentAttention,
+    "shared_sparse_gqa": partial(SparseAttention, has_indexer=False),
+    "shared_sparse_mla": partial(SparseLatentAttention, has_indexer=False),
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "gla": GatedLinearAttention,

@@ -81,6 +81,8 @@ def _mapping(cfg: Config) -> Iterator[str]:
 
 
 def _model(cfg: Config) -> Iterator[str]:
+    if cfg.lora.rank:
+        yield f"lora.rank={cfg.lora.rank}: the products of adapters are added in another order; train all weights"
     model = cfg.model
     is_latent = model.attention == "mla"
     if is_latent and cfg.rollout.cache != "heads" and not model.index_topk:

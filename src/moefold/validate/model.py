@@ -4,7 +4,14 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.model import (
+    ATTENTION_KINDS,
+    INDEX_KINDS,
+    LAYER_KINDS,
+    ROPE_KINDS,
+    ModelConfig,
+    expand_layer_pattern,
+)
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
@@ -16,6 +23,7 @@ def validate_layer_pattern(cfg: Config) -> Iterator[str]:
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
     yield from _validate_pattern(cfg, "rope_pattern", ROPE_KINDS)
+    yield from _validate_pattern(cfg, "index_pattern", INDEX_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.topology.selection_groups import selection_sources
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -27,6 +28,7 @@ from moefold.verify.oracle_attention import (
 )
 from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
+from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -102,11 +104,10 @@ class Oracle:
     ) -> None:
         self.cfg = cfg
         self._objective = objective
-        self.weights = {
-            name: w.detach().double().requires_grad_(not cfg.trains_indexers_only or ".indexer." in name)
-            for name, w in weights.items()
-        }
+        leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
+        self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
         self._index_losses: list[Tensor] = []
+        self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights)
         self._steps = 0
@@ -126,7 +127,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not self.cfg.trains_indexers_only:
+            if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
@@ -329,9 +330,7 @@ class Oracle:
             masked = masked | (chunk[:, :, None] != chunk[:, None, :])
         index = None
         if model.index_topk:
-            index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=has_rope)
-            source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
-            index.score(x.detach(), source.detach(), masked)
+            index = self._index(name, x, masked, layer)
             masked = index.masked
         outputs = []
         probabilities = []
@@ -347,13 +346,25 @@ class Oracle:
             outputs.append(probabilities[-1] @ value[:, :, group])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
-            self._index_losses.append(divergence[is_token].sum())
+            num_layers = selection_sources(model).count(selection_sources(model)[layer])
+            self._index_losses.append(divergence[is_token].sum() / num_layers)
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
             gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
             attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
+
+    def _index(self, name: str, x: Tensor, masked: Tensor, layer: int) -> OracleIndexer:
+        """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
+        model = self.cfg.model
+        if selection_sources(model)[layer] != layer:
+            return self._indexers[selection_sources(model)[layer]]
+        index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=model.rope_layers[layer])
+        source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
+        index.score(x.detach(), source.detach(), masked)
+        self._indexers[layer] = index
+        return index
 
     def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
@@ -397,6 +408,13 @@ class Oracle:
         if model.shared_expert_gate:
             shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
         return shared
+
+
+def _is_trained(cfg: Config, name: str) -> bool:
+    """Return whether a parameter has a gradient."""
+    if cfg.lora.rank:
+        return ".lora." in name
+    return not cfg.trains_indexers_only or ".indexer." in name
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
 HEAD_SIZE = 8
@@ -200,11 +201,14 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
-    if model.moe_shortcut:
+    if model.moe_shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
+    stage_sizes = [2] * stages
     if p.pipeline_layout not in ("", "auto"):
-        num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
+        stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
+        num_layers = sum(stage_sizes)
+    attention_pattern = _keep_kinds(model.attention_letters, num_layers)
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
@@ -223,7 +227,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         num_layers=num_layers,
         layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
-        attention_pattern=_keep_kinds(model.attention_letters, num_layers),
+        attention_pattern=attention_pattern,
         sliding_window=min(model.sliding_window, MAX_WINDOW),
         attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
         rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
@@ -243,6 +247,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
         index_topk=min(model.index_topk, MAX_INDEX_TOPK),
         index_heads=min(model.index_heads, 3),
+        index_pattern=_shrink_index_pattern(attention_pattern, stage_sizes) if shares_selections(model) else "F",
         index_head_dim=HEAD_SIZE + 2,
         linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
         ffn_hidden_size=SHARD_WIDTH * p.tp,
@@ -277,6 +282,17 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
         picked[0] = "D" if picked[0] == "M" else "M"
     return "".join(picked)
+
+
+def _shrink_index_pattern(letters: str, stage_sizes: list[int]) -> str:
+    """Return a pattern in which layers share the selection of one with the same window before them on their stage."""
+    pattern = ""
+    for size in stage_sizes:
+        source = ""
+        for letter in letters[len(pattern) : len(pattern) + size]:
+            pattern += "S" if letter == source else "F"
+            source = source if letter == "L" else letter
+    return pattern
 
 
 def _keep_kinds(letters: str, num_layers: int) -> str:
