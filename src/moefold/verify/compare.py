@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.data import ProgramData, Sampler
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.model.init import init_weights
+from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
@@ -59,6 +59,7 @@ def run_oracle(
     dataset = data or open_samples(cfg)
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
+    draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(
         cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective or recipe_objective(cfg)
