@@ -26,8 +26,8 @@ EPILOG = """bash: add to ~/.bashrc
   eval "$(moefold completion bash)"
 zsh: add to ~/.zshrc, after compinit
   eval "$(moefold completion zsh)"
-fish: write it once
-  moefold completion fish > ~/.config/fish/completions/moefold.fish
+fish: add to ~/.config/fish/config.fish
+  source (moefold completion fish | psub)
 The keys are those of this version: print the script again after an upgrade.
 """
 
