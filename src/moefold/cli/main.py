@@ -20,6 +20,7 @@ from moefold.terminal import escape_log_lines, print_escaped
 COMMANDS = {
     "init": "write a recipe that comes with moefold, to train from and to change",
     "train": "train a model from a recipe; starts the ranks itself on one machine",
+    "meet": "serve the meeting point of the sites of a run",
     "template": "print a job file for SLURM, Kubernetes, SkyPilot or Ray",
     "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
@@ -31,6 +32,7 @@ COMMANDS = {
     "checkpoint": "list, show, verify, compare and remove checkpoints",
     "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
+    "board": "show runs side by side in a browser, live or as a static export",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
     "rollout": "sample completions of prompts, score them, and write them",
@@ -38,6 +40,7 @@ COMMANDS = {
     "lm-eval": "run the tasks of lm-eval on a model",
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",
+    "push": "upload a model to the Hugging Face hub",
     "upcycle": "turn a dense model into a model with experts",
     "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from moefold.config.limits import MAX_RANKS
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.remote_path import is_remote
 
 SCHEDULERS = {
     "slurm": "sbatch script: srun starts one task for each GPU",
@@ -212,6 +213,8 @@ def _check_storage(cfg: Config, request: JobRequest) -> None:
     for key, folder in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not folder and key == "checkpoint.dir":
             continue
+        if is_remote(folder):
+            continue
         path = PurePosixPath(folder)
         if not path.is_absolute() or path.parts[1:2] in (("tmp",), ("dev",)) or path.parts[1:3] == ("var", "tmp"):
             raise ConfigError(
@@ -224,7 +227,8 @@ def _check_storage(cfg: Config, request: JobRequest) -> None:
             f"run.dir={cfg.run.dir!r} must be a folder inside the mounted volume; "
             "add run.dir=/shared/run as an argument"
         )
-    if request.claim and cfg.checkpoint.dir and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
+    is_local = bool(cfg.checkpoint.dir) and not is_remote(cfg.checkpoint.dir)
+    if request.claim and is_local and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
         raise ConfigError(
             f"checkpoint.dir={cfg.checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
             "is mounted; leave it out for RUN_DIR/checkpoints"

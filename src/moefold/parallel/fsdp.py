@@ -34,7 +34,7 @@ from moefold.comm.torch_compat import (
     suspended_fsdp_hooks,
 )
 from moefold.config.schema import Config
-from moefold.cost.layer_spec import model_weights
+from moefold.cost.adapter_spec import training_weights
 from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
@@ -52,7 +52,7 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
     tp_mesh = groups.dense_mesh["tp"]
     expert_mesh = groups.expert_mesh["ep", "etp"]
-    weights = model_weights(stage.cfg.model)
+    weights = training_weights(stage.cfg.model, stage.cfg.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             weight = weights[f"{module_name}.{leaf}"]

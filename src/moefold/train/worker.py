@@ -22,6 +22,7 @@ from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
+from moefold.remote_path import is_remote
 from moefold.train.callbacks.callback import Callback
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
@@ -158,6 +159,7 @@ def _run_locks(cfg: Config) -> list[RunLock]:
     # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
     wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
     folders = {"run.dir": cfg.run.dir}
-    if cfg.checkpoint.dir and cfg.checkpoint.saves:
+    # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
+    if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
         folders["checkpoint.dir"] = cfg.checkpoint.dir
     return [RunLock(Path(folder), key, wait_s) for key, folder in folders.items()]

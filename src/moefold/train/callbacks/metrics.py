@@ -7,7 +7,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.cost.flops import peak_bf16_tflops, train_flops_per_token
+from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -17,7 +17,7 @@ class MetricsLogging(Callback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
+        self._flops_per_token = step_flops_per_token(cfg)
         # The known device peaks are for bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
             _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
@@ -65,6 +65,7 @@ class MetricsLogging(Callback):
             attention_moved_rows=None if attention is None else attention.moved_rows,
             attention_bytes=None if attention is None else attention.sent_bytes,
             rl=step.rl and step.rl | result.loss_metrics,
+            sites=step.sites,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 
