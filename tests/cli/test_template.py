@@ -1,5 +1,6 @@
 """Job files: valid for their schedulers, equal to the recipe, refused where they contradict it."""
 
+import ast
 import shlex
 import subprocess
 
@@ -17,6 +18,7 @@ OPTIONS = {
     "trainjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared"],
     "pytorchjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared", "--time", "24:00:00"],
     "skypilot": ["--image", "moefold:1", "--claim", "shared", "--gpu", "H100"],
+    "ray": [],
 }
 TRAIN = ["moefold", "train", RECIPE, *WORDS]
 
@@ -165,6 +167,23 @@ def test_skypilot_starts_torchrun_on_each_node(capsys, tmp_path):
     assert words[words.index("--nnodes") + 1] == "8"
 
 
+def test_ray(capsys):
+    program = ast.parse(template(capsys, "ray", "--restarts", "2"))
+    constants = {
+        node.targets[0].id: ast.literal_eval(node.value) for node in program.body if isinstance(node, ast.Assign)
+    }
+    assert constants == {"RECIPE": RECIPE, "OVERRIDES": WORDS, "USE_GPU": True}
+    arguments = {
+        keyword.arg: ast.unparse(keyword.value)
+        for node in ast.walk(program)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+    }
+    assert arguments["num_workers"] == "64"
+    assert arguments["max_failures"] == "2"
+    assert arguments["storage_path"] == "'/shared/ray'"
+
+
 def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
     assert shlex.join(TRAIN) in template(capsys, "slurm")
     check_command(shlex.join(TRAIN))
@@ -199,6 +218,9 @@ def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
         ("trainjob", ["checkpoint.dir=/other/c"], "checkpoint.dir='/other/c' must be inside /shared"),
         ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
         ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
+        ("ray", ["--time", "1:00:00"], "--time has no effect on ray, only on slurm, pytorchjob"),
+        ("ray", ["rollout.ranks=8", "parallel.world_size=56"], "rollout.ranks=8 only sample"),
+        ("ray", ["run.dir=runs/x"], "run.dir='runs/x' must be an absolute path on storage that all nodes share"),
     ],
 )
 def test_contradictions_are_one_message(capsys, scheduler, more, message):

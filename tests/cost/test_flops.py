@@ -279,6 +279,10 @@ def test_sparse_attention_by_hand() -> None:
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
     rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
+    # A layer that shares a selection has neither the scores nor the weights of an indexer.
+    shared = replace(latent, index_pattern="FS2")
+    assert train_flops_per_token(shared, 64).attention_core == 3 * 2 * 6 * 4 * (2 * rank + rope) + scores
+    assert count_parameters(latent).attention - count_parameters(shared).attention == 2 * (2 * 8 * 6 + (8 + 2) * 12)
     # With fewer keys than are selected, all are read.
     assert train_flops_per_token(latent, 4).attention_core == 3 * (2 * 4 * 4 * (2 * rank + rope) + scores // 16)
 

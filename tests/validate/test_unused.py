@@ -18,11 +18,34 @@ BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=bal
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
+SPARSE_MIXER = ["model.router_softmax=sparsemixer"]
+LONGROPE = [
+    "model.rope_scaling=longrope",
+    "model.head_dim=2",
+    "model.rope_short_factors=[1.0]",
+    "model.rope_long_factors=[2.0]",
+]
 CASES = [
+    ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
+    ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
+    ("sites.secret=file", [], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
+    ("sites.secret=file", ["sites.count=2"], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
+    ("sites.quorum=1", [], ["sites.count=2"]),
+    ("sites.timeout_s=5", [], ["sites.count=2"]),
+    ("sites.every=5", [], ["sites.count=2"]),
+    ("sites.first=5", [], ["sites.method=diloco"]),
+    ("sites.nesterov=false", ["sites.count=2"], ["sites.count=2", "sites.method=diloco"]),
     ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.top_k=1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.router_softmax=pre", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.sparsemixer_jitter=0.1", [], SPARSE_MIXER),
+    ("moe.sparsemixer_sampling=false", [], SPARSE_MIXER),
+    ("model.sparsemixer_jitter=0.1", ["model.layer_pattern=D"], SPARSE_MIXER),
+    ("model.rope_short_factors=[2.0]", [], LONGROPE),
+    ("model.rope_long_factors=[2.0]", ["model.rope_scaling=linear"], LONGROPE),
+    ("model.rope_short_mscale=1.1", [], LONGROPE),
+    ("model.rope_long_mscale=1.1", [], LONGROPE),
     ("model.shared_expert_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.capacity_factor=1.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
@@ -87,6 +110,8 @@ CASES = [
     ("model.linear_key_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_value_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_conv_kernel=3", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", [], ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
     ("model.linear_gate_rank=8", ["model.attention_pattern=LF"], _GLA),
     ("model.linear_full_rank_gates=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
     ("model.linear_decay_bound=-5", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
@@ -182,6 +207,7 @@ CASES = [
     ("model.index_heads=2", [], ["model.index_topk=8"]),
     ("model.index_head_dim=64", [], ["model.index_topk=8"]),
     ("model.index_rope_interleaved=true", [], ["model.index_topk=8"]),
+    ("model.index_pattern=FS", [], ["model.index_topk=8"]),
     ("train.indexer_stage=warmup", [], ["model.index_topk=8"]),
     ("train.indexer_loss=0.5", [], ["model.index_topk=8"]),
     ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),

@@ -2,16 +2,16 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint, read_meta
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.families import FAMILIES
-from moefold.convert.preflight import check_export
+from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 BYTES_PER_UNIT = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -21,11 +21,12 @@ def run(argv: list[str]) -> int:
     """Run `moefold export` and return the exit status."""
     args = _parser().parse_args(argv)
     shard_bytes = None if args.shard_size is None else _parse_size(args.shard_size)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        check_export(Path(args.checkpoint), out, rank_env)
-        has_adapters = bool(read_meta(locate_checkpoint(Path(args.checkpoint))).lora)
+        checkpoint = weights_path(args.checkpoint)
+        check_export(checkpoint, out, rank_env)
+        has_adapters = bool(read_meta(locate_checkpoint(checkpoint)).lora)
         _check_adapter_options(args, has_adapters=has_adapters)
     with conversion_job("export") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
@@ -39,19 +40,19 @@ def run(argv: list[str]) -> int:
             leaves_out_mtp=args.without_mtp,
             mtp_inside=args.mtp_inside,
             quantize=args.quantize,
-            base=None if args.base is None else Path(args.base),
+            base=None if args.base is None else weights_path(args.base),
             verify=not args.no_verify,
         )
         # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
-        checkpoint = world.all_gather_object(locate_checkpoint(Path(args.checkpoint)))[0]
+        chosen = world.all_gather_object(locate_checkpoint(checkpoint))[0]
         if world.is_rank0:
-            report_skipped_for(Path(args.checkpoint), checkpoint)
+            report_skipped_for(checkpoint, chosen)
         if has_adapters and not args.merge:
             from moefold.convert.peft import export_adapters
 
-            conversion = export_adapters(checkpoint, out, world, dtype=args.dtype, on_bytes=advance)
+            conversion = export_adapters(chosen, out, world, dtype=args.dtype, on_bytes=advance)
         else:
-            conversion = export_folder(checkpoint, out, world, options, on_bytes=advance)
+            conversion = export_folder(chosen, out, world, options, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, args.check))
     return 0

@@ -1,23 +1,23 @@
 """`moefold import`: convert a Hugging Face folder to a checkpoint to train from."""
 
 import argparse
-from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
-from moefold.convert.preflight import check_import, check_out
+from moefold.convert.preflight import check_import, check_out, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Run `moefold import` and return the exit status."""
     args = _parser().parse_args(argv)
-    folder = Path(args.folder)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
+        folder = weights_path(args.folder)
         has_adapters = (folder / "adapter_config.json").is_file()
         if args.base is not None and not has_adapters:
             raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
         if has_adapters:
             from moefold.convert.peft import import_adapters
 
-            base = None if args.base is None else Path(args.base)
+            base = None if args.base is None else weights_path(args.base)
             conversion = import_adapters(folder, out, world, base, on_bytes=advance)
         else:
             options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)

@@ -10,6 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sites import SitesConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
@@ -190,6 +191,9 @@ class MoEConfig:
     """Fraction of the tokens that have expert 0 among their experts (choice "skewed")."""
     input_jitter: float = 0.0
     """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
+    sparsemixer_sampling: bool = True
+    """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
+    evaluation."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
     weight_in_expert: bool = False
@@ -509,6 +513,7 @@ class Config:
     rl: RLConfig = field(default_factory=RLConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
 
     @property
     def is_rl(self) -> bool:

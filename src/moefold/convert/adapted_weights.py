@@ -19,6 +19,7 @@ from moefold.convert.weights import HfSource, WeightSource, load_shards
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
 from moefold.model.lora import product_region
+from moefold.remote_path import to_path
 
 
 def open_weights(path: Path, base: Path | None = None) -> WeightSource:
@@ -41,7 +42,7 @@ def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights"
     source = CheckpointSource(path)
     if not source.meta.lora:
         return source
-    base = Path(source.meta.lora["base"]) if base is None else resolve_weights_folder(base)
+    base = to_path(source.meta.lora["base"]) if base is None else resolve_weights_folder(base)
     check_base(source.meta.lora, base, str(path))
     return AdaptedSource(open_weights(base), source)
 

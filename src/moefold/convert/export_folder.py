@@ -50,6 +50,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
+from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
@@ -74,7 +75,6 @@ from moefold.convert.weights import (
     family_mapping,
     verify_against_folder,
 )
-from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError, format_list
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
@@ -149,7 +149,7 @@ def write_config(
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
-    is_scaled = model.rope_scaling in ("llama3", "yarn")
+    is_scaled = model.rope_scaling in ("llama3", "yarn", "longrope")
     scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
     return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
 
@@ -249,8 +249,11 @@ def export_folder(
             write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
             write_index(tmp_dir, layouts, sidecar_dir)
             write_manifest(tmp_dir, manifest)
+            # Imported weights that no run has changed are given back with the files that they came with.
             if not source.meta.origin:
-                write_model_card(tmp_dir, family.name, model, source.meta)
+                run = read_training_run(checkpoint, model, source.meta)
+                write_generation_config(tmp_dir, run)
+                write_model_card(tmp_dir, family.name, model, run)
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":
             _check_hashes(locations, hashes, world)
@@ -462,50 +465,3 @@ def _manifest_entries(
         for layout in layouts.values()
         for name, stored in layout.tensors.items()
     }
-
-
-CARD_FILE = "README.md"
-
-_HEAD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- moefold
-"""
-_USE = """
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")
-```
-
-Before you publish this model, add the data it was trained on, its evaluation, its limits and its licence.
-"""
-
-
-def write_model_card(folder: Path, family: str, model: ModelConfig, meta: CheckpointMeta) -> None:
-    """Write README.md (the model card) with the sizes of the model and the length of its training.
-
-    Args:
-        folder: the exported folder.
-        family: the `model_type` of its config.json.
-        model: the exported model.
-        meta: metadata of the checkpoint, which a run wrote.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    count = count_parameters(model)
-    sizes = f"{count.total:,} parameters"
-    if model.num_experts:
-        sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
-    lines = [
-        f"# {family} model trained with moefold",
-        "",
-        f"- architecture: `{family}`, {model.num_layers} layers, hidden size {model.hidden_size:,}",
-        f"- size: {sizes}",
-        f"- training: {meta.step:,} optimizer steps, {meta.tokens:,} tokens",
-    ]
-    tag = "- mixture-of-experts\n" if model.num_experts else ""
-    (folder / CARD_FILE).write_text(f"{_HEAD}{tag}---\n" + "\n".join(lines) + "\n" + _USE, encoding="utf-8")

@@ -278,4 +278,6 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

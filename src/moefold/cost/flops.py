@@ -141,7 +141,10 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     mtp = 0
     if model.mtp_layers:
         gemms = _gemm_flops(model, mtp_layer_weights(model))
-        mtp = model.mtp_layers * (sum(gemms.values()) + round(core_flops[-1]) + head)
+        last = model.num_layers - 1
+        keys = keys_per_token(model.layer_windows[last], seq_len, causal=causal, chunk_size=model.layer_chunks[last])
+        core = attention_spec(model, model.mtp_block_kind).core_flops(model, keys)
+        mtp = model.mtp_layers * (sum(gemms.values()) + round(core) + head)
     return FlopCount(
         attention_projections=flops["attention"],
         attention_core=round(sum(core_flops)),

@@ -39,7 +39,7 @@ class StateBytes:
     gradient_sums: int = 0
     """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """Moments, and AdamW's step count of each parameter."""
+    """Moments, AdamW's step count of each parameter, and the state of the outer optimizer of sites."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
@@ -85,6 +85,8 @@ class ShardSpec:
     trained_names: str = ""
     """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
     all are trained."""
+    outer_bytes: int = 0
+    """Bytes of the outer weights and momentum per weight; 0 without sites."""
 
     def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -97,6 +99,7 @@ class ShardSpec:
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.outer_bytes
             moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
@@ -135,6 +138,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
         trained_names=_trained_names(cfg),
+        outer_bytes=master * cfg.sites.num_states,
     )
 
 
@@ -253,7 +257,7 @@ class UnitMemory:
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
-            has_experts = name in ("M", "ML") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
+            has_experts = name in ("M", "ML", "MS") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,

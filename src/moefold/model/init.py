@@ -13,7 +13,7 @@ from moefold.cost.adapter_spec import is_adapter
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
 EXPERT_ADAPTERS = ".experts.lora."
-BIASES = ("bq", "bk", "bv", "bo", "ba", "bias", "b_gate", "b_up", "b_down")
+BIASES = ("bq", "bk", "bv", "bo", "ba", "bb", "bc", "bias", "conv_bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 WEIGHTED_NORMS = ("attention.norm.weight", "indexer.key_norm.weight")
 """Norms that multiply by their weight in models whose other norms multiply by 1 + weight."""

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
+from moefold.model.indexer import Selection
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
@@ -86,11 +87,17 @@ class LatentAttention(SelfAttention):
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute latent attention, as `SelfAttention.forward`."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """Compute latent attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
         own = self._latents(x)
         gathered = self._all_gather_latents(own)
-        attended = self._attend(x, own, gathered, rope, documents)
+        attended = self._attend(x, own, gathered, rope, documents, selection)
         if self.wg is not None:
             attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
@@ -105,6 +112,7 @@ class LatentAttention(SelfAttention):
         gathered: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
+        selection: Selection | None = None,
     ) -> Tensor:
         """Compute attention from the latents.
 
@@ -114,6 +122,7 @@ class LatentAttention(SelfAttention):
             gathered: the same of all tokens of the context shard, [S/cp, B, ...].
             rope: of the positions of this rank's context shard.
             documents: see `CoreAttention`.
+            selection: of sparse attention, if several layers share it.
 
         Returns:
             [S/cp, B, A, v].

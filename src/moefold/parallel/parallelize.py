@@ -87,7 +87,7 @@ def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopie
 def freeze_all_but_indexers(stage: Transformer) -> None:
     """Leave gradients to the parameters of the indexers alone: the warm-up stage of sparse attention."""
     stage.requires_grad_(False)
-    for indexer in stage.indexers():
+    for indexer in stage.indexers().values():
         indexer.requires_grad_(True)
 
 

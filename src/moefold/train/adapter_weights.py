@@ -10,11 +10,12 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.preflight import resolve_weights_folder
+from moefold.convert.preflight import resolve_weights_folder, weights_path
 from moefold.convert.weights import load_shards
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.remote_path import to_path
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AdapterWeights:
         if not given:
             return ""
         world = current_world()
-        path: Path = world.all_gather_object(resolve_weights_folder(Path(given)))[0]
+        path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
         check_integrity(path, world, checks_hashes=self.cfg.checkpoint.verify)
         adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
         load_shards(CheckpointSource(path), adapters, str(path))
@@ -75,13 +76,13 @@ def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str
     try:
         if resumed is not None:
             stored = read_meta(resumed).lora
-            base = Path(stored["base"]) if stored["base"] else None
+            base = to_path(stored["base"]) if stored["base"] else None
             if base is not None:
                 check_base(stored, base, str(resumed))
             return base, stored["base_digest"], ""
         if not cfg.checkpoint.init_from:
             return None, "", ""
-        base = resolve_weights_folder(Path(cfg.checkpoint.init_from)).resolve()
+        base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from)).resolve()
         return base, folder_digest(base), ""
     except ConfigError as error:
         return None, "", str(error)

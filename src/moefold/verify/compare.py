@@ -1,6 +1,6 @@
 """Comparison of a distributed run with the oracle: the largest relative error of every number and tensor, by name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -57,6 +57,7 @@ def run_oracle(
     """
     on_progress("oracle, building the model")
     dataset = data or open_samples(cfg)
+    size = cfg.train.global_batch_size
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
@@ -68,9 +69,9 @@ def run_oracle(
     steps = []
     for i in range(num_steps):
         on_progress(f"oracle, step {i + 1} of {num_steps}")
-        steps.append(oracle.step(_oracle_batch(dataset.train, cfg, i)))
+        steps.append(oracle.step(oracle_batch(dataset.train, cfg, range(i * size, (i + 1) * size))))
     on_progress("oracle, evaluation")
-    eval_loss = oracle.evaluate(_oracle_batch(dataset.validation, cfg, 0))
+    eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss)
 
@@ -104,11 +105,10 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     return chunks
 
 
-def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
-    """Build a global batch from its samples."""
-    size = cfg.train.global_batch_size
+def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleBatch:
+    """Build a global batch from the samples of these indices."""
     length = cfg.train.seq_len
-    samples = [split.annotated_sample(index * size + i) for i in range(size)]
+    samples = [split.annotated_sample(index) for index in indices]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
     scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
