@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, attention_letters, layer_chunks, layer_windows, layers_with_rope
+from moefold.config.model import (
+    INDEX_KINDS,
+    ModelConfig,
+    attention_letters,
+    expand_layer_pattern,
+    layer_chunks,
+    layer_windows,
+    layers_with_rope,
+    shared_selections,
+)
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
@@ -42,6 +52,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "attention_chunk_size",
         "active_experts",
         "rope_pattern",
+        "index_pattern",
         "upcycle_from",
         "upcycle_router",
         "upcycle_scaling",
@@ -52,7 +63,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
-_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
+_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax", "sparsemixer_jitter"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +90,13 @@ class TrainState:
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Adapters of a run that trains them alone: rank, alpha, targets, and the base weights (`adapter_settings`);
+    empty if the checkpoint has all weights."""
     rl: Any = None
     """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
+    sites: Any = None
+    """State of the outer optimizer: `OuterOptimizer.state`; None in a run of one site without an outer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +153,9 @@ def step_of(path: Path) -> int:
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model], with the kind of each layer spelled out."""
-    return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
+    """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
+    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(model).items()}
+    return sizes | {"layer_kinds": "".join(model.layer_kinds)}
 
 
 WANT_KEY = "align.want"
@@ -150,6 +167,8 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
+    # Site n of several reads every count-th sample.
+    order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
     order |= {f"align.{key}": value for key, value in asdict(align).items()}
     if cfg.align.method != "condition":
         del order[WANT_KEY]
@@ -336,13 +355,18 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
+    if meta.sites is not None and not (
+        isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
+    ):
+        raise TypeError(f"sites is {meta.sites!r}")
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
+    check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
     sizes = meta.model
-    for name, default in asdict(ModelConfig()).items():
+    for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)
         if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
             raise TypeError(f"model.{name} is {sizes[name]!r}")
@@ -352,6 +376,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
     layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
+    expand_layer_pattern(sizes.get("index_pattern", "F"), INDEX_KINDS)
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -429,6 +454,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _check_same_model(path, meta, cfg)
+        if reason := adapters_unsupported_reason(meta.lora, cfg, str(path)):
+            raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
         _check_whole_rounds(path, meta, cfg)
@@ -464,6 +491,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["layer_chunks"] = list(chunks)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
         sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["shared_selections"] = (
+            list(shared_selections(sizes["index_pattern"], letters)) if model.index_topk else []
+        )
         sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 

@@ -20,7 +20,8 @@ from moefold.terminal import escape_log_lines, print_escaped
 COMMANDS = {
     "init": "write a recipe that comes with moefold, to train from and to change",
     "train": "train a model from a recipe; starts the ranks itself on one machine",
-    "template": "print a job file for SLURM, Kubernetes or SkyPilot",
+    "meet": "serve the meeting point of the sites of a run",
+    "template": "print a job file for SLURM, Kubernetes, SkyPilot or Ray",
     "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
     "simulate": "simulate one step of a recipe: numbers, a trace, a picture",
@@ -31,6 +32,7 @@ COMMANDS = {
     "checkpoint": "list, show, verify, compare and remove checkpoints",
     "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
+    "board": "show runs side by side in a browser, live or as a static export",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
     "rollout": "sample completions of prompts, score them, and write them",
@@ -42,6 +44,7 @@ COMMANDS = {
     "upcycle": "turn a dense model into a model with experts",
     "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
+    "completion": "print a script that completes commands and recipe keys in a shell",
     "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step against a plain implementation",
 }

@@ -19,9 +19,10 @@ from moefold.checkpoint.checkpoint_dir import (
     model_differences,
     model_sizes,
 )
-from moefold.checkpoint.streaming_io import CHUNK_BYTES, CheckpointSource, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
+from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
@@ -148,7 +149,7 @@ def write_config(
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
-    is_scaled = model.rope_scaling in ("llama3", "yarn")
+    is_scaled = model.rope_scaling in ("llama3", "yarn", "longrope")
     scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
     return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
 
@@ -180,6 +181,8 @@ class ExportOptions:
     """Write MTP layers among the other layers even if transformers reports them as unexpected."""
     quantize: QuantizationKind = "none"
     """Quantise matrices: fp8 in blocks of 128 x 128, mxfp4 the experts of gpt-oss."""
+    base: Path | None = None
+    """Base weights of a checkpoint with adapters, which are merged into them; None: those that its metadata names."""
     verify: bool = True
     """Compare the checkpoint's files with their hashes first; if False, only their sizes."""
 
@@ -203,7 +206,7 @@ def export_folder(
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     check_integrity(checkpoint, world, checks_hashes=options.verify)
-    source = CheckpointSource(checkpoint)
+    source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
@@ -264,7 +267,7 @@ def export_folder(
 
 
 def _exported_model(
-    model: ModelConfig, source: CheckpointSource, options: ExportOptions
+    model: ModelConfig, source: CheckpointWeights, options: ExportOptions
 ) -> tuple[ModelConfig, list[str]]:
     """Return the model to export, and the tensors of the checkpoint to leave out."""
     if options.mtp_inside and not model.mtp_layers:
@@ -350,7 +353,7 @@ def _messages(files: Collection[str]) -> tuple[str, ...]:
 
 
 def _check_tensors(
-    mapping: StateDictMapping, source: CheckpointSource, checkpoint: Path, left_out: Collection[str]
+    mapping: StateDictMapping, source: CheckpointWeights, checkpoint: Path, left_out: Collection[str]
 ) -> None:
     reasons = [f"tensor {name} is missing" for name in mapping.shapes.keys() - source.shapes.keys()]
     reasons += [
@@ -366,10 +369,11 @@ def _check_tensors(
         raise ConfigError(f"checkpoint {str(checkpoint)!r}: {format_list(sorted(reasons))}")
 
 
-def _hf_dtypes(mapping: StateDictMapping, source: CheckpointSource, options: ExportOptions) -> dict[str, str]:
+def _hf_dtypes(mapping: StateDictMapping, source: CheckpointWeights, options: ExportOptions) -> dict[str, str]:
     """Return the dtype name of each exported tensor. The expert bias of the router is never rounded."""
     if options.dtype == "auto" and source.meta.origin:
-        return {hf_name: DTYPE_NAMES[source.dtype(pieces[0].name)] for hf_name, pieces in mapping.by_hf_name.items()}
+        stored_dtype = source.stored_dtype if isinstance(source, AdaptedSource) else source.dtype
+        return {hf_name: DTYPE_NAMES[stored_dtype(pieces[0].name)] for hf_name, pieces in mapping.by_hf_name.items()}
     run_dtype = {"float32": "F32", "float64": "F64"}.get(source.meta.dtype, "BF16")
     dtype = run_dtype if options.dtype == "auto" else DTYPE_NAMES[EXPORT_DTYPES[options.dtype]]
     return {
@@ -388,7 +392,7 @@ class _Target:
     """Dtype name of every tensor of the mapping that is not quantised."""
     quantization: Quantization
 
-    def chunks(self, source: CheckpointSource, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
+    def chunks(self, source: CheckpointWeights, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
         """Yield a tensor some rows at a time: the rows of each tensor that is written for it."""
         shape = mapping.hf_shapes[name]
         if name in self.quantization.names:
@@ -404,7 +408,7 @@ class _Target:
 
 
 def _write_tensors(
-    source: CheckpointSource, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
+    source: CheckpointWeights, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
     """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
     mine: dict[str, str] = {}

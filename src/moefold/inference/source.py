@@ -52,6 +52,8 @@ class ModelSource:
     imported from one and not trained further."""
     want: RewardPrompt | None = None
     """What prompts ask for: the model was trained with align.method="condition"."""
+    has_adapters: bool = False
+    """Whether the checkpoint has adapters alone, to be merged into the base weights that its metadata names."""
     skipped: tuple[str, ...] = ()
     """Later checkpoints of the run with missing metadata, each with the reason."""
 
@@ -84,7 +86,7 @@ def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
-    data = {key: value for key, value in meta.order.items() if key not in others and not key.startswith("align.")}
+    data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
     cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
@@ -94,7 +96,10 @@ def _checkpoint_source(path: Path) -> ModelSource:
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
     want = stored_reward_prompt(meta.order, str(path))
-    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want)
+    has_adapters = bool(meta.lora)
+    source = ModelSource(
+        path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want, has_adapters=has_adapters
+    )
     return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
 
 

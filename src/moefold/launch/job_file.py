@@ -21,6 +21,7 @@ SCHEDULERS = {
     "trainjob": "TrainJob of Kubeflow Trainer v2, on Kubernetes",
     "pytorchjob": "PyTorchJob of Kubeflow's training operator v1, on Kubernetes",
     "skypilot": "SkyPilot task",
+    "ray": "Python program for Ray Train: TorchTrainer starts one worker for each GPU",
 }
 OPTIONS = {
     "image": ("trainjob", "pytorchjob", "skypilot"),
@@ -82,6 +83,7 @@ class _Job:
     grace_s: int
     wait_s: int
     mount: str
+    overrides: list[str]
     words: list[str]
     command: str
 
@@ -119,6 +121,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
         grace_s=DEFAULT_GRACE_S if request.grace is None else request.grace,
         wait_s=SRUN_WAIT_S,
         mount=str(PurePosixPath(cfg.run.dir).parent),
+        overrides=list(overrides),
         words=words,
         command=shlex.join(words),
     )
@@ -195,6 +198,11 @@ def _check_size(cfg: Config, request: JobRequest) -> None:
         raise ConfigError(
             f"--gpus-per-node={gpus} must be divisible by parallel.tp={p.tp}, so that tensor parallelism stays inside "
             "a node; choose another tp or number of nodes"
+        )
+    if request.scheduler == "ray" and cfg.rollout.ranks:
+        raise ConfigError(
+            f"rollout.ranks={cfg.rollout.ranks} only sample, and each worker of Ray Train trains; set rollout.ranks=0, "
+            "or choose another scheduler"
         )
     if cfg.run.device == "cpu":
         raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
