@@ -21,7 +21,7 @@ from moefold.checkpoint.checkpoint_dir import (
     step_of,
 )
 from moefold.checkpoint.commit import remove_checkpoint
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.cli.main import main
 from moefold.config.schema import Config
@@ -99,7 +99,23 @@ def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, caps
         assert main(["checkpoint", *words]) == 0
     listed = capsys.readouterr().out
     assert "step-000003: sound" in listed
+    path = store / "step-000003"
+    tensors = stored_tensors(path)
+    ranges = []
+    read_range = RemotePath.read_range
+    count = lambda self, start, size: (ranges.append((start, size)), read_range(self, start, size))[1]  # noqa: E731
+    with patch.object(RemotePath, "read_range", count):
+        assert differing_tensors(path, path) == []
+    assert len(ranges) == 2 * sum(tensor.num_chunks for tensor in tensors), "one request for each shard"
     data = tmp_path / "store" / "step-000003" / "__0_0.distcp"
+    start, size = sorted(ranges)[0]
+    forged = bytearray(data.read_bytes())
+    forged[start + size - 60 : start + size] = bytes(60)
+    whole = data.read_bytes()
+    data.write_bytes(forged)
+    with pytest.raises(ConfigError, match=r"file __0_0.distcp holds something else where .* belongs: no archive"):
+        differing_tensors(path, path)
+    data.write_bytes(whole)
     content = bytearray(data.read_bytes())
     content[5000] ^= 255
     data.write_bytes(content)
