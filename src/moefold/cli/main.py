@@ -44,6 +44,7 @@ COMMANDS = {
     "upcycle": "turn a dense model into a model with experts",
     "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
+    "completion": "print a script that completes commands and recipe keys in a shell",
     "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step against a plain implementation",
 }
