@@ -10,7 +10,7 @@ from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
-from moefold.model.linear import linear
+from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
@@ -76,6 +76,7 @@ class LatentAttention(SelfAttention):
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         gates = heads * cfg.attention_gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
+        self.gates_whole_heads = cfg.attention_gate_size == 1
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
@@ -142,10 +143,12 @@ class LatentAttention(SelfAttention):
 
     def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
         """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
-        if self.wq_down is None:
-            return self._project(source, weight)
-        columns = [(local_param(weight, x.dtype), None)]
         backend = self.kernels.linear_backend
+        if self.gates_whole_heads and not isinstance(backend, UnquantizedLinear):
+            backend = None
+        if self.wq_down is None:
+            return linear(source, local_param(weight, source.dtype), None, self.wgrad_store, backend)
+        columns = [(local_param(weight, x.dtype), None)]
         (gate,) = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
         return gate
 
